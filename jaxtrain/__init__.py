@@ -1,0 +1,66 @@
+"""jaxtrain: functional JAX training on NVIDIA GPUs, TPUs and CPUs with one pure, sharded train step.
+
+The public names below are imported when first used, so that `import jaxtrain` is instant and does not start jax.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Batches": "jaxtrain.data",
+    "Checkpointer": "jaxtrain.checkpoint",
+    "CheckpointError": "jaxtrain.errors",
+    "Config": "jaxtrain.config",
+    "ConfigError": "jaxtrain.errors",
+    "Data": "jaxtrain.data",
+    "DataError": "jaxtrain.errors",
+    "DivergedError": "jaxtrain.errors",
+    "Evaluator": "jaxtrain.train.evaluate",
+    "JsonlWriter": "jaxtrain.metrics.writers",
+    "Model": "jaxtrain.models.model",
+    "Parallelism": "jaxtrain.train.parallelism",
+    "Parts": "jaxtrain.models.model",
+    "PreemptedError": "jaxtrain.errors",
+    "Remat": "jaxtrain.remat",
+    "Result": "jaxtrain.train.trainer",
+    "Sampling": "jaxtrain.train.generate",
+    "Task": "jaxtrain.tasks",
+    "TrainState": "jaxtrain.train.state",
+    "TrainStep": "jaxtrain.train.step",
+    "UserError": "jaxtrain.errors",
+    "build_model": "jaxtrain.models.build",
+    "classification": "jaxtrain.tasks",
+    "count_parameters": "jaxtrain.models.model",
+    "embedding_lookup": "jaxtrain.ops.embedding",
+    "from_functions": "jaxtrain.models.model",
+    "from_linen": "jaxtrain.models.linen_model",
+    "from_nnx": "jaxtrain.models.nnx_model",
+    "from_stages": "jaxtrain.models.stages",
+    "generate_text": "jaxtrain.train.generate",
+    "language_modeling": "jaxtrain.tasks",
+    "load_config": "jaxtrain.config",
+    "make_mesh": "jaxtrain.mesh",
+    "make_stack": "jaxtrain.models.stack",
+    "make_train_step": "jaxtrain.train.step",
+    "open_data": "jaxtrain.data",
+    "prefetch": "jaxtrain.data",
+    "regression": "jaxtrain.tasks",
+    "run_config": "jaxtrain.train.trainer",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

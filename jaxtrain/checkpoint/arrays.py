@@ -1,0 +1,185 @@
+"""Leaves of a state as Orbax stores them, and back: random keys as numbers, empty arrays by shape alone."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtrain.checkpoint import digest, storage
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.tree import is_key
+from jaxtrain.errors import CheckpointError
+
+
+def is_process_0() -> bool:
+    """Tell whether this process renames and deletes."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def from_process_0(decide: Callable[[], int]) -> int:
+    """Return what process 0 decides; the others may see an older listing of a network file system."""
+    import jax
+
+    if jax.process_count() == 1:
+        return decide()
+    import numpy
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(numpy.int32(decide())))
+
+
+def everyone(succeeded: bool) -> bool:
+    """Tell whether all processes succeeded."""
+    import jax
+
+    if jax.process_count() == 1:
+        return succeeded
+    import numpy
+    from jax.experimental import multihost_utils
+
+    return bool(numpy.all(multihost_utils.process_allgather(numpy.asarray([succeeded]))))
+
+
+def barrier(name: str) -> None:
+    """Wait for all processes."""
+    import jax
+
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a reader of an old checkpoint will ask for."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("jaxtrain", "jax", "orbax-checkpoint"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def key_implementations(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Return the generator of each random key, which its numbers alone do not tell."""
+    import jax
+
+    return {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_key(leaf)}
+
+
+def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Orbax can store: no typed keys, no empty arrays (it refuses them), no Python numbers."""
+    import jax
+    import numpy
+
+    stored = {}
+    for name, leaf in leaves.items():
+        array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        array = array if isinstance(array, jax.Array) else numpy.asarray(array)
+        if array.size:
+            stored[name] = array
+    return stored
+
+
+def digests(stored: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the digest of each stored array as JSON."""
+    return {name: list(value) for name, value in digest.digests(stored).items()}
+
+
+def on_one_device(entry: tuple[tuple[int, ...], str], info: CheckpointInfo, name: str) -> Any:
+    """Return a target for a saved leaf, whole on this process's first device."""
+    import jax
+    import jax.numpy as jnp
+
+    shape, dtype = entry
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if name in info.key_implementations:
+        implementation = info.key_implementations[name]
+        kind: Any = jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+    else:
+        kind = jnp.dtype(dtype)
+        if kind.itemsize == 8 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            import numpy
+
+            return numpy.empty(shape, kind)
+    return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+
+
+def read_verified(files: storage.Storage, info: CheckpointInfo, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the wanted leaves of a step and compare each with its digest.
+
+    Args:
+        files: open storage.
+        info: record of the step; its table agrees with `wanted`.
+        wanted: leaves of the target by path.
+
+    Raises:
+        DamagedError: files are missing or unreadable, or an array is not what was saved.
+        CheckpointError: this machine cannot read it (no permission, no memory), which says nothing about the files.
+    """
+    specifications = {name: _specification(leaf, info, name) for name, leaf in wanted.items()}
+    present = {name: leaf for name, leaf in specifications.items() if math.prod(leaf.shape)}
+    failure: storage.ReadError | None = None
+    found: dict[str, Any] = {}
+    try:
+        found = files.read(info.path, present)
+    except storage.ReadError as error:
+        failure = error
+    if not everyone(failure is None):
+        if failure is not None and failure.of_this_machine:
+            raise CheckpointError(f"cannot read checkpoint {info.path}: {failure}")
+        raise DamagedError(f"checkpoint {info.path} is damaged: {failure or 'another process cannot read it'}")
+    altered = [name for name, value in digest.digests(found).items() if value != info.digests.get(name)]
+    if not everyone(not altered):
+        first = altered[0] if altered else "an array on another process"
+        raise DamagedError(f"checkpoint {info.path} is damaged: {first} of step {info.step} is not what was saved")
+    return {
+        name: _as_wanted(leaf, found.get(name), specifications[name], info.key_implementations.get(name))
+        for name, leaf in wanted.items()
+    }
+
+
+def _specification(leaf: Any, info: CheckpointInfo, name: str) -> Any:
+    """Return what to read for a leaf: an abstract array with a sharding, or a numpy array for a leaf on the host."""
+    import jax
+    import numpy
+
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return numpy.asarray(leaf)
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if not is_key(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    implementation = info.key_implementations[name]
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation)))
+    return jax.ShapeDtypeStruct((*leaf.shape, *data.shape), data.dtype, sharding=sharding)
+
+
+def _as_wanted(leaf: Any, found: Any, specification: Any, implementation: str | None) -> Any:
+    import jax
+    import numpy
+
+    if found is None:
+        found = _empty(specification)
+    if implementation is not None:
+        wrap = jax.jit(
+            lambda data: jax.random.wrap_key_data(data, impl=implementation), out_shardings=specification.sharding
+        )
+        return wrap(found)
+    if isinstance(leaf, bool | int | float | complex):
+        return type(leaf)(numpy.asarray(found).item())
+    return found
+
+
+def _empty(specification: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import numpy
+
+    if isinstance(specification, numpy.ndarray):
+        return specification.copy()
+    shape, dtype = specification.shape, specification.dtype
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=specification.sharding)()

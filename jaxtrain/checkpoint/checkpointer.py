@@ -1,0 +1,310 @@
+"""The checkpoints of a run: saved in the background, restored on any mesh, every array verified."""
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from jaxtrain.checkpoint import arrays, directory, storage, tree
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.errors import CheckpointError, ConfigError
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Checkpointer:
+    """Saves and restores a train state (any pytree of arrays) in one directory.
+
+    Not for two writers at once: the run directory's lock sees to that. With several processes every process calls
+    every method, in the same order; process 0 decides and renames.
+
+    Args:
+        directory: where the steps lie; created by the first save.
+        keep_last: newest steps that stay.
+        keep_every: multiples of this stay for good; None for no such rule.
+        keep_best: the step with the lowest eval_loss stays.
+        read_only: never write, rename or delete.
+        report: receives one line when a damaged step is passed over.
+
+    Raises:
+        ConfigError: the directory is a file.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        keep_best: bool = False,
+        read_only: bool = False,
+        report: Callable[[str], None] = _print,
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
+        if keep_last < 1:
+            raise ConfigError(f"keep_last is {keep_last}: at least the newest checkpoint must stay (keep_last >= 1)")
+        self._keep = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+        self._read_only = read_only
+        self._report = report
+        self._storage: storage.Storage | None = None
+        self._saving: Path | None = None
+        self._cleared = False
+        self._losses: dict[int, float | None] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Return the saved steps in ascending order, without one that is still being written."""
+        return directory.list_steps(self.directory)
+
+    def latest_step(self) -> int | None:
+        """Return the newest saved step, or None."""
+        return max(self.steps(), default=None)
+
+    def info(self, step: int) -> CheckpointInfo:
+        """Return what is known of a step without reading its arrays.
+
+        Raises:
+            CheckpointError: there is no such step, or its record is damaged.
+        """
+        if step not in self.steps():
+            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: it holds {self._listing()}")
+        return directory.read_info(self.directory, step)
+
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """Return the metadata given to `save`, of a step or of the newest one whose record is intact."""
+        if step is not None:
+            return self.info(step).metadata
+        for candidate in reversed(self._candidates()):
+            try:
+                return directory.read_info(self.directory, candidate).metadata
+            except DamagedError:
+                continue
+        raise CheckpointError(f"all checkpoints in {self.directory} are damaged ({self._listing()})")
+
+    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any], eval_loss: float | None = None) -> bool:
+        """Copy the state and write it in the background.
+
+        When this returns, the buffers of `state` may be donated. A save that still runs is waited for first.
+
+        Args:
+            step: number of the step; its directory has this name.
+            state: any pytree of arrays and numbers, in any sharding.
+            metadata: JSON stored with the step, atomically.
+            eval_loss: used by keep_best.
+
+        Returns:
+            False if that step is saved already, and nothing was done.
+
+        Raises:
+            CheckpointError: this save or the one before failed; what is already saved stays.
+        """
+        if self._read_only:
+            raise CheckpointError(f"checkpoints in {self.directory} were opened for reading only")
+        self.wait()
+        path = directory.step_path(self.directory, step)
+        if arrays.from_process_0(lambda: step in self.steps()):
+            return False
+        flat = tree.flatten(state).leaves
+        leaves = {name: tree.describe(leaf, name) for name, leaf in flat.items()}
+        record = {
+            "format_version": directory.FORMAT_VERSION,
+            "step": step,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": arrays.versions(),
+            "metadata": dict(metadata),
+            "eval_loss": None if eval_loss is None else float(eval_loss),
+            "leaves": {name: [list(shape), dtype] for name, (shape, dtype) in leaves.items()},
+            "key_implementations": arrays.key_implementations(flat),
+        }
+        directory.seal(record)  # metadata that is not JSON fails before any work on the device
+        try:
+            self._prepare(path)
+            stored = arrays.storable(flat)
+            record["digests"] = arrays.digests(stored)
+            self._open().write(path, stored, directory.seal(record))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._failed(path, error) from None
+        self._saving = path
+        return True
+
+    def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
+        """Read a state straight into the shardings of the target, on any mesh and any number of processes.
+
+        Names, shapes and dtypes are compared with the record before anything is read, and every array with its digest
+        after. Without `step` a damaged newest step is set aside and the one before is used.
+
+        Args:
+            target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays to be like.
+            step: an exact step; None for the newest that is intact.
+            prefix: path of the target inside the saved tree ("params"); the rest is not read.
+
+        Raises:
+            CheckpointError: no step, another model, or nothing intact is left.
+        """
+        self.wait()
+        wanted = tree.flatten(target, prefix=prefix)
+        candidates = [step] if step is not None else list(reversed(self._candidates()))
+        damaged: list[int] = []
+        reasons: list[str] = []
+        for candidate in candidates:
+            try:
+                info = self.info(candidate)
+                restored = self._read(info, wanted.leaves, prefix=prefix)
+            except DamagedError as error:
+                if step is not None:
+                    raise
+                damaged.append(candidate)
+                reasons.append(str(error))
+                continue
+            # Only when an intact step is at hand: with all of them renamed, the next start would begin from nothing.
+            self._set_aside(damaged, reasons, instead=candidate)
+            return wanted.rebuild(restored)
+        raise CheckpointError(
+            f"no intact checkpoint is left in {self.directory} ({len(damaged)} damaged): {reasons[0]}; "
+            "restore the files from a copy, or start again in another run directory"
+        )
+
+    def verify(self, step: int | None = None) -> CheckpointInfo:
+        """Read every array of a step (one at a time) and compare it with its digest.
+
+        Returns:
+            What is known of the step.
+
+        Raises:
+            DamagedError: naming the first array that is not what was saved.
+        """
+        self.wait()
+        chosen = self._candidates()[-1] if step is None else step
+        info = self.info(chosen)
+        for name, entry in info.leaves.items():
+            arrays.read_verified(self._open(), info, {name: arrays.on_one_device(entry, info, name)})
+        return info
+
+    def wait(self) -> None:
+        """Block until the last save is committed, then delete what the policy does not keep.
+
+        Raises:
+            CheckpointError: that save failed.
+        """
+        path, self._saving = self._saving, None
+        if self._storage is None or path is None:
+            return
+        try:
+            self._storage.wait()
+        except Exception as error:
+            raise self._failed(path, error) from None
+        self._prune()
+
+    def check(self) -> None:
+        """Raise CheckpointError if a save in the background failed; cheap enough for every step."""
+        if self._storage is None or self._saving is None:
+            return
+        try:
+            self._storage.check()
+        except Exception as error:
+            path, self._saving = self._saving, None
+            raise self._failed(path, error) from None
+
+    def close(self) -> None:
+        """Wait for the last save, then release the threads."""
+        try:
+            self.wait()
+        finally:
+            opened, self._storage = self._storage, None
+            if opened is not None:
+                opened.close()
+
+    def _open(self) -> storage.Storage:
+        if self._storage is None:
+            self._storage = storage.Storage()
+        return self._storage
+
+    def _candidates(self) -> list[int]:
+        steps = self.steps()
+        newest = arrays.from_process_0(lambda: max(steps, default=-1))
+        if newest < 0:
+            raise CheckpointError(f"no checkpoint in {self.directory}: check the path, or start with --resume auto")
+        return [step for step in steps if step <= newest]
+
+    def _listing(self) -> str:
+        return ", ".join(map(str, self.steps())) or "none"
+
+    def _prepare(self, path: Path) -> None:
+        failure: Exception | None = None
+        if arrays.is_process_0():
+            try:
+                self._make_room(path)
+            except (OSError, CheckpointError) as error:
+                failure = error
+        # The other processes would wait in the save for a process that has given up.
+        if not arrays.everyone(failure is None):
+            raise failure or CheckpointError(f"cannot save checkpoint {path}: process 0 cannot write there")
+
+    def _make_room(self, path: Path) -> None:
+        self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        if not os.access(self.directory, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot save checkpoint {path}: {os.strerror(errno.EACCES)}")
+        if not self._cleared:
+            directory.clear_leftovers(self.directory)
+            self._cleared = True
+        if path.exists() or path.is_symlink():
+            moved = directory.set_aside(self.directory, int(path.name), reason="foreign")
+            self._report(f"{path} is not a checkpoint of jaxtrain: it is renamed to {moved.name}")
+
+    def _failed(self, path: Path, error: BaseException) -> CheckpointError:
+        # Orbax's object keeps the unfinished work of the save; the next save begins with another one.
+        self._storage = None
+        # What a failed save has written fills the disk that the next one needs.
+        if arrays.is_process_0():
+            directory.clear_leftovers(self.directory)
+        return storage.save_error(path, error)
+
+    def _prune(self) -> None:
+        if not arrays.is_process_0():
+            return
+        steps = self.steps()
+        for step in steps:
+            if step not in self._losses:
+                try:
+                    self._losses[step] = directory.read_info(self.directory, step).eval_loss
+                except CheckpointError:
+                    self._losses[step] = None
+        losses = {step: self._losses[step] for step in steps}
+        directory.remove(self.directory, set(steps) - directory.steps_to_keep(losses, **self._keep))
+
+    def _read(self, info: CheckpointInfo, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
+        inside = tuple(name for name in info.leaves if _is_inside(name, prefix))
+        found = tree.difference(
+            {name: info.leaves[name] for name in inside},
+            {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
+        )
+        if found is not None:
+            raise CheckpointError(f"checkpoint {info.path} is of another model: {found}")
+        return arrays.read_verified(self._open(), info, wanted)
+
+    def _set_aside(self, damaged: list[int], reasons: list[str], *, instead: int) -> None:
+        for step, reason in zip(damaged, reasons, strict=True):
+            moved = ""
+            if not self._read_only and arrays.is_process_0():
+                moved = f" (renamed to {directory.set_aside(self.directory, step, reason='corrupt').name})"
+            if arrays.is_process_0():
+                self._report(f"{reason}{moved}; step {instead} is used instead")
+        arrays.barrier("jaxtrain_set_aside")
+
+
+def _is_inside(name: str, prefix: str | None) -> bool:
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")

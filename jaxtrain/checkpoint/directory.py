@@ -1,0 +1,180 @@
+"""What lies in a checkpoint directory, read without jax or Orbax: steps, their record, what to keep, what to set aside.
+
+A step is a real directory whose name is its number and which holds our item `jaxtrain`; anything else is ignored. Orbax
+writes into a directory with another name and renames it at the end, so a step that has its name is complete.
+"""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import CheckpointError
+
+FORMAT_VERSION = 1
+RECORD_ITEM = "jaxtrain"
+ARRAYS_ITEM = "state"
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_TRASH = ".pruned"
+
+
+class DamagedError(CheckpointError):
+    """A step that cannot be read or does not hold what was saved; an older step may be used instead."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A saved step, known without reading its arrays."""
+
+    step: int
+    path: Path
+    metadata: dict[str, Any]
+    leaves: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
+    digests: dict[str, tuple[int, int]] = field(repr=False)
+    key_implementations: dict[str, str] = field(repr=False)
+    eval_loss: float | None
+    versions: dict[str, str]
+    saved_at: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays in memory (before compression)."""
+        return sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in self.leaves.values())
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype.startswith("key<"):
+        return 8  # threefry; other generators differ by a few bytes a key
+    bits = re.search(r"\d+", dtype)
+    # Numbers narrower than a byte take a whole one outside an accelerator.
+    return max(1, int(bits.group()) // 8) if bits else 1
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Return where a step lies or will lie."""
+    return directory / str(step)
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Return the saved steps in ascending order; a directory that does not exist has none."""
+    try:
+        entries = list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
+    names = [entry.name for entry in entries if entry.name.isdecimal() and not entry.is_symlink()]
+    steps = sorted(int(name) for name in names if name == str(int(name)))
+    return [step for step in steps if (step_path(directory, step) / RECORD_ITEM).is_dir()]
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record as it is stored: plain JSON with a checksum of itself.
+
+    Raises:
+        CheckpointError: the metadata is not JSON.
+    """
+    try:
+        plain = json.loads(json.dumps(content))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"metadata of a checkpoint must be JSON: {error}") from error
+    return {"sha256": _checksum(plain), "content": plain}
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_info(directory: Path, step: int) -> CheckpointInfo:
+    """Read the record of a step.
+
+    Raises:
+        DamagedError: it is missing, unreadable or altered.
+        CheckpointError: a newer jaxtrain wrote it, or this user may not read it.
+    """
+    path = step_path(directory, step)
+    try:
+        sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
+        content = sealed["content"]
+        intact = sealed["sha256"] == _checksum(content)
+    except PermissionError as error:
+        raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read") from error
+    if not intact:
+        raise DamagedError(f"checkpoint {path} is damaged: its record was altered")
+    if content["format_version"] > FORMAT_VERSION:
+        writer = content["versions"].get("jaxtrain", "?")
+        raise CheckpointError(
+            f"checkpoint {path} has format {content['format_version']}, written by jaxtrain {writer}; this one reads "
+            f"up to {FORMAT_VERSION}: install that version or a later one"
+        )
+    return CheckpointInfo(
+        step=step,
+        path=path,
+        metadata=content["metadata"],
+        leaves={name: (tuple(shape), dtype) for name, (shape, dtype) in content["leaves"].items()},
+        digests={name: (first, second) for name, (first, second) in content["digests"].items()},
+        key_implementations=content["key_implementations"],
+        eval_loss=content["eval_loss"],
+        versions=content["versions"],
+        saved_at=content["saved_at"],
+    )
+
+
+def steps_to_keep(
+    losses: Mapping[int, float | None], *, keep_last: int, keep_every: int | None, keep_best: bool
+) -> set[int]:
+    """Choose which steps stay.
+
+    Args:
+        losses: eval_loss of every saved step, None where it was not evaluated.
+        keep_last: how many of the newest stay.
+        keep_every: multiples of this stay; None for no such rule.
+        keep_best: the step with the lowest finite loss stays (the earliest of equals).
+    """
+    kept = set(sorted(losses)[-keep_last:])
+    if keep_every is not None:
+        kept |= {step for step in losses if step % keep_every == 0}
+    scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
+    if keep_best and scored:
+        kept.add(min(scored)[1])
+    return kept
+
+
+def remove(directory: Path, steps: Iterable[int]) -> None:
+    """Delete steps, each renamed first: a kill in between leaves no half-deleted step under its name."""
+    for step in steps:
+        trash = directory / f"{step}{_TRASH}"
+        shutil.rmtree(trash, ignore_errors=True)
+        try:
+            step_path(directory, step).rename(trash)
+        except FileNotFoundError:
+            continue
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def clear_leftovers(directory: Path) -> None:
+    """Delete what an interrupted save or removal left behind."""
+    for entry in list(directory.iterdir()) if directory.is_dir() else []:
+        number, dot, suffix = entry.name.partition(".")
+        leftover = number.isdecimal() and f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH))
+        if leftover and entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def set_aside(directory: Path, step: int, *, reason: str) -> Path:
+    """Rename what lies at a step's path to `<step>.<reason>-<time>` and return the path it has then."""
+    source = step_path(directory, step)
+    target = directory / f"{step}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
+    try:
+        source.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"cannot rename {source} to {target.name}: {error.strerror}") from error
+    return target

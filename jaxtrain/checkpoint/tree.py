@@ -1,0 +1,104 @@
+"""Any pytree as one flat table {dotted path: leaf}, so that files on disk depend on no Python class."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.errors import CheckpointError
+
+Leaves = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class FlatTree:
+    """Leaves by dotted path, in the order of the tree, and the structure that puts them back."""
+
+    leaves: dict[str, Any]
+    structure: Any
+
+    def rebuild(self, leaves: Mapping[str, Any]) -> Any:
+        """Return a tree of this structure with the given leaves."""
+        import jax
+
+        return jax.tree.unflatten(self.structure, [leaves[path] for path in self.leaves])
+
+
+def flatten(tree: Any, *, prefix: str | None = None) -> FlatTree:
+    """Name every leaf by its field names, dictionary keys and indices, joined by dots.
+
+    Args:
+        tree: any pytree; empty nodes and None have no leaves and leave no trace.
+        prefix: path of this tree inside a larger one.
+
+    Raises:
+        CheckpointError: two leaves get the same path.
+    """
+    import jax
+
+    entries, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves: dict[str, Any] = {}
+    for keys, leaf in entries:
+        path = ".".join(([prefix] if prefix else []) + [_part(key) for key in keys])
+        if path in leaves:
+            raise CheckpointError(f"two arrays of the state have the path {path}: rename one of them")
+        leaves[path] = leaf
+    return FlatTree(leaves, structure)
+
+
+def _part(key: Any) -> str:
+    import jax
+
+    kinds = jax.tree_util
+    match key:
+        case kinds.GetAttrKey():
+            return key.name
+        case kinds.DictKey() | kinds.FlattenedIndexKey():
+            return str(key.key)
+        case kinds.SequenceKey():
+            return str(key.idx)
+    return str(key).strip(".[]'\"")
+
+
+def is_key(leaf: Any) -> bool:
+    """Tell whether a leaf is a typed random key (`jax.random.key`) or its abstract form."""
+    import jax
+    import jax.numpy as jnp
+
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
+    """Return shape and dtype name of one leaf.
+
+    Raises:
+        CheckpointError: the leaf is no number and no array.
+    """
+    import numpy
+
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), str(leaf.dtype)
+    array = numpy.asarray(leaf)
+    if array.dtype.kind not in "biufc":
+        raise CheckpointError(f"{path} of the state is a {type(leaf).__name__}: only arrays and numbers can be saved")
+    return array.shape, str(array.dtype)
+
+
+def difference(saved: Leaves, wanted: Leaves) -> str | None:
+    """Compare two tables; return one phrase with the count and the first two differences, or None if equal."""
+    found = []
+    for path in [*wanted, *(path for path in saved if path not in wanted)]:
+        if path not in saved:
+            found.append(f"{path} is not there ({_text(wanted[path])} here)")
+        elif path not in wanted:
+            found.append(f"{path} is {_text(saved[path])} there and not here")
+        elif (tuple(saved[path][0]), saved[path][1]) != (tuple(wanted[path][0]), wanted[path][1]):
+            found.append(f"{path} is {_text(saved[path])} there, {_text(wanted[path])} here")
+    if not found:
+        return None
+    total = len(set(saved) | set(wanted))
+    return f"{len(found)} of {total} arrays differ, first {'; '.join(found[:2])}"
+
+
+def _text(entry: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = entry
+    return f"{tuple(shape)} {dtype}"

@@ -1,0 +1,151 @@
+"""`jaxtrain ckpt`: what lies in a run's checkpoints. Only `--verify` starts jax."""
+
+import math
+from typing import Any
+
+from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
+from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.commands.output import print_json, print_remark, print_table, print_text
+from jaxtrain.errors import CheckpointError
+from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.train.open_run import read_run
+
+
+def _open(run_dir: str) -> Checkpointer:
+    from pathlib import Path
+
+    read_run(run_dir)
+    return Checkpointer(Path(run_dir) / "checkpoints", read_only=True)
+
+
+def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:
+    """List the checkpoints of a run.
+
+    Args:
+        run_dir: directory of the run.
+        verify: read every array and compare it with its digest.
+        as_json: print a JSON list.
+
+    Returns:
+        4 when a checkpoint is damaged, else 0.
+    """
+    rows: list[dict[str, Any]] = []
+    with _open(run_dir) as checkpoints:
+        for step in checkpoints.steps():
+            row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
+            try:
+                info = checkpoints.info(step)
+                row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
+                if verify:
+                    checkpoints.verify(step)
+            except DamagedError as error:
+                row["problem"] = str(error)
+            rows.append(row)
+        directory = checkpoints.directory
+    damaged = [row["problem"] for row in rows if row["problem"]]
+    if as_json:
+        print_json([{**row, "ok": row["problem"] is None, "verified": verify} for row in rows])
+    elif not rows:
+        print_remark(f"no checkpoints in {directory}")
+    else:
+        print_table(("step", "time", "size", "eval_loss", "ok"), [_ls_row(row, verify=verify) for row in rows])
+    if damaged:
+        raise CheckpointError(f"{damaged[0]}" + (f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""))
+    return 0
+
+
+def _ls_row(row: dict[str, Any], *, verify: bool) -> tuple[str, ...]:
+    loss = "-" if row["eval_loss"] is None else f"{row['eval_loss']:.6g}"
+    state = "damaged" if row["problem"] else "verified" if verify else "yes"
+    return str(row["step"]), row["saved_at"] or "-", format_bytes(row["bytes"]), loss, state
+
+
+def run_ckpt_show(run_dir: str, *, step: int | None, as_json: bool) -> int:
+    """Print leaves, totals and metadata of a checkpoint.
+
+    Args:
+        run_dir: directory of the run.
+        step: which; None: the newest whose record is intact.
+        as_json: print one JSON object, with the whole config in its metadata.
+    """
+    with _open(run_dir) as checkpoints:
+        info = _info(checkpoints, step)
+    leaves = [
+        {"path": path, "shape": list(shape), "dtype": dtype, "bytes": _leaf_bytes(info, path)}
+        for path, (shape, dtype) in info.leaves.items()
+    ]
+    totals = _totals(leaves)
+    if as_json:
+        print_json(
+            {
+                "step": info.step,
+                "path": str(info.path),
+                "saved_at": info.saved_at,
+                "eval_loss": info.eval_loss,
+                "versions": info.versions,
+                "leaves": leaves,
+                "totals": totals,
+                "metadata": info.metadata,
+            }
+        )
+        return 0
+    print_table(
+        ("path", "shape", "dtype", "bytes"),
+        [
+            (leaf["path"], " x ".join(map(str, leaf["shape"])) or "scalar", leaf["dtype"], format_bytes(leaf["bytes"]))
+            for leaf in leaves
+        ],
+    )
+    print_text("")
+    print_table(
+        ("part", "arrays", "numbers", "bytes"),
+        [
+            (name, str(total["arrays"]), format_count(total["numbers"]), format_bytes(total["bytes"]))
+            for name, total in totals.items()
+        ],
+    )
+    print_text("")
+    facts = {
+        "step": info.step,
+        "saved": info.saved_at,
+        "eval_loss": "-" if info.eval_loss is None else f"{info.eval_loss:.6g}",
+        "run": info.metadata.get("name", "-"),
+        "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items()),
+        "path": info.path,
+    }
+    for name, fact in facts.items():
+        print_text(f"{name:<10} {fact}")
+    return 0
+
+
+def _info(checkpoints: Checkpointer, step: int | None) -> CheckpointInfo:
+    steps = checkpoints.steps()
+    if not steps:
+        raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
+    if step is not None:
+        return checkpoints.info(step)
+    problems = []
+    for candidate in reversed(steps):
+        try:
+            return checkpoints.info(candidate)
+        except DamagedError as error:
+            problems.append(str(error))
+    raise CheckpointError(problems[0])
+
+
+def _leaf_bytes(info: CheckpointInfo, path: str) -> int:
+    from dataclasses import replace
+
+    return replace(info, leaves={path: info.leaves[path]}).num_bytes
+
+
+def _totals(leaves: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Arrays, numbers and bytes of each top-level part of the state, and of all."""
+    totals: dict[str, dict[str, int]] = {}
+    for leaf in leaves:
+        for part in (leaf["path"].partition(".")[0], "all"):
+            total = totals.setdefault(part, {"arrays": 0, "numbers": 0, "bytes": 0})
+            total["arrays"] += 1
+            total["numbers"] += math.prod(leaf["shape"])
+            total["bytes"] += leaf["bytes"]
+    return {**{part: total for part, total in totals.items() if part != "all"}, "all": totals["all"]}

@@ -1,0 +1,44 @@
+"""`jaxtrain data prepare`: text into token shards."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain.commands.output import print_remark, print_text
+from jaxtrain.config import load_config
+from jaxtrain.config.data import JsonlData, TextData
+from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.errors import ConfigError
+
+
+def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, tokens_per_shard: int) -> int:
+    """Encode the text of a config and print how to train on the result.
+
+    Args:
+        config: a shipped name or a path.
+        overrides: keys on top.
+        output: folder to make.
+        tokens_per_shard: tokens in each file but the last.
+    """
+    loaded = load_config(config, overrides=overrides)
+    source = loaded.config.data
+    if not isinstance(source, TextData | JsonlData):
+        raise ConfigError(
+            f"data.kind={source.kind}: only text and jsonl are encoded; set data.kind=text data.path=FILE"
+        )
+    for note in loaded.notes:
+        print_remark(note)
+    from jaxtrain.data import prepare_tokens
+
+    made = prepare_tokens(source, Path(output), tokens_per_shard=tokens_per_shard)
+    print_remark(
+        f"{_counted(made['num_documents'], 'document')}, {made['num_tokens']:,} tokens of {made['vocab_size']:,} ids "
+        f"({made['dtype']}) in {_counted(len(made['shards']), 'file')} in {made['output']}"
+    )
+    print_remark(f"train on them: jaxtrain train {config} data.kind=tokens data.path={made['output']}")
+    # The answer, so that it can be appended to a config file.
+    print_text(to_yaml({"data": {"kind": "tokens", "path": made["output"]}}).rstrip("\n"))
+    return 0
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"one {noun}" if count == 1 else f"{count:,} {noun}s"

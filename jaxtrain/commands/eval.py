@@ -1,0 +1,71 @@
+"""`jaxtrain eval`: a checkpoint of a run against held-out rows."""
+
+from collections.abc import Sequence
+
+from jaxtrain import distributed
+from jaxtrain.commands.output import print_json, print_table
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.train.open_run import OpenedRun, open_run, saved_config
+
+# The rest of the config belongs to the parameters that were trained.
+_MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache")
+
+
+def run_eval(run_dir: str, overrides: Sequence[str], *, step: int | None, emulate: int | None, as_json: bool) -> int:
+    """Print the metrics of a checkpoint.
+
+    Args:
+        run_dir: directory of the run.
+        overrides: keys of data, evaluation and parallel on top of the run's config.
+        step: which checkpoint; None: the newest intact one.
+        emulate: CPU devices to pretend to have.
+        as_json: print one JSON object.
+    """
+    config = saved_config(run_dir, overrides=overrides).config
+    for override in overrides:
+        if not override.removeprefix("--").startswith(_MAY_CHANGE):
+            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in _MAY_CHANGE)
+            raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
+    distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
+    main = distributed.is_main_process()
+    with Progress(process_index=0 if main else 1) as progress:
+        with progress.phase("opening the run"):
+            run = open_run(run_dir, overrides=overrides, step=step, report=progress.message)
+        for remark in run.remarks:
+            progress.message(remark)
+        with progress.phase("evaluating") as phase:
+            metrics, num_rows = _evaluate(run)
+            phase.note(f"{num_rows:,} rows of {run.config.data.kind}")
+    if not main:
+        return 0
+    answer = {"run_dir": run_dir, "step": run.checkpoint_step, "rows": num_rows, **metrics}
+    if as_json:
+        print_json(answer)
+    else:
+        shown = {name: f"{value:.6g}" for name, value in metrics.items()}
+        print_table(("step", "rows", *shown), [(str(run.checkpoint_step), str(num_rows), *shown.values())])
+    return 0
+
+
+def _evaluate(run: OpenedRun) -> tuple[dict[str, float], int]:
+    from jaxtrain.data import Batches, prefetch
+    from jaxtrain.train.evaluate import Evaluator
+
+    assert run.data is not None
+    if run.data.validation is None:
+        raise DataError(
+            "the data of the run has no held-out rows (data.validation_fraction=0); "
+            "give other data, such as data.path=FILE data.validation_fraction=0.5"
+        )
+    config = run.config
+    size = config.train.global_batch_size
+    batches = Batches(run.data.validation, size, seed=config.seed, shuffle=False)
+    shardings = run.step.batch_shardings(batches.spec())
+    count = min(len(batches), config.evaluation.max_batches or len(batches))
+    loaded = prefetch(lambda k: batches.load(k, shardings), 0, count, depth=1)
+    try:
+        metrics = Evaluator(run.step)(run.state, (batch for batch, _ in loaded))
+    finally:
+        loaded.close()
+    return metrics, min(count * size, len(run.data.validation))

@@ -1,0 +1,178 @@
+"""`jaxtrain launch`: several processes of one command on this machine, which join over loopback.
+
+No jax here: the processes are what needs it.
+"""
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import IO
+
+from jaxtrain.errors import ConfigError, PreemptedError
+
+# For a process whose peer failed: it can write what it has, but can no longer agree on anything with the others.
+_GRACE_SECONDS = 10.0
+# What a process leaves with that did its part; the others are about to do theirs.
+_ORDERLY = (0, PreemptedError.exit_code)
+# Ctrl-C, the wish of whoever started this, and the terminal that is closed: the last two both mean "save and leave".
+_PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+_PR_SET_PDEATHSIG = 1
+_JAXTRAIN = (sys.executable, "-m", "jaxtrain")
+
+
+def run_launch(words: Sequence[str], *, num_processes: int, program: Sequence[str] = _JAXTRAIN) -> int:
+    """Start processes of `jaxtrain` and wait for all of them.
+
+    The first writes to the terminal. Of the others only standard error is shown, each line after its process: `[1] `.
+
+    Args:
+        words: the command and its arguments, the same for every process.
+        num_processes: how many.
+        program: what the words are for.
+
+    Returns:
+        The exit code of the process that failed first (128 + n where signal n ended it), else 75 where they stopped
+        and saved, else 0.
+
+    Raises:
+        ConfigError: a process cannot be started.
+    """
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    processes: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
+    signalled = threading.Event()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        signalled.set()
+        for process in processes:
+            process.send_signal(_PASSED_ON[signal.Signals(number)])
+
+    address = f"127.0.0.1:{_free_port()}"
+    # What is ignored (SIGHUP under nohup) stays so.
+    heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, pass_on) for number in heard}
+    try:
+        # All before the first thread: what runs between fork and exec may not meet the lock of another thread.
+        for index in range(num_processes):
+            processes.append(_start([*program, *words], index, num_processes, address))
+        for index, process in enumerate(processes):
+            threading.Thread(target=lambda i=index, p=process: ended.put((i, p.wait())), daemon=True).start()
+            if process.stderr is not None:
+                readers.append(threading.Thread(target=_show, args=(index, process.stderr), daemon=True))
+                readers[-1].start()
+        return _wait(processes, ended, signalled)
+    finally:
+        for process in processes:
+            _kill(process)
+        for process in processes:
+            process.wait()
+        for reader in readers:
+            # A grandchild that kept the pipe open may not hold up the end.
+            reader.join(timeout=2)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[str]],
+    ended: "queue.SimpleQueue[tuple[int, int]]",
+    signalled: threading.Event,
+) -> int:
+    """Wait until all have ended; after a failure, stop the rest.
+
+    Args:
+        processes: running.
+        ended: (index, return code) of each as it ends.
+        signalled: whether a signal was passed on, after which an end needs no explanation.
+    """
+    running = set(range(len(processes)))
+    failure, orderly, deadline = 0, 0, None
+    while running:
+        try:
+            index, status = ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
+        except queue.Empty:
+            print(f"jaxtrain: killing what did not end within {_GRACE_SECONDS:g} s: {sorted(running)}", file=sys.stderr)
+            for index in running:
+                _kill(processes[index])
+            deadline = None
+            continue
+        running.remove(index)
+        code = status if status >= 0 else 128 - status
+        if code in _ORDERLY:
+            orderly = orderly or code
+        elif not failure:
+            failure = code
+            if running and not signalled.is_set():
+                how = f"ended with exit code {code}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
+                print(f"jaxtrain: process {index} of {len(processes)} {how}; stopping the others", file=sys.stderr)
+            for other in running:
+                processes[other].send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + _GRACE_SECONDS
+    return failure or orderly
+
+
+def _start(command: Sequence[str], index: int, num_processes: int, address: str) -> subprocess.Popen[str]:
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(num_processes),
+        "JAX_PROCESS_ID": str(index),
+    }
+    try:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=None if index == 0 else subprocess.DEVNULL,
+            stderr=None if index == 0 else subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # A group of its own: a terminal sends Ctrl-C to the whole group of the launcher, and it is passed on once.
+            process_group=0,
+            preexec_fn=_die_with_parent(),
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot start process {index} of {num_processes}: {error.strerror}") from None
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a new process does first, so that it does not outlive a launcher that was killed; Linux only."""
+    if sys.platform != "linux":
+        return None
+    library, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process, with what it started; one that has ended is left alone."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _show(index: int, lines: IO[str]) -> None:
+    for line in lines:
+        if line.strip():
+            # One write a line, so that lines of several processes do not mix.
+            sys.stderr.write(f"[{index}] {line.rstrip()}\n")
+            sys.stderr.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

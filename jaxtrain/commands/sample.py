@@ -1,0 +1,71 @@
+"""`jaxtrain sample`: text from a checkpoint, on standard output and nothing else there."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from jaxtrain import distributed
+from jaxtrain.commands.output import print_remark, print_text
+from jaxtrain.errors import ConfigError
+from jaxtrain.train.open_run import open_run, saved_config
+
+_DEFAULT_TOKENS = 200
+
+
+def run_sample(
+    run_dir: str,
+    *,
+    prompts: Sequence[str] | None,
+    new_tokens: int | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    step: int | None,
+    emulate: int | None,
+    as_json: bool,
+) -> int:
+    """Print each prompt with its continuation; several prompts are one batch, with an empty line between the texts.
+
+    Args:
+        run_dir: directory of the run.
+        prompts: texts to continue; None: standard input is one prompt.
+        new_tokens: tokens to add; None: 200, or what the model has room for.
+        temperature, top_k, top_p, seed: see `Sampling`.
+        step: which checkpoint; None: the newest intact one.
+        emulate: CPU devices to pretend to have.
+        as_json: print one object a prompt, with `prompt` and `text`.
+    """
+    config = saved_config(run_dir).config
+    prompts = _prompts(prompts)
+    distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
+    from jaxtrain.train.generate import Sampling, generate_text
+
+    sampling = Sampling(temperature, top_k, top_p)
+    run = open_run(run_dir, step=step, with_data=False, report=print_remark)
+    assert run.tokenizer is not None
+    assert run.step.model.decoder is not None
+    if new_tokens is None:
+        longest = max(max(len(run.tokenizer.encode(prompt)), 1) for prompt in prompts)
+        new_tokens = max(1, min(_DEFAULT_TOKENS, run.step.model.decoder.max_length - longest))
+    texts = generate_text(
+        run.step, run.params, run.tokenizer, prompts, new_tokens=new_tokens, sampling=sampling, seed=seed
+    )
+    if not distributed.is_main_process():
+        return 0
+    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        if as_json:
+            print_text(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+        else:
+            print_text(("\n" if index else "") + text)
+    return 0
+
+
+def _prompts(given: Sequence[str] | None) -> Sequence[str]:
+    if given is not None:
+        return given
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("jaxtrain sample: no prompt; give -p TEXT, or text on standard input")
+    text = sys.stdin.read()
+    # The line end belongs to `echo`, not to the text.
+    return [text.removesuffix("\n")]

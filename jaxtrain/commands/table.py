@@ -1,0 +1,287 @@
+"""The commands as one table: arguments, an example, and which work is imported when one runs."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: its line in the help, an example, its arguments and its work.
+
+    One that takes a command finds it, checked, as `arguments.command`: the words after `--`.
+    """
+
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    takes_command: bool = False
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _step_number(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys on top, as in train.steps=100")
+
+
+def _add_emulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--emulate", type=_count, metavar="N", help="pretend to have N CPU devices")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run, as in runs/quickstart")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=_step_number, metavar="N", help="which checkpoint; default: the newest intact")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--run-dir", metavar="DIR", help="where to write; default: runs/<name>")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        choices=("auto", "must", "never"),
+        help="go on from the newest checkpoint if there is one (auto, the default), always, or never",
+    )
+    _add_emulate(parser)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.train import run_train
+
+    return run_train(
+        arguments.config,
+        arguments.overrides,
+        run_dir=arguments.run_dir,
+        resume=arguments.resume,
+        emulate=arguments.emulate,
+    )
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_overrides(parser)
+    _add_step(parser)
+    _add_emulate(parser)
+    _add_json(parser)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.eval import run_eval
+
+    return run_eval(
+        arguments.run_dir,
+        arguments.overrides,
+        step=arguments.step,
+        emulate=arguments.emulate,
+        as_json=arguments.json,
+    )
+
+
+def _sample_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; again for more; default: stdin"
+    )
+    parser.add_argument("-n", "--tokens", type=_count, metavar="N", help="new tokens; default: 200, or what fits")
+    parser.add_argument("--temperature", type=_number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
+    parser.add_argument("--top-k", type=_count, metavar="K", help="only the K most likely tokens")
+    parser.add_argument("--top-p", type=_number, metavar="P", help="only the likeliest tokens that sum to P")
+    parser.add_argument("--seed", type=_step_number, default=0, metavar="N", help="of the random choices; default: 0")
+    _add_step(parser)
+    _add_emulate(parser)
+    _add_json(parser)
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.sample import run_sample
+
+    return run_sample(
+        arguments.run_dir,
+        prompts=arguments.prompt,
+        new_tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        step=arguments.step,
+        emulate=arguments.emulate,
+        as_json=arguments.json,
+    )
+
+
+def _launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jaxtrain launch --processes N [--emulate M] -- train CONFIG [key=value ...]"
+    parser.add_argument("--processes", type=_count, required=True, metavar="N", help="how many processes to start")
+    parser.add_argument("--emulate", type=_count, metavar="M", help="pretend to have M CPU devices in each process")
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.launch import run_launch
+
+    return run_launch(arguments.command, num_processes=arguments.processes)
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a shipped name or a YAML file; default: list the shipped ones"
+    )
+    _add_overrides(parser)
+    parser.add_argument("--only", metavar="PREFIX", help="only the keys below PREFIX, as in optimizer")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
+    form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
+    form.add_argument("--sharding", action="store_true", help="print how each parameter lies on the mesh")
+    _add_emulate(parser)
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.config import run_config
+
+    forms = {"yaml": arguments.yaml, "json-schema": arguments.json_schema, "sharding": arguments.sharding}
+    return run_config(
+        arguments.config,
+        arguments.overrides,
+        form=next((form for form, asked in forms.items() if asked), "keys"),
+        only=arguments.only,
+        emulate=arguments.emulate,
+    )
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_emulate(parser)
+    _add_json(parser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.doctor import run_doctor
+
+    return run_doctor(emulate=arguments.emulate, as_json=arguments.json)
+
+
+def _data_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--tokens-per-shard", type=_count, default=2**27, metavar="N", help="tokens a file; default: 2**27"
+    )
+
+
+def _data_prepare(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.data import run_data_prepare
+
+    return run_data_prepare(
+        arguments.config, arguments.overrides, output=arguments.output, tokens_per_shard=arguments.tokens_per_shard
+    )
+
+
+def _ckpt_ls_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
+    _add_json(parser)
+
+
+def _ckpt_ls(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.ckpt import run_ckpt_ls
+
+    return run_ckpt_ls(arguments.run_dir, verify=arguments.verify, as_json=arguments.json)
+
+
+def _ckpt_show_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_step(parser)
+    _add_json(parser)
+
+
+def _ckpt_show(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.ckpt import run_ckpt_show
+
+    return run_ckpt_show(arguments.run_dir, step=arguments.step, as_json=arguments.json)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "train what a config describes, or go on where it stopped",
+        "jaxtrain train quickstart train.steps=100 --run-dir runs/first",
+        _train_arguments,
+        _train,
+    ),
+    "eval": Command(
+        "evaluate a checkpoint of a run on held-out rows",
+        "jaxtrain eval runs/first evaluation.max_batches=null",
+        _eval_arguments,
+        _eval,
+    ),
+    "sample": Command(
+        "continue text with a checkpoint of a run",
+        "jaxtrain sample runs/first -p 'The class statement' -n 100",
+        _sample_arguments,
+        _sample,
+    ),
+    "launch": Command(
+        "run a command in several processes on this machine, as a cluster would",
+        "jaxtrain launch --processes 2 --emulate 4 -- train quickstart train.steps=20",
+        _launch_arguments,
+        _launch,
+        takes_command=True,
+    ),
+    "config": Command(
+        "list the shipped configs, or every key of one",
+        "jaxtrain config quickstart train.steps=100 --only train",
+        _config_arguments,
+        _config,
+    ),
+    "doctor": Command(
+        "check versions, devices, caches and speed, and say how to mend what is wrong",
+        "jaxtrain doctor --emulate 8",
+        _doctor_arguments,
+        _doctor,
+    ),
+    "data prepare": Command(
+        "encode the text of a config into token shards",
+        "jaxtrain data prepare quickstart -o tokens",
+        _data_prepare_arguments,
+        _data_prepare,
+    ),
+    "ckpt ls": Command(
+        "list the checkpoints of a run",
+        "jaxtrain ckpt ls runs/first --verify",
+        _ckpt_ls_arguments,
+        _ckpt_ls,
+    ),
+    "ckpt show": Command(
+        "show what a checkpoint holds",
+        "jaxtrain ckpt show runs/first --step 100",
+        _ckpt_show_arguments,
+        _ckpt_show,
+    ),
+}

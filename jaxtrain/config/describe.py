@@ -1,0 +1,93 @@
+"""Every key of a loaded config with value, type, default, origin and doc line, as data. No jax, no printing."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.config.base import Group
+from jaxtrain.config.keys import members, walk
+from jaxtrain.config.load import Loaded
+from jaxtrain.config.schema import Config
+from jaxtrain.config.yaml_file import parse_value
+from jaxtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DescribedKey:
+    """One key: all texts, `value` and `default` as one would write them."""
+
+    path: str
+    value: str
+    type: str
+    default: str
+    origin: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class DescribedGroup:
+    """The keys of one top-level group; `name` is "" for those that stand in none."""
+
+    name: str
+    title: str
+    keys: tuple[DescribedKey, ...]
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written after `key=` (a text that YAML would read as something else is quoted)."""
+    if isinstance(value, str):
+        return value if _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple | list):
+        return json.dumps([_plain(item) for item in value], ensure_ascii=False)
+    if isinstance(value, Group):
+        return json.dumps(_plain(value), ensure_ascii=False)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _reads_as_itself(text: str) -> bool:
+    try:
+        return parse_value(text, "") == text
+    except ConfigError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, Group) else value
+
+
+def _lookup(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = getattr(tree, part)
+    return tree
+
+
+def _origin(origins: dict[str, str], path: str) -> str:
+    """Where the key, or the nearest group above it, was set."""
+    parts = path.split(".")
+    known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((origins[prefix] for prefix in known if prefix in origins), "default")
+
+
+def describe(loaded: Loaded) -> list[DescribedGroup]:
+    """The keys of a config by group, in the order of the tree; those in no group come first, a kind before its keys."""
+    config = loaded.config
+    groups: dict[str, list[DescribedKey]] = {"": []}
+    for key in walk(Config, config):
+        group = key.path.partition(".")[0] if "." in key.path else ""
+        kinds = members(Config.model_fields[group].annotation) if group else {}
+        is_kind = len(kinds) > 1 and key.path == f"{group}.kind"
+        described = DescribedKey(
+            path=key.path,
+            value=value_text(_lookup(config, key.path)),
+            type=" | ".join(kinds) if is_kind else key.type,
+            default=key.default if key.default == "(required)" else value_text(key.default),
+            origin=_origin(loaded.origins, key.path),
+            doc=key.doc,
+        )
+        keys = groups.setdefault(group, [])
+        keys.insert(0 if is_kind else len(keys), described)
+    fields = Config.model_fields
+    return [
+        DescribedGroup(name, (fields[name].description or "") if name else "The run.", tuple(keys))
+        for name, keys in groups.items()
+    ]

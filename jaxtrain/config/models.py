@@ -1,0 +1,227 @@
+"""Settings of the shipped models, and the published sizes as one table.
+
+A model group may name a `size`: a row of the table that fills in every key the user left out.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from jaxtrain.config.base import Group
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+_GPT = dict(
+    vocab_size=50257, max_sequence_length=1024, position="learned", norm="layernorm",
+    activation="gelu", tie_embeddings=True, bias=True, norm_epsilon=1e-5,
+)  # fmt: skip
+_GPT3 = _GPT | dict(max_sequence_length=2048)
+_LLAMA3 = dict(
+    vocab_size=128256, max_sequence_length=8192, position="rotary", rope_theta=500000.0, norm="rmsnorm",
+    norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8,
+)  # fmt: skip
+_LLAMA31: dict[str, Any] = _LLAMA3 | dict(
+    max_sequence_length=131072,
+    rope_scaling=dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),
+)
+_LLAMA32 = _LLAMA31 | dict(tie_embeddings=True, rope_scaling=_LLAMA31["rope_scaling"] | dict(factor=32.0))
+_MIXTRAL: dict[str, Any] = dict(
+    vocab_size=32000, max_sequence_length=32768, position="rotary", rope_theta=1e6, norm="rmsnorm",
+    norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8, head_dim=128,
+    experts=dict(num_experts=8, experts_per_token=2),
+)  # fmt: skip
+
+
+def _row(family: dict[str, Any], layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
+    return family | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
+
+
+# Sources: GPT-2, Radford et al. 2019 (openai/gpt-2 hparams); GPT-3, Brown et al. 2020, table 2.1 (its 13B row is
+# 5140 wide with 128-wide heads, so the heads do not multiply to the width; dense attention throughout here);
+# Llama 3, 3.1 and 3.2, Mixtral v0.1 (the base models): the config.json published with each model.
+TRANSFORMER_SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": _row(_GPT, 12, 768, 12),
+    "gpt2_medium": _row(_GPT, 24, 1024, 16),
+    "gpt2_large": _row(_GPT, 36, 1280, 20),
+    "gpt2_xl": _row(_GPT, 48, 1600, 25),
+    "gpt3_125m": _row(_GPT3, 12, 768, 12),
+    "gpt3_350m": _row(_GPT3, 24, 1024, 16),
+    "gpt3_760m": _row(_GPT3, 24, 1536, 16),
+    "gpt3_1.3b": _row(_GPT3, 24, 2048, 24, head_dim=128),
+    "gpt3_2.7b": _row(_GPT3, 32, 2560, 32),
+    "gpt3_6.7b": _row(_GPT3, 32, 4096, 32),
+    "gpt3_13b": _row(_GPT3, 40, 5140, 40, head_dim=128),
+    "gpt3_175b": _row(_GPT3, 96, 12288, 96),
+    "llama3_8b": _row(_LLAMA3, 32, 4096, 32, mlp_dim=14336),
+    "llama3_70b": _row(_LLAMA3, 80, 8192, 64, mlp_dim=28672),
+    "llama3.1_8b": _row(_LLAMA31, 32, 4096, 32, mlp_dim=14336),
+    "llama3.1_70b": _row(_LLAMA31, 80, 8192, 64, mlp_dim=28672),
+    "llama3.1_405b": _row(_LLAMA31, 126, 16384, 128, mlp_dim=53248),
+    "llama3.2_1b": _row(_LLAMA32, 16, 2048, 32, mlp_dim=8192),
+    "llama3.2_3b": _row(_LLAMA32, 28, 3072, 24, mlp_dim=8192),
+    "mixtral_8x7b": _row(_MIXTRAL, 32, 4096, 32, mlp_dim=14336),
+    "mixtral_8x22b": _row(_MIXTRAL, 56, 6144, 48, mlp_dim=16384, max_sequence_length=65536),
+}
+
+# He et al. 2015, table 1; bottleneck blocks from 50 layers on.
+RESNET_SIZES: dict[str, dict[str, Any]] = {
+    "resnet18": dict(stage_blocks=[2, 2, 2, 2], bottleneck=False),
+    "resnet34": dict(stage_blocks=[3, 4, 6, 3], bottleneck=False),
+    "resnet50": dict(stage_blocks=[3, 4, 6, 3], bottleneck=True),
+    "resnet101": dict(stage_blocks=[3, 4, 23, 3], bottleneck=True),
+}
+
+
+def _fill(values: Any, sizes: dict[str, dict[str, Any]]) -> Any:
+    """The values with the keys of the named size filled in where the user gave none."""
+    if not isinstance(values, dict) or not isinstance(values.get("size"), str):
+        return values
+    if values["size"] not in sizes:
+        raise PydanticCustomError("unknown_size", "unknown size; known: {expected}", {"expected": ", ".join(sizes)})
+    return sizes[values["size"]] | values
+
+
+class RopeScaling(Group):
+    """Frequency scaling of rotary positions for long contexts (Llama 3.1)."""
+
+    factor: Annotated[float, Field(ge=1)]
+    """By how much low frequencies are slowed."""
+    low_frequency_factor: float = 1.0
+    """Wavelengths above original_length / this are scaled fully."""
+    high_frequency_factor: float = 4.0
+    """Wavelengths below original_length / this are left alone."""
+    original_length: PositiveInt = 8192
+    """Sequence length the frequencies were trained at."""
+
+
+class ExpertsConfig(Group):
+    """A mixture of experts in place of each block's MLP; every expert is an MLP of width mlp_dim."""
+
+    num_experts: PositiveInt = 8
+    """Experts of a block."""
+    experts_per_token: PositiveInt = 2
+    """Experts that the router chooses for each token."""
+    load_balance_weight: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the loss that evens out the experts' load."""
+    router_z_weight: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the loss that keeps router logits small."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> "ExpertsConfig":
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}; lower it"
+            )
+        return self
+
+
+class TransformerConfig(Group):
+    """A decoder transformer: the GPT-2/GPT-3, Llama-3 and Mixtral families."""
+
+    kind: Literal["transformer"] = "transformer"
+    """Which model this group describes."""
+    size: str | None = None
+    """Row of the published sizes that fills in the keys below (gpt2, llama3.1_8b, ...)."""
+    num_layers: PositiveInt = 6
+    """Equal blocks, stacked and scanned."""
+    embed_dim: PositiveInt = 384
+    """Width of the residual stream."""
+    num_heads: PositiveInt = 6
+    """Query heads."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads (grouped-query attention); null: as many as query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; null: embed_dim / num_heads."""
+    mlp_dim: PositiveInt | None = None
+    """Hidden width of the MLP (of each expert); null: 4 x embed_dim."""
+    experts: ExpertsConfig | None = None
+    """Mixture of experts in place of the MLP; null: one MLP for all tokens."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding; null: the vocabulary of the data."""
+    max_sequence_length: PositiveInt = 256
+    """Longest sequence the model takes (rows of learned positions)."""
+    position: Literal["learned", "rotary"] = "rotary"
+    """How positions enter."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of rotary frequencies for long contexts; null: none."""
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    """Normalisation before attention, MLP and output."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance in a norm."""
+    activation: Literal["gelu", "swiglu"] = "swiglu"
+    """MLP nonlinearity (gelu in its tanh form, as GPT-2)."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output layer."""
+    bias: bool = False
+    """Biases in linear layers and LayerNorm."""
+    dropout: Fraction = 0.0
+    """Dropout on embeddings and on each block's two outputs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_size(cls, values: Any) -> Any:
+        return _fill(values, TRANSFORMER_SIZES)
+
+    @model_validator(mode="after")
+    def _heads(self) -> "TransformerConfig":
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; set head_dim"
+            )
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_without_bias(self) -> "TransformerConfig":
+        if self.experts is not None and self.bias:
+            raise ValueError("experts have no biases; set bias: false, or leave experts out")
+        return self
+
+
+class ResNetConfig(Group):
+    """A residual convolutional network for images (He et al. 2015)."""
+
+    kind: Literal["resnet"] = "resnet"
+    """Which model this group describes."""
+    size: str | None = None
+    """Row of the published sizes that fills in the keys below (resnet18, 34, 50, 101)."""
+    stage_blocks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 2, 2, 2)
+    """Residual blocks in each stage; each stage after the first halves the image and doubles the width."""
+    bottleneck: bool = False
+    """Three-convolution blocks with a four times wider output."""
+    width: PositiveInt = 64
+    """Channels of the first stage."""
+    stem: Literal["imagenet", "small"] = "imagenet"
+    """imagenet: 7x7 stride 2 and max-pool; small: 3x3 stride 1 (images under about 64 pixels)."""
+    num_classes: PositiveInt | None = None
+    """Outputs; null: the classes of the data."""
+    norm_momentum: Fraction = 0.9
+    """Weight of the old running statistics."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_size(cls, values: Any) -> Any:
+        return _fill(values, RESNET_SIZES)
+
+
+class MLPConfig(Group):
+    """A multilayer perceptron over flattened inputs."""
+
+    kind: Literal["mlp"] = "mlp"
+    """Which model this group describes."""
+    hidden_dims: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = (256, 256)
+    """Widths of the hidden layers."""
+    activation: Literal["relu", "gelu"] = "relu"
+    """Nonlinearity after each hidden layer."""
+    num_outputs: PositiveInt | None = None
+    """Outputs; null: the classes or target columns of the data."""
+    dropout: Fraction = 0.0
+    """Dropout after each hidden layer."""
+
+
+ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig, Field(discriminator="kind")]

@@ -1,0 +1,120 @@
+"""YAML files read strictly: safe loading, duplicate keys rejected, the line of every key remembered."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtrain.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-3 as a number (YAML 1.1 wants 1.0e-3) and records where keys stand."""
+
+    lines: dict[tuple[str, ...], int]
+
+
+# YAML 1.1 reads 010 as 8, 12:30 as 750 and 2024-01-01 as a date: here they are text, which a number key refuses.
+_REPLACED = ("int", "float", "timestamp")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^([-+]?([0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9][0-9_]*\.[0-9_]*"
+        r"|\.(inf|Inf|INF))|\.(nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+
+_TOO_DEEP = "nested more than 20 deep; a config has about three levels"
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes every text the loader would read as something else."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """The values as a YAML text that `read_yaml` reads back unchanged."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _check(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], name: str, depth: int) -> None:
+    """Reject duplicate keys and note the line of each key below the node."""
+    if depth > 20:
+        raise ConfigError(f"{name}: {_TOO_DEEP}")
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            key_path, line = (*path, *key.split(".")), key_node.start_mark.line + 1
+            if key_path in lines:
+                first = lines[key_path]
+                raise ConfigError(f"{name}:{line}: key {key!r} is there twice (first on line {first}); keep one")
+            lines[key_path] = line
+            _check(value_node, key_path, lines, name, depth + 1)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _check(item, (*path, str(index)), lines, name, depth + 1)
+
+
+def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """The value of a YAML text and the line of each key path; an empty text is None."""
+    lines: dict[tuple[str, ...], int] = {}
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _check(node, (), lines, name, 0)
+        return loader.construct_document(node), lines
+    except RecursionError:
+        raise ConfigError(f"{name}: {_TOO_DEEP}") from None
+    except (ValueError, KeyError, AttributeError):  # what the constructors of explicit tags let through
+        raise yaml.YAMLError("a value does not fit its tag") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def parse_value(text: str, where: str) -> Any:
+    """The value of `key=value`, read as YAML reads it."""
+    try:
+        return _construct(text, where)[0]
+    except yaml.YAMLError:
+        raise ConfigError(f"cannot read the value {text!r} ({where}); quote it, as in 'key=\"text\"'") from None
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    """The mapping in a file and the line of each key path.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, not a mapping, or has a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
+    try:
+        values, lines = _construct(text, path.name)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    if values is None:
+        return {}, lines
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a config is a mapping of groups, this is a {type(values).__name__}")
+    return values, lines

@@ -1,0 +1,21 @@
+"""Data by index: sources, tokenizers, and batches that are a pure function of their number."""
+
+from jaxtrain.data.batches import Batch, Batches
+from jaxtrain.data.dataset import Data, open_data
+from jaxtrain.data.prefetch import prefetch
+from jaxtrain.data.shards import prepare_tokens
+from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
+from jaxtrain.data.tokens import check_tokens
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "Data",
+    "Tokenizer",
+    "build_tokenizer",
+    "check_tokens",
+    "load_tokenizer",
+    "open_data",
+    "prefetch",
+    "prepare_tokens",
+]

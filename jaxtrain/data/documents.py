@@ -1,0 +1,109 @@
+"""Documents of text: built in, plain files, or JSON lines. Read again on each pass, one document at a time."""
+
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtrain.config.data import JsonlData, TextData
+from jaxtrain.data.files import decode_utf8, find_files
+from jaxtrain.errors import DataError
+
+# Folders of the standard library that are tests, generated, or not part of it.
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts that can be read more than once.
+
+    Attributes:
+        label: What they are, for messages.
+        files: (name, size in bytes) of each file, the same on every machine that has the data.
+        read: Starts a pass over the texts.
+    """
+
+    label: str
+    files: tuple[tuple[str, int], ...]
+    read: Callable[[], Iterator[str]]
+
+
+def open_documents(config: TextData | JsonlData) -> Documents:
+    """Finds the documents of a source; their content is read by `read`.
+
+    Raises:
+        DataError: A file is missing or empty, or (from `read`) is not what it should be.
+    """
+    if isinstance(config, JsonlData):
+        files = find_files(config.path, suffix=".jsonl")
+        return Documents(config.path, _sizes(files), lambda: _read_jsonl([p for _, p in files], field=config.field))
+    if config.path is not None:
+        files = find_files(config.path, suffix=".txt")
+        return Documents(config.path, _sizes(files), lambda: (_read_text(p) for _, p in files))
+    if config.builtin == "python_prose":
+        return Documents("built-in python_prose", (), _read_prose)
+    if config.builtin == "python_source":
+        return Documents(f"built-in python_source of Python {sys.version.split()[0]}", (), _read_source)
+    raise DataError("data.path and data.builtin are both null; set one, for example data.builtin=python_prose")
+
+
+def _sizes(files: tuple[tuple[str, Path], ...]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, path.stat().st_size) for name, path in files)
+
+
+def _read_text(path: Path) -> str:
+    return decode_utf8(path.read_bytes(), path=path)
+
+
+def _read_jsonl(paths: list[Path], *, field: str) -> Iterator[str]:
+    for path in paths:
+        offset = 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _field(
+                        decode_utf8(line.rstrip(), path=path, offset=offset), field=field, where=f"{path}:{number}"
+                    )
+                offset += len(line)
+
+
+def _field(line: str, *, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error.msg} at column {error.colno}; mend or remove the line") from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where} holds a value of type {type(record).__name__}, not an object; write one object a line"
+        )
+    if field not in record:
+        keys = ", ".join(map(str, record)) or "none"
+        raise DataError(f"{where} has no field '{field}' (it has: {keys}); set data.field to one of them")
+    if not isinstance(record[field], str):
+        raise DataError(
+            f"{where} field '{field}' holds a value of type {type(record[field]).__name__}, not text; set data.field"
+        )
+    return record[field]
+
+
+def _read_prose() -> Iterator[str]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield topics[name]
+
+
+def _read_source() -> Iterator[str]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    named = sorted((path.relative_to(library).as_posix(), path) for path in library.rglob("*.py"))
+    for name, path in named:
+        # The few files in other encodings are fixtures; leaving them out is not an error of the user.
+        if _NOT_SOURCE.isdisjoint(name.split("/")):
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if text:
+                yield text

@@ -1,0 +1,107 @@
+"""Paths the user names: found, listed in one order on every machine, or explained."""
+
+import glob
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxtrain.errors import DataError
+
+_GLOB_CHARACTERS = "*?["
+
+
+def missing(path: Path, *, what: str) -> DataError:
+    """Returns the error for a path that does not exist, with the nearest one that does."""
+    absolute = path.absolute()
+    nearest = next((parent for parent in absolute.parents if parent.exists()), absolute.anchor)
+    return DataError(f"{what} {path} does not exist; the nearest existing path is {nearest}")
+
+
+def require_file(path: str | Path, *, what: str) -> Path:
+    """Returns `path` if it is a file that is not empty.
+
+    Raises:
+        DataError: It is missing, a folder, or empty.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise missing(path, what=what)
+    if path.is_dir():
+        raise DataError(f"{what} {path} is a folder; give a file")
+    if path.stat().st_size == 0:
+        raise DataError(f"{what} {path} is empty; give a file with content")
+    return path
+
+
+def require_folder(path: str | Path, *, what: str) -> Path:
+    """Returns `path` if it is a folder.
+
+    Raises:
+        DataError: It is missing or a file.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise missing(path, what=what)
+    if not path.is_dir():
+        raise DataError(f"{what} {path} is a file; give a folder")
+    return path
+
+
+def find_files(path: str, *, suffix: str) -> tuple[tuple[str, Path], ...]:
+    """Lists what a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
+
+    Args:
+        path: What the user wrote.
+        suffix: Ending of the files taken from a folder, such as ".txt".
+
+    Returns:
+        (name, file) pairs in the order of the names; a name is relative to the folder, so that it is the same
+        wherever the folder lies.
+
+    Raises:
+        DataError: Nothing is there, a glob matches nothing, or a file is empty.
+    """
+    root = Path(path).expanduser()
+    if root.is_dir():
+        files = [p for p in root.rglob("*") if p.is_file() and p.suffix == suffix]
+        if not files:
+            raise DataError(f"data.path {path} holds no {suffix} file; give a folder with {suffix} files or a glob")
+        return _named(files, root=root)
+    if any(character in path for character in _GLOB_CHARACTERS) and not root.exists():
+        files = [Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()]
+        if not files:
+            raise DataError(f"data.path {path} matches no file; the nearest existing path is {_glob_root(root)}")
+        return _named(files, root=_glob_root(root))
+    if suffix == ".txt" and root.suffix == ".jsonl":
+        raise DataError(f"data.path {path} holds JSON lines, not plain text; set data.kind=jsonl")
+    return ((root.name, require_file(root, what="data.path")),)
+
+
+def _named(files: Iterable[Path], *, root: Path) -> tuple[tuple[str, Path], ...]:
+    named = sorted((file.absolute().relative_to(root.absolute()).as_posix(), file) for file in files)
+    return tuple((name, require_file(file, what="data.path")) for name, file in named)
+
+
+def _glob_root(pattern: Path) -> Path:
+    """Returns the longest existing folder before the first wildcard."""
+    absolute = pattern.absolute()
+    plain = Path(absolute.anchor)
+    for part in absolute.parts[1:]:
+        if any(character in part for character in _GLOB_CHARACTERS) or not (plain / part).is_dir():
+            break
+        plain /= part
+    return plain
+
+
+def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
+    """Returns the text of bytes that lie at `offset` in a file.
+
+    Raises:
+        DataError: They are not UTF-8; names the file and the byte.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 at byte {offset + error.start} (0x{content[error.start]:02x}); "
+            f"convert it, for example with: iconv -t UTF-8 {path.name}"
+        ) from None

@@ -1,0 +1,186 @@
+"""Folders of image files, a folder a class; decoded when a row is read."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grain
+import numpy as np
+
+from jaxtrain.config.data import ImageFolderData
+from jaxtrain.data.examples import Examples, split_examples
+from jaxtrain.data.files import require_folder
+from jaxtrain.data.rows import grain_seed
+from jaxtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_TRAIN, _VALIDATION = "train", "val"
+
+# Mean and deviation of ImageNet's channels, as every published ImageNet model uses them.
+_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
+_DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
+
+# Random crops cover this share of the area at this aspect ratio (Szegedy et al. 2015, arXiv:1409.4842).
+_CROP_AREA = (0.08, 1.0)
+_CROP_RATIO = (3 / 4, 4 / 3)
+_CROP_ATTEMPTS = 10
+
+# Share of the shorter side that evaluation keeps: 224 of 256 pixels.
+_CENTER = 224 / 256
+
+Box = tuple[float, float, float, float]
+
+
+def open_image_folder(config: ImageFolderData, *, seed: int) -> Examples:
+    """Lists a folder of images; rows are inputs float32 [H, W, 3] and targets int32 [].
+
+    Training rows are a random crop, flipped or not, drawn from (seed, epoch, row); validation rows the centre.
+
+    Raises:
+        DataError: There are no images, or fewer than two classes; an image that cannot be decoded raises when read.
+    """
+    root = require_folder(config.path, what="data.path")
+    if (root / _TRAIN).is_dir():
+        classes = _classes(root / _TRAIN)
+        train = _list(root / _TRAIN, classes)
+        validation = _list(root / _VALIDATION, classes) if (root / _VALIDATION).is_dir() else None
+    else:
+        classes = _classes(root)
+        train, validation = _list(root, classes), None
+    listed = train + (validation or [])
+    if validation is None:
+        kept, held_out = split_examples(
+            len(train), validation_fraction=config.validation_fraction, label=f"data.path {root}"
+        )
+        train, validation = [train[i] for i in kept], [train[i] for i in held_out]
+    size = config.image_size
+    # Without augmentation training sees what evaluation sees.
+    train_rows = (
+        grain.MapDataset.source(train).random_map(_Augmented(size), seed=grain_seed(seed))
+        if config.augment
+        else grain.MapDataset.source(train).map(_Centered(size))
+    )
+    return Examples(
+        train=train_rows,
+        validation=grain.MapDataset.source(validation).map(_Centered(size)) if validation else None,
+        num_outputs=len(classes),
+        input_shape=(size, size, 3),
+        identity={
+            "kind": "image_folder",
+            "classes_sha256": hashlib.sha256("\0".join(classes).encode()).hexdigest(),
+            # Names and sizes: hashing the pixels of ImageNet would take half an hour at every start.
+            "files_sha256": _listing_sha256(listed, root=root),
+            "image_size": size,
+            "augment": config.augment,
+        },
+        description=(f"{root}: images of {len(classes)} classes, {size}x{size} pixels",),
+    )
+
+
+def _classes(folder: Path) -> list[str]:
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if len(classes) < 2:
+        raise DataError(
+            f"{folder} holds {len(classes)} class folders; give a folder with one folder a class, at least 2"
+        )
+    return classes
+
+
+def _list(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
+    unknown = [name for name in unknown if not name.startswith(".")]
+    if unknown:
+        raise DataError(
+            f"{folder / unknown[0]} is a class that {_TRAIN}/ does not have; its classes are {_few(classes)}"
+        )
+    listed: list[tuple[Path, int]] = []
+    for label, name in enumerate(classes):
+        files = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+        # A validation folder may well lack a rare class; a training folder without images is a mistake.
+        if not files and folder.name != _VALIDATION:
+            raise DataError(f"{folder / name} holds no image; add files ({' '.join(sorted(_SUFFIXES))}) or remove it")
+        listed += [(file, label) for file in files]
+    if not listed:
+        raise DataError(f"{folder} holds no image; add files ({' '.join(sorted(_SUFFIXES))}) or remove it")
+    return listed
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _listing_sha256(listed: Sequence[tuple[Path, int]], *, root: Path) -> str:
+    digest = hashlib.sha256()
+    for path, label in listed:
+        digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0{label}\n".encode())
+    return digest.hexdigest()
+
+
+class _Centered(grain.transforms.Map):
+    """The centre of the image, scaled to a square."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def map(self, element: tuple[Path, int]) -> dict[str, np.ndarray]:
+        path, label = element
+        image = _open(path)
+        return _row(_crop(image, _center_box(image.width, image.height), size=self._size), label)
+
+
+class _Augmented(grain.transforms.RandomMap):
+    """A random crop, scaled to a square and flipped half of the time."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def random_map(self, element: tuple[Path, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        path, label = element
+        image = _open(path)
+        pixels = _crop(image, _random_box(image.width, image.height, rng), size=self._size)
+        return _row(pixels[:, ::-1] if rng.random() < 0.5 else pixels, label)
+
+
+def _open(path: Path) -> "Image.Image":
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"image {path} cannot be decoded ({reason}); mend or remove it") from None
+
+
+def _crop(image: "Image.Image", box: Box, *, size: int) -> np.ndarray:
+    from PIL import Image
+
+    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))
+
+
+def _row(pixels_HxWxC: np.ndarray, label: int) -> dict[str, np.ndarray]:
+    inputs = (pixels_HxWxC.astype(np.float32) / 255 - _MEAN) / _DEVIATION
+    return {"inputs": inputs, "targets": np.array(label, np.int32)}
+
+
+def _center_box(width: int, height: int) -> Box:
+    side = min(width, height) * _CENTER
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _random_box(width: int, height: int, rng: np.random.Generator) -> Box:
+    for _ in range(_CROP_ATTEMPTS):
+        area = width * height * rng.uniform(*_CROP_AREA)
+        ratio = math.exp(rng.uniform(math.log(_CROP_RATIO[0]), math.log(_CROP_RATIO[1])))
+        crop_width, crop_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if crop_width <= width and crop_height <= height:
+            left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)
+            return left, top, left + crop_width, top + crop_height
+    # Very long images rarely admit a crop of these ratios.
+    return _center_box(width, height)

@@ -1,0 +1,66 @@
+"""Loads batches on a background thread while a step runs."""
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from queue import SimpleQueue
+from typing import Any
+
+from jaxtrain.data.batches import Batch
+
+
+def prefetch(
+    load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2
+) -> Generator[tuple[Batch, float], None, None]:
+    """Yields batches start to stop - 1 in order, each with the seconds the consumer waited for it.
+
+    Closing the iterator stops the thread after the load that is under way.
+
+    Args:
+        load: Returns batch k; called on one background thread, in order.
+        start: First batch.
+        stop: One past the last batch.
+        depth: Batches that may lie ready; 0 loads in the consumer, without a thread.
+
+    Raises:
+        Exception: Whatever `load` raised, when its batch is due.
+    """
+    if depth == 0:
+        for k in range(start, stop):
+            begin = time.perf_counter()
+            batch = load(k)
+            yield batch, time.perf_counter() - begin
+        return
+
+    free = threading.Semaphore(depth)
+    ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    stopped = threading.Event()
+
+    def work() -> None:
+        for k in range(start, stop):
+            free.acquire()
+            if stopped.is_set():
+                return
+            try:
+                ready.put((load(k), None))
+            except BaseException as error:  # Raised again in the consumer.
+                ready.put((None, error))
+                return
+
+    # A daemon, so that a consumer that dies without closing the iterator does not keep the process alive.
+    thread = threading.Thread(target=work, name="jaxtrain-prefetch", daemon=True)
+    thread.start()
+    try:
+        for _ in range(start, stop):
+            begin = time.perf_counter()
+            batch, error = ready.get()
+            if error is not None:
+                raise error
+            free.release()
+            yield batch, time.perf_counter() - begin
+            # Not held while waiting for the next one: a batch may be gigabytes of device memory.
+            del batch
+    finally:
+        stopped.set()
+        free.release()
+        thread.join()

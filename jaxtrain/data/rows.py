@@ -1,0 +1,166 @@
+"""Rows by index, gathered a batch at a time.
+
+A `Rows` is a `grain.MapDataset`, so every grain transformation applies to it; `gather` reads many rows in one
+vectorised call, which costs microseconds a row where a chain of Python calls costs tens.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxtrain.data.permutation import permuted
+from jaxtrain.data.tokens import Span
+
+Row = dict[str, np.ndarray]
+
+# Positions in the endless training order, int64 [B], to row numbers, int64 [B].
+Order = Callable[[np.ndarray], np.ndarray]
+
+
+def grain_seed(seed: int) -> int:
+    """Returns a seed of the 32 bits grain takes, from one of any size."""
+    return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
+
+
+class Rows(grain.MapDataset):
+    """Finite rows without order of their own; an index past the end starts over, as everywhere in grain."""
+
+    def __init__(self, num_rows: int):
+        super().__init__()
+        self._num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        return {name: column[0] for name, column in self.gather(np.array([index])).items()}
+
+    def gather(self, indices: np.ndarray) -> Row:
+        """Returns rows `indices` (int64 [B]) stacked: each entry is [B, ...], owned by the caller."""
+        raise NotImplementedError
+
+    def order(self, seed: int) -> Order:
+        """Returns the endless training order; each epoch is another permutation."""
+        return functools.partial(permuted, num_rows=len(self), seed=seed)
+
+
+class ArrayRows(Rows):
+    """Rows of arrays held in memory.
+
+    Args:
+        columns: One array an entry, [num_rows, ...] each.
+    """
+
+    def __init__(self, columns: Row):
+        super().__init__(len(next(iter(columns.values()))))
+        self._columns = columns
+
+    def gather(self, indices: np.ndarray) -> Row:
+        indices = indices % len(self)
+        return {name: column[indices] for name, column in self._columns.items()}
+
+
+class TokenRows(Rows):
+    """Row i is tokens[i * L : i * L + L + 1] of a span: inputs int32 [L], and targets shifted by one.
+
+    Args:
+        segments: The stream as consecutive arrays, possibly memory-mapped.
+        span: The part of the stream to read.
+        sequence_length: L.
+    """
+
+    def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
+        super().__init__(span.num_rows(sequence_length))
+        # Slicing a memmap builds a Python object with metadata each time; a plain view of the same pages does not.
+        self._segments = [np.asarray(segment) for segment in segments]
+        self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
+        self._span = span
+        self._length = sequence_length
+
+    def gather(self, indices: np.ndarray) -> Row:
+        starts = self._span.start + (indices % len(self)) * self._length
+        first = np.searchsorted(self._starts, starts, side="right") - 1
+        rows_BxL1 = np.empty((len(indices), self._length + 1), np.int32)
+        for row, start, segment in zip(rows_BxL1, starts.tolist(), first.tolist(), strict=True):
+            filled = 0
+            while filled < len(row):
+                offset = start + filled - int(self._starts[segment])
+                part = self._segments[segment][offset : offset + len(row) - filled]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                segment += 1
+        return {
+            "inputs": np.ascontiguousarray(rows_BxL1[:, :-1]),
+            "targets": np.ascontiguousarray(rows_BxL1[:, 1:]),
+        }
+
+
+class ConcatenatedRows(Rows):
+    """Rows of several sources, one source after another.
+
+    Args:
+        parts: The sources, with the same entries and shapes.
+        weights: Share of each in the training order; None: its share of the rows.
+    """
+
+    def __init__(self, parts: Sequence[Rows], *, weights: Sequence[float] | None = None):
+        super().__init__(sum(len(part) for part in parts))
+        self._parts = parts
+        self._weights = weights
+        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+
+    def gather(self, indices: np.ndarray) -> Row:
+        indices = indices % len(self)
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        result: Row = {}
+        for i, part in enumerate(self._parts):
+            chosen = which == i
+            if not chosen.any():
+                continue
+            for name, column in part.gather(indices[chosen] - self._starts[i]).items():
+                if name not in result:
+                    result[name] = np.empty((len(indices), *column.shape[1:]), column.dtype)
+                result[name][chosen] = column
+        return result
+
+    def order(self, seed: int) -> Order:
+        """Returns the endless order that takes from each part by weight, each part permuted and repeated by itself.
+
+        A short part with a large weight therefore starts its next epoch while a long one is still in its first.
+        """
+        if self._weights is None:
+            return super().order(seed)
+        mixed = grain.MapDataset.mix([_Positions(part) for part in range(len(self._parts))], list(self._weights))
+        # Distinct seeds: parts of equal length would otherwise share one permutation.
+        seeds = np.random.SeedSequence(seed % 2**64).generate_state(len(self._parts)).tolist()
+
+        def order(positions: np.ndarray) -> np.ndarray:
+            which, places = np.array([mixed[p] for p in positions.tolist()], np.int64).reshape(-1, 2).T
+            numbers = np.empty(len(positions), np.int64)
+            for i, part in enumerate(self._parts):
+                chosen = which == i
+                rows = permuted(places[chosen], num_rows=len(part), seed=seeds[i])
+                numbers[chosen] = self._starts[i] + rows
+            return numbers
+
+        return order
+
+
+class _Positions(grain.MapDataset):
+    """Endless: element p is (part, p), which is what a mixture must know of each of its positions."""
+
+    def __init__(self, part: int):
+        super().__init__()
+        self._part = part
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._part, index

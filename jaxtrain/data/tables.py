@@ -1,0 +1,235 @@
+"""Tables: CSV files with a header, NumPy archives, and scikit-learn's built-in sets."""
+
+import csv
+import hashlib
+import io
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.config.data import TableData
+from jaxtrain.data.examples import Examples, split_examples
+from jaxtrain.data.files import decode_utf8, require_file
+from jaxtrain.data.rows import ArrayRows
+from jaxtrain.errors import DataError
+
+_BUILTIN = "builtin:"
+
+# A column of whole numbers with more distinct values than this is a quantity, not a class.
+_MAX_CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table as read: inputs float64 [N, D]; targets [N] or [N, K], strings or numbers.
+
+    `are_classes` is None where the values must decide.
+    """
+
+    label: str
+    inputs: np.ndarray
+    targets: np.ndarray
+    are_classes: bool | None
+
+
+def open_table(config: TableData) -> Examples:
+    """Reads a table; rows are inputs float32 [D] and targets int32 [] (classes) or float32 [K] (numbers).
+
+    Raises:
+        DataError: The file is missing, or a row or value is not what it should be; names file and line.
+    """
+    table = _read(config)
+    if config.task is not None:
+        table = replace(table, are_classes=config.task == "classification")
+    if len(table.inputs) == 0:
+        raise DataError(f"{table.label} has no rows; give a table with at least one")
+    targets, names = _targets(table)
+    train, validation = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
+    inputs = table.inputs
+    if config.standardize:
+        deviation = inputs[train].std(axis=0)
+        # A constant column carries nothing; it becomes 0 instead of NaN.
+        inputs = (inputs - inputs[train].mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
+    inputs = inputs.astype(np.float32)
+    if names is None:
+        num_outputs = targets.shape[1]
+        task = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
+    else:
+        num_outputs = len(names)
+        task = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+    return Examples(
+        train=ArrayRows({"inputs": inputs[train], "targets": targets[train]}),
+        validation=ArrayRows({"inputs": inputs[validation], "targets": targets[validation]})
+        if len(validation)
+        else None,
+        num_outputs=num_outputs,
+        input_shape=(inputs.shape[1],),
+        identity={
+            "kind": "table",
+            "content_sha256": hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest(),
+            "standardize": config.standardize,
+        },
+        description=(f"{table.label}: {inputs.shape[1]} input columns, {task}",),
+    )
+
+
+def _targets(table: _Table) -> tuple[np.ndarray, list[str] | None]:
+    """Returns int32 [N] and the names of the classes, or float32 [N, K] and None."""
+    values = table.targets
+    are_classes = table.are_classes
+    if are_classes is None:
+        whole = values.dtype.kind not in "f" or bool(np.all(values == np.round(values)))
+        are_classes = (
+            values.ndim == 1 and whole and (len(np.unique(values)) <= _MAX_CLASSES or values.dtype.kind == "U")
+        )
+    if not are_classes:
+        if values.dtype.kind == "U":
+            raise DataError(f"{table.label} target '{values[0]}' is not a number; set data.task=classification")
+        return values.astype(np.float32).reshape(len(values), -1), None
+    if values.ndim != 1:
+        raise DataError(f"{table.label} has targets of shape {values.shape}; classes need one column")
+    distinct, classes = np.unique(values, return_inverse=True)
+    if len(distinct) > _MAX_CLASSES:
+        raise DataError(
+            f"{table.label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set data.target"
+        )
+    names = [
+        str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
+    ]
+    return classes.astype(np.int32), names
+
+
+def _read(config: TableData) -> _Table:
+    if config.path.startswith(_BUILTIN):
+        return _read_builtin(config.path.removeprefix(_BUILTIN))
+    path = require_file(config.path, what="data.path")
+    if path.suffix == ".npz":
+        return _read_npz(path)
+    if path.suffix == ".csv":
+        return _read_csv(path, target=config.target)
+    raise DataError(f"data.path {path} is no .csv or .npz file; convert it, or use builtin:breast_cancer")
+
+
+def _read_builtin(name: str) -> _Table:
+    # Name and whether the targets are classes: diabetes has whole-numbered targets that are quantities.
+    known = {"breast_cancer": True, "wine": True, "diabetes": False}
+    if name not in known:
+        raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + k for k in known)}")
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise DataError(f"data.path builtin:{name} needs scikit-learn; run: pip install scikit-learn") from None
+    load = {
+        "breast_cancer": datasets.load_breast_cancer,
+        "wine": datasets.load_wine,
+        "diabetes": datasets.load_diabetes,
+    }[name]
+    inputs, targets = load(return_X_y=True)
+    return _Table(f"scikit-learn {name}", np.asarray(inputs), np.asarray(targets), are_classes=known[name])
+
+
+def _read_npz(path: Path) -> _Table:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # zipfile, zlib and NumPy raise a dozen types for a damaged archive.
+        raise DataError(
+            f"{path} is no .npz archive ({str(error).splitlines()[0]}); write it with numpy.savez"
+        ) from None
+    for name in ("inputs", "targets"):
+        if name not in arrays:
+            raise DataError(
+                f"{path} has no array '{name}' (it has: {', '.join(arrays) or 'none'}); save it by that name"
+            )
+    inputs, targets = arrays["inputs"], arrays["targets"]
+    if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):
+        raise DataError(
+            f"{path} has inputs {inputs.shape} and targets {targets.shape}; they must be [rows, columns] and [rows] or "
+            "[rows, columns] with as many rows"
+        )
+    for name, values in (("inputs", inputs), ("targets", targets)):
+        if values.dtype.kind not in ("biuf" if name == "inputs" else "biufU"):
+            raise DataError(f"{path} array '{name}' holds {values.dtype}, not numbers; convert it before saving")
+        bad = np.argwhere(~np.isfinite(values)) if values.dtype.kind == "f" else np.empty((0, values.ndim))
+        if len(bad):
+            position = tuple(bad[0].tolist())
+            raise DataError(f"{path} array '{name}' is {values[position]} at {list(position)}; remove or fill the row")
+    # The type of the array is the author's word on what the targets are.
+    are_classes = None if targets.dtype.kind in "iu" and targets.ndim == 1 else targets.dtype.kind in "bU"
+    return _Table(str(path), inputs.astype(np.float64), targets, are_classes=are_classes)
+
+
+def _read_csv(path: Path, *, target: str | None) -> _Table:
+    try:
+        return _parse_csv(path, target=target)
+    except csv.Error as error:
+        raise DataError(f"{path} is not CSV ({error}); write it with a header and commas") from None
+
+
+def _parse_csv(path: Path, *, target: str | None) -> _Table:
+    values = array("d")
+    targets: list[str] = []
+    # Some editors begin UTF-8 files with a mark, which would become part of the first name.
+    reader = csv.reader(io.StringIO(decode_utf8(path.read_bytes(), path=path).removeprefix("\ufeff"), newline=""))
+    header = next(reader, [])
+    chosen = _target_column(header, target=target, path=path)
+    for row in reader:
+        if not row:
+            continue
+        where = f"{path}:{reader.line_num}"
+        if len(row) != len(header):
+            raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; mend or remove the line")
+        values.extend(
+            _number(cell, where, name) for name, cell in zip(header, row, strict=True) if name != header[chosen]
+        )
+        targets.append(row[chosen].strip())
+        if not targets[-1] or (_is_number(targets[-1]) and not math.isfinite(float(targets[-1]))):
+            raise DataError(f"{where} column '{header[chosen]}' has no value; fill it or remove the line")
+    inputs = np.array(values, np.float64).reshape(len(targets), len(header) - 1)
+    return _Table(str(path), inputs, _numbers_or_strings(targets), are_classes=None)
+
+
+def _target_column(header: Sequence[str], *, target: str | None, path: Path) -> int:
+    if len(header) < 2:
+        raise DataError(f"{path}:1 has {len(header)} columns; give a header with at least one input and the target")
+    repeated = sorted({name for name in header if header.count(name) > 1})
+    if repeated:
+        raise DataError(f"{path}:1 names column '{repeated[0]}' twice; rename one")
+    if all(_is_number(name) for name in header):
+        raise DataError(f"{path}:1 holds only numbers; the first line must name the columns")
+    if target is None:
+        return len(header) - 1
+    if target not in header:
+        raise DataError(
+            f"{path} has no column '{target}' (it has: {', '.join(header)}); set data.target to one of them"
+        )
+    return list(header).index(target)
+
+
+def _number(cell: str, where: str, name: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        found = f"{cell!r}, not a number" if cell.strip() else "empty"
+        raise DataError(f"{where} column '{name}' is {found}; fill it, or remove the line or the column") from None
+    if not math.isfinite(value):
+        raise DataError(f"{where} column '{name}' is {cell.strip()}; fill it, or remove the line or the column")
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _numbers_or_strings(targets: Sequence[str]) -> np.ndarray:
+    if all(_is_number(text) for text in targets):
+        return np.array([float(text) for text in targets], np.float64)
+    return np.array(targets)

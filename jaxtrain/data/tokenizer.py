@@ -1,0 +1,220 @@
+"""Text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxtrain.config.data import TokenizerConfig
+from jaxtrain.data.files import require_file
+from jaxtrain.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Names that published tokenizers give to the token between documents, in the order they are tried.
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+
+# Pair statistics settle long before this; the cap bounds the memory and time of training on a large corpus.
+_TRAINING_CHARACTERS = 64 * 2**20
+
+# Documents are cut into pieces of about this size so that one long document still uses every core.
+_PIECE_CHARACTERS = 32 * 2**10
+
+# Byte-level BPE never merges across a lone newline between two words, so a cut there leaves the ids unchanged.
+_SAFE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    vocab_size: int
+    end_of_text: int | None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of `text`, int32 [num_tokens]."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids`; bytes that are no text and unknown ids become U+FFFD."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Writes a tokenizer.json that `load_tokenizer` reads."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8; documents are divided by a newline, as there is no id to spare."""
+
+    vocab_size: int = 256
+    end_of_text: int | None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # 0xFF never occurs in UTF-8, so an id that is no byte decodes to U+FFFD.
+        return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
+
+    def save(self, path: Path) -> None:
+        path.write_text(_serialize(self), encoding="utf-8")
+
+
+class BpeTokenizer:
+    """A model of the `tokenizers` library.
+
+    Args:
+        model: A `tokenizers.Tokenizer`.
+    """
+
+    def __init__(self, model: Any):
+        from tokenizers import pre_tokenizers
+
+        # A file may carry the padding and truncation of the job it was saved for.
+        model.no_padding()
+        model.no_truncation()
+        # Text that happens to spell a special token is data, not a document boundary.
+        model.encode_special_tokens = True
+        self._model = model
+        # Not the count of entries: published vocabularies have gaps.
+        self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        # Other pre-tokenizers tie a newline to what stands before it, or mark the start of a text.
+        self._can_cut = isinstance(model.pre_tokenizer, pre_tokenizers.ByteLevel) and model.normalizer is None
+        known = (model.token_to_id(name) for name in _END_OF_TEXT_NAMES)
+        self.end_of_text: int | None = next((i for i in known if i is not None), None)
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text, int32 [num_tokens], encoded on all cores."""
+        pieces: list[str] = []
+        counts = []
+        for text in texts:
+            cut = list(_pieces(text)) if self._can_cut else [text]
+            pieces += cut
+            counts.append(len(cut))
+        encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
+        return [
+            np.concatenate(
+                [np.array(next(encoded).ids, dtype=np.int32) for _ in range(count)] or [np.zeros(0, np.int32)]
+            )
+            for count in counts
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts: list[str] = []
+        run: list[int] = []
+        for i in map(int, ids):
+            if 0 <= i < self.vocab_size:
+                run.append(i)
+            else:
+                parts += [self._model.decode(run, skip_special_tokens=False), "\ufffd"]
+                run = []
+        return "".join([*parts, self._model.decode(run, skip_special_tokens=False)])
+
+    def save(self, path: Path) -> None:
+        path.write_text(_serialize(self), encoding="utf-8")
+
+    def to_json(self) -> str:
+        return self._model.to_str()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        found = _SAFE_CUT.search(text, start + _PIECE_CHARACTERS)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def _serialize(tokenizer: Tokenizer) -> str:
+    if isinstance(tokenizer, BpeTokenizer):
+        return tokenizer.to_json()
+    return json.dumps({"jaxtrain_tokenizer": "byte", "format_version": 1}) + "\n"
+
+
+def tokenizer_sha256(tokenizer: Tokenizer) -> str:
+    """Returns a hash of everything that decides the ids."""
+    return hashlib.sha256(_serialize(tokenizer).encode()).hexdigest()
+
+
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Returns the ids of each text, on all cores where the tokenizer can."""
+    if isinstance(tokenizer, BpeTokenizer):
+        return tokenizer.encode_all(texts)
+    return [tokenizer.encode(text) for text in texts]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads a tokenizer.json: one that a tokenizer saved here, or any of the `tokenizers` library.
+
+    Raises:
+        DataError: The file is missing or is no tokenizer.
+    """
+    path = require_file(path, what="tokenizer")
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"tokenizer {path} is not JSON ({error}); give a tokenizer.json") from None
+    if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":
+        return ByteTokenizer()
+    from tokenizers import Tokenizer as Model
+
+    try:
+        model = Model.from_str(text)
+    except Exception as error:  # The library raises bare Exception.
+        reason = str(error).splitlines()[0]
+        raise DataError(f"tokenizer {path} is no tokenizer of the tokenizers library ({reason})") from None
+    return BpeTokenizer(model)
+
+
+def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """Makes the tokenizer of `config`.
+
+    Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2) depends only on the texts: the same
+    texts in the same order give the same ids. It reads the first 64 Mi characters.
+
+    Args:
+        config: Which tokenizer.
+        texts: Documents to train on; read only for kind bpe.
+    """
+    if config.kind == "byte":
+        return ByteTokenizer()
+    if config.kind == "file":
+        if config.path is None:
+            raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
+        return load_tokenizer(config.path)
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] a setter
+    model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] a setter
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(_capped(texts), trainer)
+    return BpeTokenizer(model)
+
+
+def _capped(texts: Iterable[str]) -> Iterator[str]:
+    left = _TRAINING_CHARACTERS
+    for text in texts:
+        for piece in _pieces(text):
+            yield piece[:left]
+            left -= len(piece)
+            if left <= 0:
+                return

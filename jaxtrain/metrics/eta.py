@@ -1,0 +1,67 @@
+"""How long a run will still take, and how its loss went: what the progress display keeps between updates."""
+
+import math
+
+from jaxtrain.metrics.format import sparkline
+
+_MOST_LOSSES = 1024
+
+
+class RemainingTime:
+    """Estimates the time left from the pace of this process, its first step left out since it may compile.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: steps done before this process.
+    """
+
+    def __init__(self, total_steps: int, first_step: int):
+        self._total_steps = total_steps
+        self._first_step = first_step
+        self._base: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
+
+    def update(self, step: int, now: float) -> None:
+        """Notes that `step` steps were done at time `now` (seconds of any steady clock)."""
+        if step <= self._first_step:
+            return
+        if self._base is None:
+            self._base = (step, now)
+        self._last = (step, now)
+
+    def seconds(self) -> float | None:
+        """Seconds left; None until a step after the first was seen."""
+        if self._base is None or self._last is None or self._last[0] <= self._base[0]:
+            return None
+        step_seconds = (self._last[1] - self._base[1]) / (self._last[0] - self._base[0])
+        return max(0, self._total_steps - self._last[0]) * step_seconds
+
+
+class Trend:
+    """A series of losses, thinned as it grows so that a long run keeps at most about a thousand of them."""
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+        self._stride = 1
+        self._seen = 0
+        self._last = math.nan
+
+    def add(self, value: float) -> None:
+        """Adds the next loss; NaN and infinities are left out."""
+        if not math.isfinite(value):
+            return
+        self._last = value
+        if self._seen % self._stride == 0:
+            self._values.append(value)
+        self._seen += 1
+        if len(self._values) > _MOST_LOSSES:
+            self._values = self._values[::2]
+            self._stride *= 2
+
+    def ends(self) -> tuple[float, float]:
+        """First and last value."""
+        return (self._values[0], self._last) if self._values else (math.nan, math.nan)
+
+    def sparkline(self) -> str:
+        """The curve as block characters; empty below two values, where there is no curve."""
+        return sparkline(self._values) if self._seen > 1 else ""

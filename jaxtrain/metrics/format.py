@@ -1,0 +1,84 @@
+"""Numbers for people: durations, counts and sparklines as short text."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def format_duration(seconds: float | None) -> str:
+    """A duration as `0.42 s`, `3.1 s`, `1:24`, `2:05:09` or `3 d 4:05`.
+
+    Args:
+        seconds: None or a non-finite number gives a dash.
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 0:
+        return "-" + format_duration(-seconds)
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    return format_clock(seconds)
+
+
+def format_clock(seconds: float | None) -> str:
+    """A duration as a clock, for a remaining time that counts down: `0:24`, `1:05:09`, `3 d 4:05`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, second = divmod(round(max(seconds, 0.0)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour}:{minute:02d}"
+    if hours:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"
+
+
+def format_count(count: float | None) -> str:
+    """A count in three digits with a decimal suffix: `999`, `12.1k`, `124M`, `8.03B`, `15.6T`."""
+    if count is None or not math.isfinite(count):
+        return "-"
+    if count < 0:
+        return "-" + format_count(-count)
+    for factor, suffix in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "B"), (1e12, "T")):
+        # 999.5 and not 1000: what rounds to 1000 belongs to the next suffix.
+        if count / factor < 999.5 or suffix == "T":
+            scaled = count / factor
+            break
+    if not suffix and float(scaled).is_integer():
+        return f"{scaled:.0f}"
+    decimals = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+    return f"{scaled:.{decimals}f}{suffix}"
+
+
+def format_bytes(count: float | None) -> str:
+    """A size in binary units: `512 B`, `1.5 MiB`, `71.2 GiB`."""
+    if count is None or not math.isfinite(count):
+        return "-"
+    scaled, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(scaled) < 1024:
+            break
+        scaled, unit = scaled / 1024, larger
+    return f"{scaled:.0f} B" if unit == "B" else f"{scaled:.1f} {unit}"
+
+
+def sparkline(values: Sequence[float], *, width: int = 40) -> str:
+    """The finite values as one line of block characters, averaged down to at most `width` of them.
+
+    The range shown leaves out the highest 2 %: the first losses of a run would otherwise flatten the rest.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    columns = min(width, len(finite))
+    edges = [index * len(finite) // columns for index in range(columns + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low = min(means)
+    high = sorted(means)[max(0, math.ceil(0.98 * len(means)) - 1)]
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[min(len(_SPARKS) - 1, round((mean - low) * scale))] for mean in means)

@@ -1,0 +1,119 @@
+"""What `run.json` holds: everything needed to know, later, what ran, on what, with which versions."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.schema import Config
+from jaxtrain.metrics.files import strict_json, write_json_atomic
+
+__all__ = ["finished_info", "git_state", "package_versions", "run_info", "write_json_atomic"]
+
+PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def run_info(
+    config: Config,
+    *,
+    name: str,
+    mesh_shape: Mapping[str, int],
+    model: Mapping[str, Any],
+    data: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The content of `run.json` at the start of a run.
+
+    Args:
+        config: the resolved config.
+        name: name of the run.
+        mesh_shape: size of each mesh axis.
+        model: `name` and `num_parameters`.
+        data: `description` (lines of text) and `fingerprint`.
+
+    Returns:
+        A dict of strict JSON values, with status `running`. The environment is not in it, since variables hold
+        keys and tokens.
+    """
+    commit, dirty = git_state(Path.cwd())
+    return strict_json(
+        {
+            "name": name,
+            "status": "running",
+            "created": _timestamp(),
+            "finished": None,
+            "final": {},
+            "command": list(sys.argv),
+            "model": dict(model),
+            "data": dict(data),
+            "mesh": dict(mesh_shape),
+            "devices": _devices(),
+            "host": {"name": platform.node(), "system": platform.platform(), "cpu_count": os.cpu_count()},
+            "versions": package_versions(),
+            "git_commit": commit,
+            "git_dirty": dirty,
+            "config": config.model_dump(mode="json"),
+        }
+    )
+
+
+def finished_info(info: Mapping[str, Any], *, status: str, final: Mapping[str, Any]) -> dict[str, Any]:
+    """`run.json` at the end of a run: the same content with how it ended (`done`, `preempted`, `diverged` ...)."""
+    return strict_json({**info, "status": status, "finished": _timestamp(), "final": dict(final)})
+
+
+def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Versions of Python and of installed packages, read without importing them; None where one is missing."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def git_state(directory: Path) -> tuple[str | None, bool | None]:
+    """The commit that is checked out at `directory` and whether tracked files differ from it; None outside git."""
+    commit = _git(directory, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return None, None
+    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if changes is None else bool(changes)
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        # Without optional locks `git status` cannot get in the way of someone who commits at this moment.
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=2.0,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _devices() -> dict[str, Any]:
+    import jax
+
+    devices = jax.devices()
+    return {
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "count": len(devices),
+        "process_count": jax.process_count(),
+    }
+
+
+def _timestamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,242 @@
+"""Where metrics go: one small protocol, a file that is always written, and dashboards by choice."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from jaxtrain.config.schema import LoggingConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.files import plain_number, write_lines_atomic, write_text_atomic
+
+Scalars = Mapping[str, float | int | None]
+
+
+class Writer(Protocol):
+    """What takes the metrics of a run. One process writes; the others have none."""
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        """Records numbers of one step; None is a value that is not known."""
+        ...
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Records a named text, such as a generated sample."""
+        ...
+
+    def close(self) -> None:
+        """Flushes and lets go; a second call does nothing."""
+        ...
+
+
+class JsonlWriter:
+    """One strict JSON object a line, `step` first; NaN and infinities become null.
+
+    The file is opened at the first write and appended line by line, so that a killed run keeps all but at most
+    its last line.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._file: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        self._append({"step": int(step)} | {name: plain_number(value) for name, value in values.items()})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._append({"step": int(step), name: text})
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the rows of steps after `step` and lines that are no whole row, in one atomic exchange.
+
+        A run that resumes at `step` takes the later steps again; rows kept from before would be there twice.
+        """
+        self.close()
+        if not self.path.exists():
+            return
+        if any(not _is_kept(line, step) for line in self._lines()):
+            write_lines_atomic(self.path, (line for line in self._lines() if _is_kept(line, step)))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _lines(self) -> Iterator[str]:
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            yield from file
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+class TensorBoardWriter:
+    """TensorBoard events through tensorboardX; numbers and texts, and nothing for None."""
+
+    def __init__(self, directory: Path, *, resumed_step: int = 0):
+        self._directory = Path(directory)
+        self._resumed_step = resumed_step
+        self._writer: Any = None
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        writer = self._open()
+        for name, value in values.items():
+            number = plain_number(value)
+            if number is not None and name != "step":
+                writer.add_scalar(name, number, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        # TensorBoard shows Markdown; four spaces keep a sample as it is.
+        self._open().add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            # Imported at the first row: it costs start-up time that the first step need not wait for.
+            from tensorboardX import SummaryWriter
+
+            # A purge step makes TensorBoard hide what an interrupted run wrote beyond the resumed step.
+            purge = self._resumed_step + 1 if self._resumed_step else None
+            self._writer = SummaryWriter(logdir=str(self._directory), purge_step=purge, write_to_disk=True)
+        return self._writer
+
+
+class WandbWriter:
+    """Weights & Biases. A resumed run goes on in the same W&B run, whose id is kept in the run directory."""
+
+    def __init__(self, run_dir: Path, *, project: str, run_name: str, resumed_step: int = 0):
+        wandb = _import_extra("wandb")
+        id_path = Path(run_dir) / "wandb_id"
+        known_id = id_path.read_text(encoding="utf-8").strip() if resumed_step and id_path.exists() else None
+        self._run = wandb.init(project=project, name=run_name, dir=str(run_dir), id=known_id, resume="allow")
+        write_text_atomic(id_path, f"{self._run.id}\n")
+        # W&B drops rows whose own step counter falls, as it does on a resume: ours is a plain value instead.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._open = True
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        self._run.log({"step": step} | _known(values))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._run.log({"step": step, name: text})
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._run.finish()
+
+
+class TrackioWriter:
+    """trackio, a local dashboard with W&B's interface."""
+
+    def __init__(self, *, project: str, run_name: str):
+        self._trackio = _import_extra("trackio")
+        self._trackio.init(project=project, name=run_name, resume="allow")
+        self._open = True
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        self._trackio.log(_known(values), step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._trackio.log({name: text}, step=step)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._trackio.finish()
+
+
+class MultiWriter:
+    """Hands every row to each of several writers."""
+
+    def __init__(self, writers: Iterable[Writer]):
+        self.writers: Sequence[Writer] = tuple(writers)
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        for writer in self.writers:
+            writer.scalars(step, values)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        for writer in self.writers:
+            writer.text(step, name, text)
+
+    def close(self) -> None:
+        """Closes every writer, also after one failed to, and raises the first failure at the end."""
+        failures: list[Exception] = []
+        for writer in self.writers:
+            try:
+                writer.close()
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def open_writers(run_dir: Path, config: LoggingConfig, *, run_name: str, resumed_step: int) -> MultiWriter:
+    """The writers that a config asks for; on a resume, rows after the resumed step are dropped first.
+
+    Args:
+        run_dir: an existing directory; gets `metrics.jsonl` and `tensorboard/`.
+        config: which writers besides metrics.jsonl.
+        run_name: name of the run on dashboards.
+        resumed_step: steps done before this process; 0 for a fresh run.
+
+    Returns:
+        One writer for all. Only the process that holds the run directory's lock should open it.
+
+    Raises:
+        ConfigError: a dashboard is asked for and its package is missing.
+    """
+    run_dir = Path(run_dir)
+    writers: list[Writer] = []
+    # Dashboards first: a missing package is found before a file is touched.
+    if config.wandb:
+        writers.append(WandbWriter(run_dir, project=config.project, run_name=run_name, resumed_step=resumed_step))
+    if config.trackio:
+        writers.append(TrackioWriter(project=config.project, run_name=run_name))
+    jsonl = JsonlWriter(run_dir / "metrics.jsonl")
+    jsonl.truncate_after(resumed_step)
+    writers.insert(0, jsonl)
+    if config.tensorboard:
+        writers.append(TensorBoardWriter(run_dir / "tensorboard", resumed_step=resumed_step))
+    return MultiWriter(writers)
+
+
+def _known(values: Scalars) -> dict[str, float | int]:
+    numbers = {name: plain_number(value) for name, value in values.items() if name != "step"}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _is_kept(line: str, last_step: int) -> bool:
+    """Whether a line is a whole row of a step up to `last_step`."""
+    try:
+        row = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return False
+    step = row.get("step") if isinstance(row, dict) else None
+    return isinstance(step, int) and step <= last_step
+
+
+def _import_extra(package: str) -> Any:
+    """Imports an optional dashboard package."""
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"logging.{package}=true needs the package {package}: pip install 'jaxtrain[{package}]'"
+        ) from error

@@ -1,0 +1,1 @@
+"""Shipped models and the contract they share with everybody's own."""

@@ -1,0 +1,46 @@
+"""A model from its config group. A new kind of model adds one line to the table."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtrain.config import load_config
+from jaxtrain.config.models import ModelConfig
+from jaxtrain.models.mlp import mlp
+from jaxtrain.models.model import Model
+from jaxtrain.models.resnet import resnet
+from jaxtrain.models.transformer import transformer
+from jaxtrain.remat import Remat
+
+# kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
+_BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {
+    "transformer": lambda config, shape, vocab, outputs, remat: transformer(config, vocab_size=vocab, remat=remat),
+    "resnet": lambda config, shape, vocab, outputs, remat: resnet(
+        config, input_shape=shape, num_classes=outputs, remat=remat
+    ),
+    "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
+}
+
+
+def build_model(
+    config: ModelConfig | Mapping[str, Any],
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    remat: Remat | None = None,
+) -> Model:
+    """The model that a config group describes, with what it leaves out taken from the data.
+
+    Args:
+        config: a model group, or its keys as a mapping ({"kind": "mlp"}).
+        input_shape: shape of one row's inputs.
+        vocab_size, num_outputs: what the data has.
+        remat: what the backward pass keeps.
+
+    Raises:
+        ConfigError: a wrong key or value in a mapping, a size that neither the config nor the data gives, or inputs
+            of the wrong kind.
+    """
+    if isinstance(config, Mapping):
+        config = load_config({"model": config}).config.model
+    return _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat or Remat())

@@ -1,0 +1,176 @@
+"""The model contract: a frozen record of pure functions over plain nested dicts of arrays."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.sharding import path_name
+
+Params = dict[str, Any]
+ModelState = dict[str, Any]
+
+
+class Apply(Protocol):
+    """`apply(params, model_state, inputs, *, key, train) -> (outputs, model_state)`."""
+
+    def __call__(
+        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]: ...
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a model generates: a cache and a function that extends it.
+
+    Attributes:
+        init_cache: (batch, length, dtype) -> cache tree with keys and values for `length` positions.
+        decode: (params, tokens_BT, positions_BT, cache) -> (logits_BTV float32, cache). Writes the T tokens at their
+            positions and lets each see what stands at or before it.
+        max_length: positions the model has.
+    """
+
+    init_cache: Callable[[int, int, Any], Any]
+    decode: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+    max_length: int
+
+
+class Embed(Protocol):
+    """`embed(params, inputs, *, key, train) -> carry`: what the first layer takes; `params` without the stack."""
+
+    def __call__(self, params: Params, inputs: Any, /, *, key: jax.Array | None, train: bool) -> Any: ...
+
+
+class Layers(Protocol):
+    """`layers(stack, carry, inputs, *, first_layer, key, train) -> carry`: some of the layers, in order.
+
+    `stack` holds consecutive layers of the stacked parameters, the first of which has index `first_layer` (int32 []);
+    random numbers of a layer depend on its index alone. The carry keeps its shapes and dtypes.
+    """
+
+    def __call__(
+        self,
+        stack: Params,
+        carry: Any,
+        inputs: Any,
+        /,
+        *,
+        first_layer: jax.Array | int,
+        key: jax.Array | None,
+        train: bool,
+    ) -> Any: ...
+
+
+class Head(Protocol):
+    """`head(params, carry, *, train) -> outputs`; `params` without the stack."""
+
+    def __call__(self, params: Params, carry: Any, /, *, train: bool) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model cut into what a pipeline deals out: an embedding, a stack of equal layers, and a head.
+
+    Attributes:
+        stack: top-level key of params whose leaves have a leading dim [num_layers].
+        num_layers: of the stack.
+        embed, layers, head: pure functions; see their protocols.
+    """
+
+    stack: str
+    num_layers: int
+    embed: Embed
+    layers: Layers
+    head: Head
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the step, the planner and the checkpoints know of a model.
+
+    Attributes:
+        name: for people.
+        init: key -> (params, model_state), fp32; traced under `jit` with output shardings, so that nothing is ever
+            whole on one device.
+        apply: (params, model_state, inputs, *, key, train) -> (outputs, model_state). `model_state` holds what
+            changes without a gradient (batch statistics); params come in the compute dtype.
+        axes: parameter path -> logical axis names, one a dim; paths left out are sharded by the default rule.
+        gathers_itself: top-level sub-trees of params that `apply` gathers from their shards layer by layer; the step
+            gathers the rest up front.
+        decoder: generation, for models that have it.
+        parts: the model cut for a pipeline; None: it runs with parallel.pipe=1 only.
+        has_experts: whether the `expert` axis has something to spread.
+    """
+
+    name: str
+    init: Callable[[jax.Array], tuple[Params, ModelState]]
+    apply: Apply
+    axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    gathers_itself: tuple[str, ...] = ()
+    decoder: Decoder | None = None
+    parts: Parts | None = None
+    has_experts: bool = False
+
+
+def apply_parts(parts: Parts) -> Apply:
+    """The whole model as the composition of its parts; it has no model_state."""
+
+    def apply(
+        params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        rest = {name: value for name, value in params.items() if name != parts.stack}
+        carry = parts.embed(rest, inputs, key=key, train=train)
+        carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=key, train=train)
+        return parts.head(rest, carry, train=train), model_state
+
+    return apply
+
+
+def from_functions(
+    init: Callable[[jax.Array], Params],
+    apply: Callable[[Params, Any], Any] | None = None,
+    *,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    name: str = "functions",
+    parts: Parts | None = None,
+) -> Model:
+    """A model from two pure functions without state or randomness, or from an init and its parts.
+
+    Args:
+        init: key -> params, a nested dict of float32 arrays.
+        apply: (params, inputs) -> outputs; left out where `parts` say it.
+        axes: see `Model.axes`.
+        name: for people.
+        parts: the model cut for a pipeline.
+
+    Raises:
+        ConfigError: not exactly one of `apply` and `parts`.
+
+    Example:
+        >>> model = from_functions(lambda key: {"w": jax.random.normal(key, (4,))}, lambda p, x: x @ p["w"])
+    """
+
+    if (apply is None) == (parts is None):
+        raise ConfigError("from_functions takes apply or parts: give one of them")
+
+    def apply_model(
+        params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        assert apply is not None
+        return apply(params, inputs), model_state
+
+    whole = apply_model if parts is None else apply_parts(parts)
+    return Model(name, lambda key: (init(key), {}), whole, axes or {}, parts=parts)
+
+
+def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
+    """Path -> shape and dtype of every parameter; nothing is allocated."""
+    params, _ = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def count_parameters(model: Model) -> int:
+    """Number of parameters, from shapes alone: nothing is allocated."""
+    return sum(shape.size for shape in parameter_shapes(model).values())

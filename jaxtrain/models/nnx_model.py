@@ -1,0 +1,95 @@
+"""A Flax NNX module as a `Model`: split once, so that no NNX object crosses a `jit` boundary."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtrain.models.model import Model, ModelState, Params
+
+Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
+
+
+def to_dict(state: nnx.State) -> dict[str, Any]:
+    """A state as a plain nested dict of arrays, every key a string."""
+    nested: dict[str, Any] = {}
+    for path, variable in nnx.to_flat_state(state):
+        node = nested
+        for part in path[:-1]:
+            node = node.setdefault(str(part), {})
+        node[str(path[-1])] = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    return nested
+
+
+def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
+    """A state of the template's variables with the values of a nested dict, as `to_dict` made it."""
+    flat = []
+    for path, variable in nnx.to_flat_state(template):
+        node: Any = nested
+        for part in path:
+            node = node[str(part)]
+        flat.append((path, variable.replace(node)))
+    return nnx.from_flat_state(flat)
+
+
+def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
+    """Random streams of a module (dropout), each from its own fold of the step's key."""
+    key = jax.random.key(0) if key is None else key
+    flat = []
+    for index, (path, variable) in enumerate(nnx.to_flat_state(template)):
+        value = jax.random.fold_in(key, index) if isinstance(variable, nnx.RngKey) else jax.numpy.uint32(0)
+        flat.append((path, variable.replace(value)))
+    return nnx.from_flat_state(flat)
+
+
+def from_nnx(
+    make: Callable[[nnx.Rngs], nnx.Module],
+    *,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    call: Call | None = None,
+    name: str | None = None,
+    gathers_itself: tuple[str, ...] = (),
+) -> Model:
+    """A model from a function that builds an NNX module.
+
+    Args:
+        make: rngs -> module; called once abstractly here and once inside the sharded init.
+        axes: parameter path -> logical axes (see `Model.axes`); None: the default sharding for every parameter.
+        call: (module, inputs, key, train) -> outputs; None: `module(inputs)` after `module.train()` or `.eval()`,
+            with dropout streams seeded from the step's key.
+        name: for people; None: the class name.
+        gathers_itself: see `Model.gathers_itself`.
+
+    Returns:
+        The record; `nnx.Param`s are its params, every other variable but random streams its model_state.
+
+    Example:
+        >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
+    """
+    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    graph, param_template, rng_template, state_template = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+    state_paths = {path for path, _ in nnx.to_flat_state(state_template)}
+
+    def init(key: jax.Array) -> tuple[Params, ModelState]:
+        module = make(nnx.Rngs(key))
+        _, params, _, model_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        return to_dict(params), to_dict(model_state)
+
+    def apply(
+        params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        module = nnx.merge(
+            graph, from_dict(param_template, params), _reseed(rng_template, key), from_dict(state_template, model_state)
+        )
+        if call is not None:
+            outputs = call(module, inputs, key, train)
+        else:
+            module.train() if train else module.eval()
+            outputs = module(inputs)  # type: ignore[operator]  # a user's module is callable
+        after = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
+        # Variables that a call adds (what it sows) are dropped: the structure of the state never changes.
+        kept = [(path, variable) for path, variable in after if path in state_paths]
+        return outputs, to_dict(nnx.from_flat_state(kept))
+
+    return Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself)

@@ -1,0 +1,79 @@
+"""Equal blocks, stacked along a leading layer dim and scanned: a 48-layer model compiles like a 6-layer one."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.models.nnx_model import from_dict, to_dict
+from jaxtrain.remat import Remat
+from jaxtrain.sharding import gather_parameters, platform
+
+
+def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
+    """A module whose variables have a leading dim [num_layers], each layer initialised from its own key."""
+    graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), num_layers)
+    layers = jax.vmap(lambda key: to_dict(nnx.state(make(nnx.Rngs(key)))))(keys)
+    return nnx.merge(graph, from_dict(template, layers))
+
+
+def scan_stack(
+    stack: nnx.Module,
+    call: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    *,
+    path: str,
+    remat: Remat,
+    key: jax.Array | None = None,
+    per_layer: Any = None,
+    unroll_on: tuple[str, ...] = (),
+    first_layer: jax.Array | int = 0,
+) -> tuple[Any, Any]:
+    """Run the layers of a stack in turn; variables that are not parameters (batch statistics) are updated in place.
+
+    Args:
+        stack: what `make_stack` built.
+        call: (block, carry, key, per_layer slice) -> (carry, output of this layer).
+        carry: what flows from layer to layer.
+        path: path of the stack inside the model, as in its axes table.
+        remat: what the backward pass keeps of each layer.
+        key: folded with the layer's index for each layer; None: no randomness.
+        per_layer: a tree with a leading layer dim, handed out slice by slice.
+        first_layer: index of the first layer in the whole stack, when this is a slice of it.
+        unroll_on: platforms whose compiler does badly on the body of a scan; there the layers are written out.
+
+    Returns:
+        The last carry and the layers' outputs, stacked.
+    """
+    graph, params, rest = nnx.split(stack, nnx.Param, ...)
+    stacked_params, stacked_rest = to_dict(params), to_dict(rest)
+    num_layers = jax.tree.leaves(stacked_params)[0].shape[0]
+
+    def block(carry: Any, layer: tuple[Any, Any, jax.Array, Any]) -> tuple[Any, Any]:
+        layer_params, layer_rest, index, extra = layer
+        layer_params = gather_parameters(layer_params, prefix=path, num_layers=num_layers)
+        module = nnx.merge(graph, from_dict(params, layer_params), from_dict(rest, layer_rest))
+        layer_key = None if key is None else jax.random.fold_in(key, index)
+        carry, output = call(module, carry, layer_key, extra)
+        return carry, (output, to_dict(nnx.state(module, nnx.Not(nnx.Param))))
+
+    layers = (stacked_params, stacked_rest, first_layer + jnp.arange(num_layers), per_layer)
+    if platform() in unroll_on:
+        carry, (outputs, changed) = _unrolled(remat.wrap(block), carry, layers, num_layers)
+    else:
+        carry, (outputs, changed) = jax.lax.scan(remat.wrap(block), carry, layers)
+    nnx.update(stack, from_dict(rest, changed))
+    return carry, outputs
+
+
+def _unrolled(block: Callable[..., tuple[Any, Any]], carry: Any, layers: Any, num_layers: int) -> tuple[Any, Any]:
+    """What `lax.scan` computes, without a loop in the program."""
+    outputs = []
+    for index in range(num_layers):
+        carry, output = block(carry, jax.tree.map(operator.itemgetter(index), layers))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)

@@ -1,0 +1,52 @@
+"""Rows of a table by index, on any mesh: each device looks up what it holds.
+
+Shapes: B batch, L sequence, V rows of the table (vocabulary, positions), D embed.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.parallel.manual import divides, run_manually, spec_of
+from jaxtrain.sharding import current_layout
+
+
+def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
+    return jnp.take(table, indices, axis=0, mode="clip")
+
+
+def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | None) -> jax.Array:
+    """Rows of a table: [B, L, D] in the dtype of the table; indices outside it take its first or last row.
+
+    With the rows spread over `tensor` a device gives zeros for rows it lacks, and the sum over `tensor` is the row. The
+    gradient is a scatter on each device and one sum: the compiler's own partition of a scatter gathers what it
+    scatters, and fails inside a pipeline stage (`spmd_partitioner_util.cc:497`, jax 0.10.2 to 0.12.0).
+
+    Args:
+        table_VD: whole over `fsdp`.
+        indices_BL: int32; a batch of 1 serves for all rows.
+        rows: logical axis of V, or None where the rows are whole.
+    """
+    layout = current_layout()
+    batch = None if indices_BL.shape[0] == 1 else "batch"
+    if layout is None or layout.mesh.size == 1 or not divides(layout, indices_BL, batch, "sequence"):
+        return _take(table_VD, indices_BL)
+    table_spec = spec_of(layout, rows, None)
+    spread = table_spec[0] is not None
+
+    def local(table: jax.Array, indices: jax.Array) -> jax.Array:
+        if not spread:
+            return _take(table, indices)
+        own = jnp.clip(indices, 0, table_VD.shape[0] - 1) - jax.lax.axis_index(table_spec[0]) * table.shape[0]
+        held = (own >= 0) & (own < table.shape[0])
+        found = jnp.where(held[..., None], _take(table, own), jnp.zeros((), table.dtype))
+        return jax.lax.psum(found, table_spec[0])
+
+    return run_manually(
+        local,
+        layout,
+        (table_VD,),
+        (indices_BL,),
+        in_specs=(table_spec,),
+        constant_specs=(spec_of(layout, batch, "sequence"),),
+        out_specs=spec_of(layout, batch, "sequence", None),
+    )

@@ -1,0 +1,54 @@
+"""Which parameters decay and which are trained: predicates over paths and shapes."""
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.sharding import path_name, table_row
+
+
+def decay_mask(axes: Mapping[str, tuple[str | None, ...]]) -> Callable[[Any], Any]:
+    """params -> tree of bool: True for matrices and kernels, False for biases and norm scales.
+
+    A parameter decays when it has two dims or more, its layer dim not counted; attention biases [heads, head_dim]
+    do not decay although they have two.
+    """
+
+    def mask(params: Any) -> Any:
+        def decays(path: tuple[Any, ...], leaf: Any) -> bool:
+            name = path_name(path)
+            row = table_row(name, axes) or ()
+            dims = leaf.ndim - row.count("layers")
+            return dims >= 2 and name.rsplit("/", 1)[-1] not in ("bias", "scale")
+
+        return jax.tree_util.tree_map_with_path(decays, params)
+
+    return mask
+
+
+def trainable_predicate(freeze: tuple[str, ...], paths: list[str]) -> Callable[[str], bool] | None:
+    """path -> whether it is trained; None when nothing is frozen.
+
+    Args:
+        freeze: patterns such as `embedding` or `blocks/attention/*`.
+        paths: all parameter paths, to check the patterns against.
+
+    Raises:
+        ConfigError: a pattern that matches no parameter, or patterns that match all of them.
+    """
+    if not freeze:
+        return None
+    for pattern in freeze:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+            raise ConfigError(f"optimizer.freeze: {pattern!r} matches no parameter; there are {some}")
+
+    def trainable(path: str) -> bool:
+        return not any(fnmatch.fnmatchcase(path, pattern) for pattern in freeze)
+
+    if not any(map(trainable, paths)):
+        raise ConfigError("optimizer.freeze matches every parameter; leave one to train")
+    return trainable

@@ -1,0 +1,358 @@
+"""Pipeline schedules as data: which stage does the forward and the backward of which microbatch in which tick.
+
+No jax here: the runner, the planner and the pictures read the very same table.
+
+The pipeline moves in lock step. In a tick every stage stores what arrives, then does at most one forward, then at
+most one backward; between ticks activations go one stage up and gradients one stage down, round a ring. With v chunks
+of layers a stage, layers are dealt to p * v virtual stages in order, and virtual stage k = chunk * p + stage. What
+virtual stage k sends in tick t arrives at k + 1 (an activation) or k - 1 (a gradient) at the start of tick t + 1.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.errors import ConfigError
+
+Cell = tuple[int, int] | None
+"""(microbatch, chunk), or None where a stage idles."""
+
+Table = tuple[tuple[Cell, ...], ...]
+"""[tick][stage] -> Cell."""
+
+
+class Placed(NamedTuple):
+    """When one microbatch passes one chunk of one stage."""
+
+    stage: int
+    chunk: int
+    microbatch: int
+    forward_tick: int
+    backward_tick: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A schedule as the runner reads it: int32 arrays [ticks, stages], -1 where there is nothing to do.
+
+    Slots number the places of a stage's buffers. A slot is taken from the tick of the arrival to the tick of the
+    backward that reads it, both included. Virtual stage 0 reads tokens and the last one makes its own gradient from
+    the loss: neither takes a slot for them. The numbers of slots are those of the stage that needs most, because all
+    stages run one program; they are 0 where nothing arrives (one virtual stage in all).
+    """
+
+    forward_microbatch: np.ndarray
+    forward_chunk: np.ndarray
+    forward_slot: np.ndarray
+    """Slot with the input of this tick's forward."""
+    receive_slot: np.ndarray
+    """Slot in which to store the activation that arrives at the start of this tick."""
+    backward_microbatch: np.ndarray
+    backward_chunk: np.ndarray
+    backward_slot: np.ndarray
+    """Slot with the input saved for this tick's backward."""
+    receive_gradient_slot: np.ndarray
+    """Slot in which to store the gradient that arrives at the start of this tick."""
+    backward_gradient_slot: np.ndarray
+    """Slot with the gradient of the output that this tick's backward starts from."""
+    num_slots: int
+    num_gradient_slots: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table tick x stage. Each tick a stage does at most one forward and then at most one backward."""
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    """Chunks of layers a stage; 1 unless interleaved."""
+    forward: Table
+    backward: Table
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks of one optimizer step."""
+        return len(self.forward)
+
+    def tick_costs(self, forward_cost: float = 1.0, backward_cost: float = 2.0) -> tuple[float, ...]:
+        """The time of each tick: the longest over the stages of what they do in it.
+
+        Args:
+            forward_cost: time of the forward of one microbatch through one chunk.
+            backward_cost: time of its backward, recomputing included.
+        """
+        return tuple(
+            max(forward_cost * (f is not None) + backward_cost * (b is not None) for f, b in zip(*row, strict=True))
+            for row in zip(self.forward, self.backward, strict=True)
+        )
+
+    def bubble_fraction(self, forward_cost: float = 1.0, backward_cost: float = 2.0) -> float:
+        """The share of all stages' time that they idle, counted from the table; costs as in `tick_costs`."""
+        total = self.num_stages * sum(self.tick_costs(forward_cost, backward_cost))
+        work = sum(
+            cost * (cell is not None)
+            for cost, table in ((forward_cost, self.forward), (backward_cost, self.backward))
+            for row in table
+            for cell in row
+        )
+        return (total - work) / total
+
+    def peak_live(self, stage: int | None = None) -> int:
+        """The most microbatch inputs that a stage holds at once, counted from the table.
+
+        An input lives from its forward to its backward, both included. The tokens of virtual stage 0 count, although
+        they take no slot in `tables`. With chunks, an input of one chunk counts as one.
+
+        Args:
+            stage: the stage to count; None gives the maximum over all stages.
+        """
+        stages = range(self.num_stages) if stage is None else (stage,)
+        placed = _placed(self)
+        return max(_overlap((p.forward_tick, p.backward_tick) for p in placed if p.stage == s) for s in stages)
+
+    def tables(self) -> Tables:
+        """The arrays of the runner, with a slot assigned to every activation and gradient that arrives."""
+        return _assign(self)
+
+
+def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Lays out a schedule and checks it.
+
+    Args:
+        name: a row of `SCHEDULES`.
+        num_stages: p, the degree of the `pipe` axis.
+        num_microbatches: m, microbatches of one optimizer step.
+        num_chunks: v, chunks of layers a stage; 1 unless the schedule is interleaved.
+
+    Raises:
+        ConfigError: an unknown name, or counts that the schedule cannot do.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(f"parallel.schedule={name} is not a schedule; use one of {', '.join(SCHEDULES)}")
+    counts = {"pipe": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
+    for key, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"parallel.{key}={count} is too small; use 1 or more")
+    placed = list(SCHEDULES[name](num_stages, num_microbatches, num_chunks))
+    num_ticks = 1 + max(p.backward_tick for p in placed)
+    forward: list[list[Cell]] = [[None] * num_stages for _ in range(num_ticks)]
+    backward: list[list[Cell]] = [[None] * num_stages for _ in range(num_ticks)]
+    for stage, chunk, microbatch, forward_tick, backward_tick in placed:
+        # An overwritten cell leaves an operation missing, which `check` finds.
+        forward[forward_tick][stage] = (microbatch, chunk)
+        backward[backward_tick][stage] = (microbatch, chunk)
+    schedule = Schedule(
+        name, num_stages, num_microbatches, num_chunks, tuple(map(tuple, forward)), tuple(map(tuple, backward))
+    )
+    check(schedule)
+    return schedule
+
+
+def _gpipe(p: int, m: int, v: int) -> Iterator[Placed]:
+    """All forwards, then all backwards: bubble (p-1)/(m+p-1), m inputs live (Huang et al. 2019, arXiv:1811.06965).
+
+    The last stage starts the backwards in the tick of its last forward, which saves a tick and changes nothing else.
+    """
+    _require_one_chunk("gpipe", v)
+    for s in range(p):
+        for i in range(m):
+            yield Placed(s, 0, i, forward_tick=i + s, backward_tick=(m + p - 2) + (p - 1 - s) + i)
+
+
+def _one_forward_one_backward(p: int, m: int, v: int) -> Iterator[Placed]:
+    """Backward as soon as it can be: bubble (p-1)/(m+p-1), at most 2(p-1-s)+1 inputs live on stage s.
+
+    The order of PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503). There p - s inputs are live; in lock step
+    a microbatch takes a whole tick, forward and backward, to pass a stage, so that nearly twice as many are.
+    """
+    _require_one_chunk("1f1b", v)
+    for s in range(p):
+        for i in range(m):
+            yield Placed(s, 0, i, forward_tick=i + s, backward_tick=i + 2 * (p - 1) - s)
+
+
+def _interleaved(p: int, m: int, v: int) -> Iterator[Placed]:
+    """1F1B over p * v virtual stages: bubble (p-1)/(vm+p-1), at most (v+1)p-1-2s chunk inputs live on stage s.
+
+    The order of Narayanan et al. 2021, arXiv:2104.04473, section 2.2: groups of p microbatches pass one chunk after
+    the other, so that each arrives back at stage 0 just when it is due there.
+    """
+    if v < 2:
+        raise ConfigError(
+            f"parallel.schedule=interleaved_1f1b needs parallel.chunks of 2 or more, not {v}; "
+            "set parallel.chunks=2 or parallel.schedule=1f1b"
+        )
+    if m % p:
+        below, above = m - m % p, m - m % p + p
+        works = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"parallel.microbatches={m} is not a multiple of parallel.pipe={p}, "
+            f"as parallel.schedule=interleaved_1f1b needs; use parallel.microbatches={works}, or parallel.schedule=1f1b"
+        )
+    for s in range(p):
+        for c in range(v):
+            for i in range(m):
+                group, j = divmod(i, p)
+                start = group * p * v + j
+                forward_tick = start + c * p + s
+                backward_tick = (v * p - 1) + start + (v - 1 - c) * p + (p - 1 - s)
+                yield Placed(s, c, i, forward_tick, backward_tick)
+
+
+# Each row yields every (stage, chunk, microbatch) once with its two ticks. A zero-bubble schedule is no row: it fills
+# the bubble with gradients of weights, but the runner recomputes a stage in one vjp, which gives the gradients of
+# inputs and weights together; taken apart, the recomputing would have to be done twice.
+SCHEDULES: dict[str, Callable[[int, int, int], Iterator[Placed]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved_1f1b": _interleaved,
+}
+
+
+def check(schedule: Schedule) -> None:
+    """Raises ValueError with one line if the table is not a pipeline that computes every gradient once.
+
+    Every microbatch passes every virtual stage once each way; its forward on virtual stage k comes at least a tick
+    after that on k - 1, its backward on k at least a tick after that on k + 1, and on the last virtual stage in the
+    tick of its forward or later. No tick is empty.
+    """
+    p, m, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+    if len(schedule.forward) != len(schedule.backward):
+        raise ValueError(f"{len(schedule.forward)} ticks of forwards but {len(schedule.backward)} of backwards")
+    for tick, row in enumerate(zip(schedule.forward, schedule.backward, strict=True)):
+        if any(len(cells) != p for cells in row):
+            raise ValueError(f"tick {tick} has cells for {[len(cells) for cells in row]} stages, not {p}")
+        if all(cell is None for cells in row for cell in cells):
+            raise ValueError(f"no stage does anything in tick {tick}")
+
+    forward = _ticks("forward", schedule.forward, m, v)
+    backward = _ticks("backward", schedule.backward, m, v)
+    for i in range(m):
+        for k in range(p * v):
+            for direction, ticks, before in (("forward", forward, k - 1), ("backward", backward, k + 1)):
+                if (i, before) in ticks and ticks[i, k] <= ticks[i, before]:
+                    raise ValueError(
+                        f"{direction} of microbatch {i} on virtual stage {k} is in tick {ticks[i, k]}, but what it "
+                        f"needs from virtual stage {before} is made in tick {ticks[i, before]}"
+                    )
+        last = p * v - 1
+        if backward[i, last] < forward[i, last]:
+            raise ValueError(
+                f"backward of microbatch {i} on the last virtual stage is in tick {backward[i, last]}, "
+                f"before its forward in tick {forward[i, last]}"
+            )
+
+
+def _require_one_chunk(name: str, v: int) -> None:
+    if v != 1:
+        raise ConfigError(
+            f"parallel.chunks={v} does not go with parallel.schedule={name}; "
+            "set parallel.chunks=1 or parallel.schedule=interleaved_1f1b"
+        )
+
+
+def _ticks(direction: str, table: Table, num_microbatches: int, num_chunks: int) -> dict[tuple[int, int], int]:
+    """(microbatch, virtual stage) -> tick; raises ValueError unless the table holds each exactly once."""
+    num_stages = len(table[0])
+    ticks: dict[tuple[int, int], int] = {}
+    for tick, row in enumerate(table):
+        for stage, cell in enumerate(row):
+            if cell is None:
+                continue
+            microbatch, chunk = cell
+            if not (0 <= microbatch < num_microbatches and 0 <= chunk < num_chunks):
+                raise ValueError(f"{direction} in tick {tick} on stage {stage} is of {cell}, which does not exist")
+            key = (microbatch, chunk * num_stages + stage)
+            if key in ticks:
+                raise ValueError(f"{direction} of microbatch {key[0]} on virtual stage {key[1]} comes more than once")
+            ticks[key] = tick
+    for microbatch in range(num_microbatches):
+        for virtual in range(num_stages * num_chunks):
+            if (microbatch, virtual) not in ticks:
+                raise ValueError(f"{direction} of microbatch {microbatch} on virtual stage {virtual} never comes")
+    return ticks
+
+
+def _placed(schedule: Schedule) -> list[Placed]:
+    """The operations of a checked schedule, read back from its table."""
+    p, m, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+    forward = _ticks("forward", schedule.forward, m, v)
+    backward = _ticks("backward", schedule.backward, m, v)
+    return [Placed(k % p, k // p, i, tick, backward[i, k]) for (i, k), tick in forward.items()]
+
+
+def _overlap(intervals: Iterable[tuple[int, int]]) -> int:
+    """The most intervals of ticks, ends included, that share a tick; 0 of none."""
+    change: Counter[int] = Counter()
+    for first, last in intervals:
+        change[first] += 1
+        change[last + 1] -= 1
+    live = peak = 0
+    for tick in sorted(change):
+        live += change[tick]
+        peak = max(peak, live)
+    return peak
+
+
+def _assign(schedule: Schedule) -> Tables:
+    """Fills the runner's arrays; an arrival takes the lowest free slot, which needs no more slots than overlap."""
+    p = schedule.num_stages
+    last_virtual = p * schedule.num_chunks - 1
+    shape = (schedule.num_ticks, p)
+    arrays = {
+        name: np.full(shape, -1, np.int32)
+        for name in (
+            "forward_microbatch",
+            "forward_chunk",
+            "forward_slot",
+            "receive_slot",
+            "backward_microbatch",
+            "backward_chunk",
+            "backward_slot",
+            "receive_gradient_slot",
+            "backward_gradient_slot",
+        )
+    }
+    placed = {(one.microbatch, one.chunk * p + one.stage): one for one in _placed(schedule)}
+    inputs: list[tuple[int, int, Placed]] = []
+    gradients: list[tuple[int, int, Placed]] = []
+    for (i, k), one in placed.items():
+        arrays["forward_microbatch"][one.forward_tick, one.stage] = i
+        arrays["forward_chunk"][one.forward_tick, one.stage] = one.chunk
+        arrays["backward_microbatch"][one.backward_tick, one.stage] = i
+        arrays["backward_chunk"][one.backward_tick, one.stage] = one.chunk
+        if k > 0:
+            inputs.append((placed[i, k - 1].forward_tick + 1, one.backward_tick, one))
+        if k < last_virtual:
+            gradients.append((placed[i, k + 1].backward_tick + 1, one.backward_tick, one))
+
+    input_slots, num_slots = _color(inputs)
+    for (arrival, _, one), slot in input_slots:
+        arrays["receive_slot"][arrival, one.stage] = slot
+        arrays["forward_slot"][one.forward_tick, one.stage] = slot
+        arrays["backward_slot"][one.backward_tick, one.stage] = slot
+    gradient_slots, num_gradient_slots = _color(gradients)
+    for (arrival, _, one), slot in gradient_slots:
+        arrays["receive_gradient_slot"][arrival, one.stage] = slot
+        arrays["backward_gradient_slot"][one.backward_tick, one.stage] = slot
+    return Tables(**arrays, num_slots=num_slots, num_gradient_slots=num_gradient_slots)
+
+
+def _color(
+    intervals: list[tuple[int, int, Placed]],
+) -> tuple[list[tuple[tuple[int, int, Placed], int]], int]:
+    """Interval colouring, each stage by itself: (first tick, last tick, operation) -> slot, and the most slots."""
+    taken_until: dict[int, list[int]] = {}
+    result = []
+    for interval in sorted(intervals, key=lambda interval: interval[0]):
+        first, last, one = interval
+        slots = taken_until.setdefault(one.stage, [])
+        slot = next((index for index, until in enumerate(slots) if until < first), len(slots))
+        slots[slot : slot + 1] = [last]
+        result.append((interval, slot))
+    return result, max(map(len, taken_until.values()), default=0)

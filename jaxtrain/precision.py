@@ -1,0 +1,99 @@
+"""Number formats: what parameters are stored in, what matmuls run in, and dynamic loss scaling for fp16."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Dtypes of a run. Softmax, norms, losses, gradient accumulation and reductions are fp32 under every policy.
+
+    Attributes:
+        name: fp32, tf32, bf16, bf16_pure or fp16.
+        param_dtype: dtype of the parameters; optimizer state is float32 under every policy.
+        compute_dtype: dtype that parameters and inputs are cast to for the forward and backward pass.
+        matmul_precision: `jax.default_matmul_precision` of the step; None leaves the backend's choice.
+        loss_scaled: whether gradients need a dynamic loss scale.
+    """
+
+    name: str
+    param_dtype: Any
+    compute_dtype: Any
+    matmul_precision: str | None
+    loss_scaled: bool = False
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        # GPUs would use tf32 and TPUs bf16 passes for an fp32 matmul unless told otherwise.
+        Policy("fp32", jnp.float32, jnp.float32, "highest"),
+        Policy("tf32", jnp.float32, jnp.float32, "tensorfloat32"),
+        Policy("bf16", jnp.float32, jnp.bfloat16, None),
+        Policy("bf16_pure", jnp.bfloat16, jnp.bfloat16, None),
+        Policy("fp16", jnp.float32, jnp.float16, None, loss_scaled=True),
+    )
+}
+
+
+def get_policy(policy: str | Policy) -> Policy:
+    """A policy by name.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise ConfigError(f"unknown precision policy {policy!r}; known: {', '.join(POLICIES)}")
+    return POLICIES[policy]
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """The tree with every floating leaf in `dtype`; integer leaves and keys as they are."""
+
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """How a dynamic loss scale moves: doubled after `growth_interval` finite steps, halved at each non-finite one.
+
+    Source: Micikevicius et al. 2017, section 3.2.
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 2000
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """State of the loss scale: `scale` float32 [], `finite_steps` int32 [] since it last moved."""
+
+    scale: jax.Array
+    finite_steps: jax.Array
+
+    @staticmethod
+    def create(scaling: LossScaling) -> "LossScale":
+        """The state at step 0."""
+        return LossScale(jnp.float32(scaling.initial), jnp.int32(0))
+
+    def move(self, finite: jax.Array, scaling: LossScaling) -> "LossScale":
+        """The state after a step whose gradients were finite or not (bool [])."""
+        finite_steps = jnp.where(finite, self.finite_steps + 1, 0)
+        grow = finite_steps >= scaling.growth_interval
+        grown = jnp.minimum(self.scale * 2, scaling.maximum)
+        shrunk = jnp.maximum(self.scale / 2, scaling.minimum)
+        scale = jnp.where(finite, jnp.where(grow, grown, self.scale), shrunk)
+        return LossScale(scale, jnp.where(grow, 0, finite_steps))

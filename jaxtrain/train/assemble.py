@@ -1,0 +1,160 @@
+"""From a config to the objects of a run: data, model, task, mesh and step. Nothing is allocated on a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import AXES, config_degrees, make_mesh
+from jaxtrain.models.build import build_model
+from jaxtrain.models.model import Model, parameter_shapes
+from jaxtrain.optim import build_optimizer, build_schedule
+from jaxtrain.optim.masks import trainable_predicate
+from jaxtrain.precision import LossScaling
+from jaxtrain.remat import Remat
+from jaxtrain.tasks import TASKS, Task
+from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.step import TrainStep, make_train_step
+
+if TYPE_CHECKING:
+    from jaxtrain.data import Batches, Data
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a config describes, ready to compile.
+
+    Attributes:
+        config: the resolved config.
+        name: of the run.
+        data: rows and what is known of them.
+        batches: batch k of the training rows.
+        step: the train step, with model, task and mesh.
+        num_parameters: of the model.
+    """
+
+    config: Config
+    name: str
+    data: "Data"
+    batches: "Batches"
+    step: TrainStep
+    num_parameters: int
+
+    @property
+    def stream(self) -> dict[str, Any]:
+        """What decides which rows batch k holds; a checkpoint of another stream is refused."""
+        config = self.config
+        return {
+            **self.data.fingerprint,
+            "seed": config.seed,
+            "global_batch_size": config.train.global_batch_size,
+        }
+
+
+def open_run_data(config: Config) -> "Data":
+    """The data of a config, with the model's sequence length where the data leaves its own out."""
+    from jaxtrain.data import open_data
+
+    length = getattr(config.model, "max_sequence_length", None)
+    return open_data(config.data, sequence_length=length, seed=config.seed)
+
+
+def check_kinds(config: Config) -> None:
+    """Raise where the kinds of task, model and data do not belong together; looks at the config alone."""
+    kind = config.data.kind
+    tokens = kind in ("text", "jsonl", "tokens", "mixture") or getattr(config.data, "task", None) == "tokens"
+    if tokens != (config.task == "language_modeling"):
+        works = "language_modeling" if tokens else "classification or regression"
+        unit = "tokens" if tokens else "examples"
+        raise ConfigError(f"task={config.task}, but data.kind={kind} gives {unit}; set task={works}")
+    if tokens and config.model.kind != "transformer":
+        raise ConfigError(
+            f"model.kind={config.model.kind} does not take the tokens of data.kind={kind}; use model.kind=transformer"
+        )
+    if not tokens and config.model.kind == "transformer":
+        raise ConfigError(f"model.kind=transformer takes tokens, but data.kind={kind} gives examples; use another")
+
+
+def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct) -> None:
+    """Raise where task, model and data do not belong together."""
+    check_kinds(config)
+    tokens = data.unit == "tokens"
+    integers = np.issubdtype(targets.dtype, np.integer)
+    if config.task == "classification" and not integers:
+        raise ConfigError("task=classification, but the targets of the data are numbers; set task=regression")
+    if config.task == "regression" and integers:
+        raise ConfigError("task=regression, but the targets of the data are classes; set task=classification")
+    vocabulary = getattr(config.model, "vocab_size", None)
+    if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
+        raise ConfigError(
+            f"model.vocab_size={vocabulary} is below the {data.vocab_size} token ids of the data; "
+            f"set model.vocab_size={data.vocab_size} or more, or leave it out"
+        )
+    classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)
+    if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
+        raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
+    longest, length = getattr(config.model, "max_sequence_length", None), data.input_shape[0]
+    if tokens and longest is not None and length > longest:
+        raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
+
+
+def assemble(
+    config: Config,
+    data: "Data",
+    *,
+    name: str = "run",
+    model: Model | None = None,
+    task: Task | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Run:
+    """Build model, optimizer, mesh and step from a config.
+
+    Args:
+        config: the run.
+        data: from `open_run_data`, or your own `Data`.
+        name: of the run.
+        model: your own model instead of the config's.
+        task: your own task instead of the config's.
+        devices: devices to use; None: all.
+
+    Raises:
+        ConfigError: parts that do not fit together, or sizes that do not divide.
+    """
+    from jaxtrain.data import Batches
+
+    mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
+    batches = Batches(data.train, config.train.global_batch_size, seed=config.seed, shuffle=True)
+    spec = batches.spec()
+    if model is None:
+        _check_fit(config, data, spec["targets"])
+        model = build_model(
+            config.model,
+            input_shape=data.input_shape,
+            vocab_size=data.vocab_size,
+            num_outputs=data.num_outputs,
+            remat=Remat(config.remat.policy, config.remat.names),
+        )
+    shapes = parameter_shapes(model)
+    optimizer = config.optimizer
+    schedule = build_schedule(optimizer.schedule, peak=optimizer.learning_rate, steps=config.train.steps)
+    scale = config.precision.loss_scale
+    step = make_train_step(
+        model,
+        task or TASKS[config.task](),
+        build_optimizer(optimizer, schedule, axes=model.axes),
+        mesh=mesh,
+        policy=config.precision.policy,
+        accumulation_steps=config.train.accumulation_steps,
+        clip_norm=optimizer.clip_norm,
+        ema_decay=optimizer.ema_decay,
+        trainable=trainable_predicate(optimizer.freeze, list(shapes)),
+        learning_rate=schedule,
+        loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
+        parallelism=Parallelism(**config.parallel.model_dump(exclude=set(AXES))),
+    )
+    step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
+    return Run(config, name, data, batches, step, sum(shape.size for shape in shapes.values()))

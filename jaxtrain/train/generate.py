@@ -1,0 +1,158 @@
+"""Text generation with a KV cache: one prefill, then a scanned loop, compiled once for a batch of prompts.
+
+Shapes: B prompts, P longest prompt, T new tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import Model
+from jaxtrain.precision import cast_floats, get_policy
+from jaxtrain.train.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: only the k most likely tokens; None: all.
+        top_p: only the most likely tokens whose probabilities sum to p (nucleus, Holtzman et al. 2019); None: all.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}; use 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}; use 1 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; use a number above 0, up to 1")
+
+
+def choose(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each row: int32 [B]."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV / sampling.temperature
+    if sampling.top_k is not None:
+        k = min(sampling.top_k, logits_BV.shape[-1])
+        smallest = jax.lax.top_k(logits_BV, k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < smallest, -jnp.inf, logits_BV)
+    if sampling.top_p is not None:
+        ordered = jnp.sort(logits_BV, axis=-1)[:, ::-1]
+        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
+        # The first token always stays: nothing stands before it.
+        smallest = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < smallest, -jnp.inf, logits_BV)
+    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+def make_generator(
+    model: Model, *, new_tokens: int, sampling: Sampling, policy: str = "fp32", mesh: Mesh | None = None
+) -> Callable[[Any, Any, Any, jax.Array], jax.Array]:
+    """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
+
+    Prompts are padded on the right to P; each row goes on from its own length. The cache overwrites the padding's
+    entries before anything can see them.
+
+    Args:
+        model: has a decoder.
+        new_tokens: T.
+        sampling: how tokens are chosen.
+        policy: number formats.
+        mesh: where the parameters lie; the tokens come out whole on every device of it, and so in every process.
+
+    Raises:
+        ConfigError: the model cannot generate.
+    """
+    decoder = model.decoder
+    if decoder is None:
+        raise ConfigError(f"model {model.name} does not generate text")
+    dtypes = get_policy(policy)
+
+    def generate(params: Any, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
+        params = cast_floats(params, dtypes.compute_dtype)
+        batch, longest = prompts_BP.shape
+        cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
+        positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
+        logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
+        last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        first = choose(last, jax.random.fold_in(key, 0), sampling)
+
+        def advance(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
+            token, cache = carry
+            logits, cache = decoder.decode(params, token[:, None], (lengths_B + index)[:, None], cache)
+            new = choose(logits[:, 0], jax.random.fold_in(key, index + 1), sampling)
+            return (new, cache), token
+
+        (last_token, _), tokens = jax.lax.scan(advance, (first, cache), jnp.arange(new_tokens - 1))
+        return jnp.concatenate([jnp.moveaxis(tokens, 0, 1), last_token[:, None]], axis=1)
+
+    return jax.jit(generate, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+
+
+def generate_text(
+    step: TrainStep,
+    params: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+) -> list[str]:
+    """Continue prompts.
+
+    Args:
+        step: gives model, precision and layout.
+        params: as in the state, on any mesh.
+        tokenizer: the run's.
+        prompts: one or more texts; all are continued in one batch.
+        new_tokens: tokens to add to each, at most.
+        sampling: how tokens are chosen.
+        seed: of the random choices.
+
+    Returns:
+        Prompt and continuation, cut at the end-of-text token, for each prompt.
+
+    Raises:
+        ConfigError: the model cannot generate, or prompt and continuation exceed its positions.
+    """
+    if step.model.decoder is None:
+        raise ConfigError(f"model {step.model.name} does not generate text")
+    encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
+    start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
+    given = [ids.tolist() for ids in encoded]
+    encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
+    longest, limit = max(map(len, encoded)), step.model.decoder.max_length
+    if longest + new_tokens > limit:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's {limit} positions; "
+            f"ask for at most {max(limit - longest, 0)} new tokens or shorten the prompt"
+        )
+    prompts_BP = np.zeros((len(encoded), longest), np.int32)
+    for row, ids in enumerate(encoded):
+        prompts_BP[row, : len(ids)] = ids
+    lengths_B = np.array([len(ids) for ids in encoded], np.int32)
+    generator = make_generator(
+        step.model, new_tokens=new_tokens, sampling=sampling, policy=step.policy.name, mesh=step.mesh
+    )
+    with step.context():
+        new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
+    texts = []
+    for ids, new in zip(given, new_BT, strict=True):
+        stop = np.flatnonzero(new == tokenizer.end_of_text)
+        texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
+    return texts

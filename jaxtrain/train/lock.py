@@ -1,0 +1,79 @@
+"""One writer per run directory: a lock that the kernel releases when its holder dies, however it dies."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+from jaxtrain.errors import ConfigError
+
+LOCK_NAME = "lock"
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+class RunLock:
+    """Holds a run directory for this process, and creates it if need be; a context manager.
+
+    With several processes, process 0 takes it for all.
+
+    Args:
+        run_dir: directory of the run.
+
+    Raises:
+        ConfigError: on entering, when another process holds it, or the path cannot be a directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = Path(run_dir)
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o640)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"run directory {self.run_dir} is a file: use another --run-dir") from error
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {self.run_dir} cannot be used: {error.strerror}; use another --run-dir"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise ConfigError(
+                f"run directory {self.run_dir} is in use by {holder}; use another --run-dir or stop it"
+            ) from error
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                os.close(descriptor)
+                raise ConfigError(f"run directory {self.run_dir} cannot be locked: {error.strerror}") from error
+            # Some network file systems are mounted without locks; refusing to train there would help nobody.
+            print(f"no locks on the file system of {self.run_dir}: start only one run there", file=sys.stderr)
+        self._descriptor = descriptor
+        content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(content).encode(), 0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._descriptor is not None:
+            # The file stays: if deleted, one process could hold it and another a new file of the same name.
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        content = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {content['pid']} on {content['host']} since {content['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,0 +1,102 @@
+"""The training loop: dispatch step k + 1, then read what step k gave, so that the device never waits for the host."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain.errors import DivergedError
+from jaxtrain.train.state import TrainState
+from jaxtrain.train.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that was dispatched and not yet read."""
+
+    number: int
+    metrics: Mapping[str, jax.Array]
+    waited: float
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What happens around the steps; each is a plain function.
+
+    Attributes:
+        before_step: (number of the step that comes), before its batch is taken.
+        finished: (number, metrics on the device, seconds, data wait), once a step is known to be done.
+        wants_pause: number -> whether `pause` is to run after this step (evaluation, a save).
+        pause: (number, state), with nothing in flight.
+        stop_requested: number -> whether to stop after this step; asked after every step.
+    """
+
+    before_step: Callable[[int], None]
+    finished: Callable[[int, Mapping[str, jax.Array], float, float], None]
+    wants_pause: Callable[[int], bool]
+    pause: Callable[[int, TrainState], None]
+    stop_requested: Callable[[int], bool]
+
+
+def train_loop(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterator[tuple[Any, float]],
+    *,
+    first: int,
+    last: int,
+    max_skipped_in_a_row: int,
+    hooks: Hooks,
+) -> tuple[TrainState, int]:
+    """Run steps `first` to `last` (counted from 1).
+
+    Args:
+        step: compiled.
+        state: after step `first - 1`; donated.
+        batches: pairs of a batch on the mesh and the seconds it was waited for.
+        first, last: step numbers.
+        max_skipped_in_a_row: non-finite steps after which training is given up.
+        hooks: what happens around the steps.
+
+    Returns:
+        The state and the number of the last step that ran (below `last` when a stop was requested).
+
+    Raises:
+        DivergedError: too many non-finite steps in a row; the state before them is intact.
+    """
+    pending: Pending | None = None
+    clock = time.perf_counter()
+
+    def settle() -> None:
+        """Wait for the pending step and report it."""
+        nonlocal pending, clock
+        if pending is None:
+            return
+        done, pending = pending, None
+        in_a_row = int(done.metrics["skipped_in_a_row"])
+        now = time.perf_counter()
+        hooks.finished(done.number, done.metrics, now - clock, done.waited)
+        clock = now
+        if in_a_row >= max_skipped_in_a_row:
+            raise DivergedError(
+                f"gradients were not finite {in_a_row} steps in a row, up to step {done.number}; parameters are as "
+                "before them: lower optimizer.learning_rate, add warmup_steps, lower optimizer.clip_norm, or use "
+                "precision.policy=bf16 or fp32"
+            )
+
+    for number in range(first, last + 1):
+        hooks.before_step(number)
+        batch, waited = next(batches)
+        state, metrics = step(state, batch)
+        settle()
+        pending = Pending(number, metrics, waited)
+        stop = hooks.stop_requested(number)
+        if stop or number == last or hooks.wants_pause(number):
+            settle()
+            if stop or number == last:
+                return state, number
+            hooks.pause(number, state)
+            clock = time.perf_counter()  # a pause is not part of the next step's time
+    return state, first - 1

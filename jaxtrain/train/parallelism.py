@@ -1,0 +1,119 @@
+"""How a model is spread over a mesh besides the degrees: options, the layout they give, and what cannot be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import Model
+from jaxtrain.parallel.schedules import make_schedule
+from jaxtrain.parallel.stage import Pipeline, check_layers
+from jaxtrain.sharding import DEFAULT_RULES, Layout
+from jaxtrain.tasks import Task
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Options of the mesh axes; the fields are the keys of the config group `parallel`.
+
+    Attributes:
+        zero: ZeRO stage over `data`: 1 spreads the optimizer state, 2 the accumulated gradients too; 3, the parameters
+            too, is the `fsdp` axis.
+        sequence_parallel: between blocks, the sequence is spread over `tensor`.
+        context_attention: ring, all_to_all, gather, or auto.
+        schedule: gpipe, 1f1b or interleaved_1f1b.
+        microbatches: of a pipeline; None: the accumulation steps, or two a stage where that is 1.
+        chunks: of layers a stage, under interleaved_1f1b; None: 2.
+        max_replicated_fraction: share of parameter bytes that may stay whole although `fsdp` > 1.
+    """
+
+    zero: int = 0
+    sequence_parallel: bool = False
+    context_attention: str = "auto"
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    chunks: int | None = None
+    max_replicated_fraction: float = 0.02
+
+
+def make_layout(
+    model: Model, task: Task, mesh: Mesh, parallelism: Parallelism, rules: Mapping[str, tuple[str, ...]] | None
+) -> Layout:
+    """The layout of a model on a mesh.
+
+    Raises:
+        ConfigError: an axis or option that this model or task cannot use.
+    """
+    if parallelism.zero not in (0, 1, 2, 3):
+        raise ConfigError(f"parallel.zero={parallelism.zero}; use 0, 1, 2 or 3")
+    if parallelism.zero == 3 and mesh.shape["fsdp"] == 1 and mesh.shape["data"] > 1:
+        raise ConfigError(
+            f"parallel.zero=3 spreads parameters over fsdp, but the mesh has data={mesh.shape['data']} and fsdp=1; "
+            f"use fsdp={mesh.shape['data']}"
+        )
+    has_experts = any("experts" in row for row in model.axes.values()) and model.has_experts
+    if mesh.shape["expert"] > 1 and not has_experts:
+        raise ConfigError(
+            f"parallel.expert={mesh.shape['expert']}, but the model {model.name} has no experts; use parallel.expert=1"
+        )
+    if mesh.shape["context"] > 1 and not any("sequence" in row for row in task.batch_axes.values()):
+        raise ConfigError(
+            f"parallel.context={mesh.shape['context']}, but the rows of task {task.name} have no sequence; "
+            "use parallel.context=1"
+        )
+    chosen = dict(DEFAULT_RULES if rules is None else rules)
+    if parallelism.sequence_parallel:
+        chosen["residual_sequence"] = ("context", "tensor")
+    stack = None if model.parts is None else model.parts.stack
+    return Layout(mesh, model.axes, chosen, stack=stack, context_attention=parallelism.context_attention)
+
+
+def num_microbatches(microbatches: int | None, num_stages: int, *, accumulation_steps: int) -> int:
+    """Microbatches of a pipeline: those asked for, else the accumulation steps, else two a stage."""
+    return microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
+
+
+def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumulation_steps: int) -> Pipeline | None:
+    """The pipeline of a model, or None where the mesh has one stage.
+
+    Raises:
+        ConfigError: a model without parts, layers or microbatches that do not fit.
+    """
+    stages, microbatches = layout.mesh.shape["pipe"], parallelism.microbatches
+    if stages == 1:
+        if microbatches is not None:
+            raise ConfigError(
+                f"parallel.microbatches={microbatches} is for pipelines, but parallel.pipe=1; "
+                "use train.accumulation_steps"
+            )
+        return None
+    if model.parts is None:
+        raise ConfigError(
+            f"parallel.pipe={stages}, but the model {model.name} does not declare its embedding, stack and head; "
+            "build it with from_stages (or give it parts), or use parallel.pipe=1"
+        )
+    if microbatches is not None and accumulation_steps not in (1, microbatches):
+        raise ConfigError(
+            f"parallel.microbatches={microbatches} and train.accumulation_steps={accumulation_steps} differ; "
+            "a pipeline's microbatches are its accumulation: set one of them"
+        )
+    microbatches = num_microbatches(microbatches, stages, accumulation_steps=accumulation_steps)
+    chunks = parallelism.chunks or (2 if parallelism.schedule == "interleaved_1f1b" else 1)
+    check_layers(model.parts.num_layers, stages, chunks)
+    schedule = make_schedule(parallelism.schedule, stages, microbatches, chunks)
+    return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers)
+
+
+def pipeline_notes(pipeline: Pipeline | None) -> list[str]:
+    """What the banner says of a pipeline, with a warning where stages outnumber microbatches."""
+    if pipeline is None:
+        return []
+    schedule = pipeline.schedule
+    text = (
+        f"pipeline: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, "
+        f"idle {schedule.bubble_fraction():.0%} of the step"
+    )
+    if schedule.num_microbatches < schedule.num_stages:
+        text += f"; fewer microbatches than stages: parallel.microbatches={4 * schedule.num_stages} would idle less"
+    return [text]

@@ -1,0 +1,82 @@
+"""The train step's model on a pipeline: what the stages compute, and in which dtype."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain.models.model import Model, Parts
+from jaxtrain.parallel.gradients import Gradients
+from jaxtrain.parallel.pipeline import pipeline_gradients
+from jaxtrain.parallel.pipeline_forward import pipeline_sums
+from jaxtrain.parallel.stage import Pipeline
+from jaxtrain.precision import Policy, cast_floats
+from jaxtrain.sharding import gather_parameters
+from jaxtrain.tasks import Batch, Sums, Task
+from jaxtrain.train.state import merge_leaves
+
+
+@dataclass(frozen=True)
+class _ModelStages:
+    """A model's parts and a task as `StageCode`."""
+
+    parts: Parts
+    task: Task
+    policy: Policy
+    train: bool
+
+    def embed(self, outer: Any, rows: Batch, key: jax.Array) -> Any:
+        inputs = cast_floats(rows["inputs"], self.policy.compute_dtype)
+        return self.parts.embed(outer, inputs, key=key if self.train else None, train=self.train)
+
+    def layers(self, stack: Any, carry: Any, rows: Batch, first_layer: jax.Array, key: jax.Array) -> Any:
+        key_or_none = key if self.train else None
+        inputs = cast_floats(rows["inputs"], self.policy.compute_dtype)
+        return self.parts.layers(stack, carry, inputs, first_layer=first_layer, key=key_or_none, train=self.train)
+
+    def loss(self, outer: Any, carry: Any, rows: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+        outputs = self.parts.head(outer, carry, train=self.train)
+        with jax.named_scope("loss"):
+            loss_sum, weight, metrics = self.task.loss(outputs, rows)
+        return loss_sum, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(metrics)
+
+
+def _ready(params: Any, pipeline: Pipeline, policy: Policy) -> Any:
+    """Parameters in the compute dtype, those outside the stack whole over `fsdp`; layers gather their own."""
+    return gather_parameters(cast_floats(params, policy.compute_dtype), skip=(pipeline.stack,))
+
+
+def step_gradients(
+    pipeline: Pipeline,
+    model: Model,
+    task: Task,
+    policy: Policy,
+    trained: Any,
+    params: Any,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    scale: jax.Array,
+    zero: int,
+) -> Gradients:
+    """`pipeline_gradients` of a model and a task.
+
+    Args:
+        trained: parameters with None where one is frozen.
+        params: all of them.
+    """
+    ready = _ready(params, pipeline, policy)
+    chosen = jax.tree.map(lambda t, p: None if t is None else p, trained, ready, is_leaf=lambda leaf: leaf is None)
+    fixed = jax.tree.map(lambda t, p: p if t is None else None, trained, ready, is_leaf=lambda leaf: leaf is None)
+    assert model.parts is not None
+    stages = _ModelStages(model.parts, task, policy, train=True)
+    return pipeline_gradients(pipeline, stages, merge_leaves, chosen, fixed, dict(batch), key, scale=scale, zero=zero)
+
+
+def evaluation_sums(
+    pipeline: Pipeline, model: Model, task: Task, policy: Policy, params: Any, batch: Batch
+) -> tuple[jax.Array, jax.Array, Sums]:
+    """`pipeline_sums` of a model and a task, without dropout."""
+    assert model.parts is not None
+    stages = _ModelStages(model.parts, task, policy, train=False)
+    return pipeline_sums(pipeline, stages, _ready(params, pipeline, policy), dict(batch), jax.random.key(0))

@@ -1,0 +1,83 @@
+"""Where a run starts: from nothing, or from the newest checkpoint of its directory."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.errors import CheckpointError, ConfigError, DataError
+
+RESUME_MODES = ("auto", "must", "never")
+
+
+def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str) -> int | None:
+    """The step to resume, or None for a fresh start.
+
+    Args:
+        checkpointer: of the run directory.
+        run_dir: for messages.
+        resume: auto (if there is a checkpoint), must, or never.
+
+    Raises:
+        ConfigError: unknown mode.
+        CheckpointError: `must` without a checkpoint.
+    """
+    if resume not in RESUME_MODES:
+        raise ConfigError(f"--resume {resume}: use one of {', '.join(RESUME_MODES)}")
+    # Process 0 decides for all: another may see an older listing of a network file system.
+    found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
+    latest = None if found < 0 else found
+    if resume == "must" and latest is None:
+        raise CheckpointError(f"--resume must, but there is no checkpoint in {run_dir / 'checkpoints'}; use auto")
+    return None if resume == "never" else latest
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
+    names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
+    old = [run_dir / name for name in (*names, "profile") if (run_dir / name).exists()]
+    if not old:
+        return None
+    folder = run_dir / "previous" / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in old:
+        path.rename(folder / path.name)
+    return folder
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to go on with other data: batch k would hold other rows than it did.
+
+    Raises:
+        DataError: names what differs.
+    """
+    before, after = _flat(saved), _flat(current)
+    differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    if differ:
+        key = differ[0]
+        more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+        raise DataError(
+            f"the checkpoint was trained on other data: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
+            "set it back, use another --run-dir, or start again with --resume never"
+        )
+
+
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`."""
+    before, after = _flat(saved), _flat(current)
+    return [
+        f"{key} {before.get(key)} -> {after.get(key)}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]

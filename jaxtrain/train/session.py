@@ -1,0 +1,369 @@
+"""One run in its directory: what is prepared, what is written when, and how it ends."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain import distributed
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config import Loaded
+from jaxtrain.errors import PreemptedError
+from jaxtrain.mesh import config_degrees, make_mesh, mesh_notes
+from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.metrics.peaks import peak_flops
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
+from jaxtrain.metrics.throughput import Meter, device_memory_bytes
+from jaxtrain.metrics.writers import MultiWriter, open_writers
+from jaxtrain.train.assemble import Run, assemble, check_kinds, open_run_data
+from jaxtrain.train.evaluate import Evaluator
+from jaxtrain.train.interrupt import Interrupt
+from jaxtrain.train.loop import Hooks, train_loop
+from jaxtrain.train.parallelism import pipeline_notes
+from jaxtrain.train.resume import check_stream, choose_start, config_changes, set_aside
+from jaxtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxtrain.train.trainer import Result
+
+
+class Session:
+    """The parts of a run that live as long as it does: writers, checkpointer, meter, profiler.
+
+    Args:
+        loaded: the config.
+        run_dir: exists and is locked.
+        progress: what people see.
+        interrupt: entered.
+        main: whether this process writes.
+    """
+
+    def __init__(self, loaded: Loaded, run_dir: Path, progress: Progress, interrupt: Interrupt, *, main: bool):
+        self.loaded, self.config, self.run_dir = loaded, loaded.config, run_dir
+        self._progress, self._interrupt, self._main = progress, interrupt, main
+        self._writers: MultiWriter | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._info: dict[str, Any] | None = None
+        self._row: dict[str, Any] = {}
+        self._evaluation: dict[str, float] = {}
+        self._evaluated_at: int | None = None
+        self._profiling = False
+        self._began = time.monotonic()
+        self._earlier_seconds = 0.0
+        self._was_done = False
+
+    def prepare(self, *, resume: str, model: Any, task: Any, data: Any) -> None:
+        """Read data, build and compile the step, and create or restore the state."""
+        config, progress = self.config, self._progress
+        self._own_model = model is not None
+        # Degrees and kinds that do not fit fail before any data is read.
+        make_mesh(**config_degrees(config.parallel), devices=None)
+        if model is None and data is None and task is None:
+            check_kinds(config)
+        with progress.phase("reading data") as phase:
+            opened = data if data is not None else open_run_data(config)
+            phase.note(opened.description[0] if opened.description else "")
+        run = self._run = assemble(config, opened, name=self.loaded.name, model=model, task=task)
+        keep = config.checkpoint
+        self._checkpointer = Checkpointer(
+            self.run_dir / "checkpoints",
+            keep_last=keep.keep_last,
+            keep_every=keep.keep_every,
+            keep_best=keep.keep_best,
+            report=progress.message,
+        )
+        start = choose_start(self._checkpointer, self.run_dir, resume)
+        notes = list(self.loaded.notes)
+        if start is not None:
+            notes += self._check_resumed(start)
+        elif self._main:
+            previous = set_aside(self.run_dir)
+            if previous is not None:
+                notes.append(f"what an earlier run left here was moved to {previous}")
+        self._banner(run, notes)
+        with ThreadPoolExecutor(1) as pool:
+            # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
+            created = pool.submit(run.step.init, config.seed) if start is None else None
+            self._compile(run)
+            if created is not None:
+                with progress.phase("creating state"):
+                    self._state = jax.block_until_ready(created.result())
+                self._start = 0
+            else:
+                with progress.phase("restoring checkpoint"):
+                    self._state = self._checkpointer.restore(run.step.abstract_state)
+                self._start = int(self._state.step)
+        self._evaluator = Evaluator(run.step)
+        self._open_files(run)
+
+    def _check_resumed(self, start: int) -> list[str]:
+        assert self._checkpointer is not None
+        saved = self._checkpointer.metadata()
+        check_stream(saved.get("stream", {}), self._run.stream)
+        changes = config_changes(saved.get("config", {}), self.config.model_dump(mode="json"))
+        same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
+        return [f"resuming step {start} from {self.run_dir / 'checkpoints'}: {same}"]
+
+    def _banner(self, run: Run, notes: list[str]) -> None:
+        config, mesh = self.config, run.step.mesh
+        units = run.data.units_per_row * config.train.global_batch_size
+        state = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(run.step.abstract_state)
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        )
+        degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+        accumulation = config.train.accumulation_steps
+        lines = [
+            f"{run.name}: {run.step.model.name}, {format_count(run.num_parameters)} parameters, "
+            f"{config.train.steps:,} steps of {units:,} {run.data.unit}"
+            + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
+            *(f"data: {line}" for line in run.data.description),
+            f"devices: {distributed.describe_devices()} ({degrees}), {config.precision.policy}, "
+            f"state {format_bytes(state)} a device",
+            f"compiled programs: {distributed.cache_folder(config.compilation_cache) or 'not kept'}",
+            f"run directory: {self.run_dir}",
+            *mesh_notes(mesh),
+            *pipeline_notes(run.step.pipeline),
+            *notes,
+        ]
+        unused = distributed.unused_accelerator(jax.devices()[0].platform)
+        self._progress.banner([*lines, *([unused] if unused else [])])
+
+    def _compile(self, run: Run) -> None:
+        with self._progress.phase("tracing"):
+            lowered = run.step.lower(run.batches.spec())
+        seen: set[str] = set()
+
+        def listen(event: str, **_: Any) -> None:
+            seen.add(event.removeprefix("/jax/compilation_cache/"))
+
+        jax.monitoring.register_event_listener(listen)
+        try:
+            with self._progress.phase("compiling") as phase:
+                run.step.use(lowered.compile())
+                kept = distributed.cache_folder(self.config.compilation_cache) is not None
+                # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
+                found = "cache_hits" in seen and "cache_misses" not in seen
+                phase.note("from cache" if found else "cached next time" if kept else "")
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
+
+    def _open_files(self, run: Run) -> None:
+        config = self.config
+        data, batch = run.data, config.train.global_batch_size
+        flops = model_flops_per_row(
+            config.model,
+            sequence_length=data.input_shape[0] if data.unit == "tokens" else None,
+            input_shape=data.input_shape,
+            num_outputs=data.num_outputs,
+            vocab_size=data.vocab_size,
+        )
+        device = jax.devices()[0]
+        peak = peak_flops(device.device_kind, config.precision.policy)
+        self._meter = Meter(
+            "tokens" if data.unit == "tokens" else "examples",
+            data.units_per_row * batch,
+            # The count is that of the config's model; a user's own has none.
+            flops_per_step=None if flops is None or self._own_model else flops * batch,
+            peak_flops=None if peak is None else peak * run.step.mesh.size,
+        )
+        if not self._main:
+            return
+        self._writers = open_writers(self.run_dir, config.logging, run_name=self.loaded.name, resumed_step=self._start)
+        self._info = run_info(
+            config,
+            name=self.loaded.name,
+            mesh_shape=dict(run.step.mesh.shape),
+            model={"name": run.step.model.name, "num_parameters": run.num_parameters},
+            data={"description": list(data.description), "fingerprint": data.fingerprint},
+        )
+        self._info["own_model"] = self._own_model
+        if self._start:
+            self._continue_info(self._info)
+        if not self._was_done:
+            write_json_atomic(self.run_dir / "run.json", self._info)
+        if data.tokenizer is not None:
+            data.tokenizer.save(self.run_dir / "tokenizer.json")
+
+    def _continue_info(self, info: dict[str, Any]) -> None:
+        """Take over from the run.json of the sessions before: when the run began, how long they took."""
+        path = self.run_dir / "run.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        info["created"] = before.get("created") or info["created"]
+        self._earlier_seconds = (before.get("final") or {}).get("wall_seconds") or 0.0
+        self._was_done = self._start >= self.config.train.steps and before.get("status") == "done"
+
+    def run(self) -> "Result":
+        """Train to the last step, then evaluate, save, sample and report."""
+        from jaxtrain.data import prefetch
+        from jaxtrain.train.trainer import Result
+
+        config, run, steps = self.config, self._run, self.config.train.steps
+        batches = prefetch(run.step.loader(run.batches), self._start, steps, depth=config.train.prefetch)
+        hooks = Hooks(self._before_step, self._finished, self._wants_pause, self._pause, self._interrupt.requested)
+        done = self._start
+        if self._start < steps:
+            self._progress.start(steps, self._start)
+            try:
+                self._state, done = train_loop(
+                    run.step,
+                    self._state,
+                    batches,
+                    first=self._start + 1,
+                    last=steps,
+                    max_skipped_in_a_row=config.train.max_skipped_in_a_row,
+                    hooks=hooks,
+                )
+            finally:
+                batches.close()
+                self._stop_profile()
+        if done < steps:
+            self._save(done, self._state)
+            assert self._checkpointer is not None
+            self._checkpointer.wait()
+            raise PreemptedError(
+                f"stopped after step {done} of {steps}; saved in {self.run_dir / 'checkpoints'}: run again to go on"
+            )
+        self._finish(done)
+        return Result(self.run_dir, self._state, {**self._row, **self._evaluation}, done)
+
+    def _finish(self, done: int) -> None:
+        self._evaluate(done, self._state)
+        self._save(done, self._state)
+        sample = self._sample()
+        if self._start >= self.config.train.steps:
+            self._progress.message(
+                f"already trained to step {self._start}: raise train.steps to go on, or start again with --resume never"
+            )
+        self.close("done")
+        reached = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in self._evaluation.items()]
+        summary = [", ".join([f"done: step {done}", *reached])]
+        if self.config.logging.report:
+            summary.append(f"report: {self.run_dir / 'report.html'}")
+        self._progress.finish([*([f"sample: {sample}"] if sample else []), *summary])
+
+    def close(self, status: str) -> None:
+        """Write the end into run.json, finish saves, close writers, draw the report. Safe to call early."""
+        if self._checkpointer is not None:
+            checkpointer, self._checkpointer = self._checkpointer, None
+            checkpointer.close()
+        if self._writers is not None:
+            writers, self._writers = self._writers, None
+            writers.close()
+        if self._info is not None and not self._was_done:
+            seconds = self._earlier_seconds + time.monotonic() - self._began
+            final = {**self._row, **self._evaluation, "wall_seconds": round(seconds, 2)}
+            write_json_atomic(self.run_dir / "run.json", finished_info(self._info, status=status, final=final))
+            self._info = None
+            if self.config.logging.report and (self.run_dir / "metrics.jsonl").exists():
+                from jaxtrain.metrics.report import write_report
+
+                with self._progress.phase("drawing the report"):
+                    write_report(self.run_dir)
+
+    def _before_step(self, number: int) -> None:
+        if number - 1 == self.config.profile.start_step:
+            jax.profiler.start_trace(str(self.run_dir / "profile"))
+            self._profiling = True
+
+    def _stop_profile(self) -> None:
+        if self._profiling:
+            self._profiling = False
+            jax.profiler.stop_trace()
+            self._progress.message(f"profile: {self.run_dir / 'profile'}")
+
+    def _finished(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+        self._meter.record(number, seconds, waited)
+        window = self.config.profile
+        if window.start_step is not None and number == window.start_step + window.num_steps:
+            self._stop_profile()
+        logged = number % self.config.logging.every == 0 or number in (self._start + 1, self.config.train.steps)
+        if not logged:
+            self._progress.update(number, {})
+            return
+        values = {name: value.item() for name, value in jax.device_get(dict(metrics)).items()}
+        standard = {name: values.pop(name) for name in ("loss", "grad_norm", "learning_rate", "skipped_steps")}
+        for name in ("weight", "skipped_in_a_row"):
+            values.pop(name)
+        self._row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
+        if self._writers is not None:
+            self._writers.scalars(number, self._row)
+        self._progress.update(number, self._row)
+
+    def _wants_pause(self, number: int) -> bool:
+        assert self._checkpointer is not None
+        self._checkpointer.check()
+        return self._is_due(number, self.config.checkpoint.every) or self._is_due(number, self.config.evaluation.every)
+
+    @staticmethod
+    def _is_due(number: int, every: int | None) -> bool:
+        return every is not None and number % every == 0
+
+    def _pause(self, number: int, state: TrainState) -> None:
+        if self._is_due(number, self.config.evaluation.every):
+            self._evaluate(number, state)
+        if self._is_due(number, self.config.checkpoint.every):
+            self._save(number, state)
+
+    def _evaluate(self, number: int, state: TrainState) -> None:
+        from jaxtrain.data import Batches, prefetch
+
+        if self._run.data.validation is None or self._evaluated_at == number:
+            return
+        rows = Batches(
+            self._run.data.validation, self.config.train.global_batch_size, seed=self.config.seed, shuffle=False
+        )
+        count = min(len(rows), self.config.evaluation.max_batches or len(rows))
+        loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
+        try:
+            self._evaluation = self._evaluator(state, (batch for batch, _ in loaded))
+        finally:
+            loaded.close()
+        self._evaluated_at = number
+        if self._writers is not None and not self._was_done:
+            self._writers.scalars(number, self._evaluation)
+        shown = "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in self._evaluation.items())
+        self._progress.message(f"step {number}: {shown}")
+
+    def _save(self, number: int, state: TrainState) -> None:
+        assert self._checkpointer is not None
+        loss = self._evaluation.get("eval_loss") if self._evaluated_at == number else None
+        metadata = {
+            "name": self.loaded.name,
+            "config": self.config.model_dump(mode="json"),
+            "stream": json.loads(json.dumps(self._run.stream)),
+        }
+        self._checkpointer.save(number, state, metadata=metadata, eval_loss=loss)
+
+    def _sample(self) -> str | None:
+        prompt, tokenizer = self.config.evaluation.sample_prompt, self._run.data.tokenizer
+        if prompt is None or tokenizer is None or self._run.step.model.decoder is None:
+            return None
+        from jaxtrain.train.generate import Sampling, generate_text
+
+        settings = self.config.evaluation
+        room = self._run.step.model.decoder.max_length - max(len(tokenizer.encode(prompt)), 1)
+        with self._progress.phase("sampling"):
+            text = generate_text(
+                self._run.step,
+                self._state.evaluation_params,
+                tokenizer,
+                [prompt],
+                new_tokens=max(1, min(settings.sample_tokens, room)),
+                sampling=Sampling(settings.sample_temperature),
+                seed=self.config.seed,
+            )[0]
+        if self._main:
+            (self.run_dir / "sample.txt").write_text(text, encoding="utf-8")
+            if self._writers is not None and not self._was_done:
+                self._writers.text(self.config.train.steps, "sample", text)
+        return text

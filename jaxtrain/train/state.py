@@ -1,0 +1,69 @@
+"""What a step carries from one step to the next."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.precision import LossScale
+from jaxtrain.sharding import path_name
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SkippedSteps:
+    """Steps that were not finite: `total`, and `in_a_row` once a loss scale can fall no further; int32 []."""
+
+    total: jax.Array
+    in_a_row: jax.Array
+
+    def count(self, finite: jax.Array, *, settled: jax.Array | bool) -> "SkippedSteps":
+        """The counts after a step that was finite or not, with a loss scale that is at its minimum or not (bool [])."""
+        skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
+        in_a_row = self.in_a_row + jnp.where(settled, 1, 0).astype(jnp.int32)
+        return SkippedSteps(self.total + skipped, in_a_row * skipped)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The whole state of training; its structure never changes during a run.
+
+    Attributes:
+        step: int32 [], steps done (skipped ones included): the index of the next batch.
+        params: nested dict of arrays in the policy's param dtype.
+        optimizer_state: optax state of the trainable parameters.
+        model_state: nested dict of what changes without a gradient.
+        loss_scale: fp16 only, else None.
+        key: typed PRNG key; every random number of step k derives from `fold_in(key, k)`.
+        skipped: counts of non-finite steps.
+        ema: moving average of the trainable params in float32, or None.
+    """
+
+    step: jax.Array
+    params: Any
+    optimizer_state: Any
+    model_state: Any
+    loss_scale: LossScale | None
+    key: jax.Array
+    skipped: SkippedSteps
+    ema: Any = None
+
+    @property
+    def evaluation_params(self) -> Any:
+        """The parameters to evaluate: the moving average where there is one, frozen ones as they are."""
+        return self.params if self.ema is None else merge_leaves(self.ema, self.params)
+
+
+def select_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
+    """The tree with None in place of the leaves whose path the predicate refuses (None is no leaf to JAX)."""
+    if predicate is None:
+        return tree
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if predicate(path_name(path)) else None, tree)
+
+
+def merge_leaves(chosen: Any, rest: Any) -> Any:
+    """The tree whose leaves come from `chosen`, and from `rest` where `chosen` has None."""
+    return jax.tree.map(lambda a, b: b if a is None else a, chosen, rest, is_leaf=lambda leaf: leaf is None)

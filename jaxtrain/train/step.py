@@ -1,0 +1,445 @@
+"""The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import make_mesh
+from jaxtrain.models.model import Model
+from jaxtrain.parallel.gradients import Gradients, compute_gradients, constrain_gradients
+from jaxtrain.parallel.stage import Pipeline, check_branches
+from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
+from jaxtrain.sharding import (
+    Layout,
+    check_replicated,
+    gather_parameters,
+    logical_spec,
+    nearest_multiples,
+    optimizer_shardings,
+    parameter_shardings,
+    path_name,
+    use_layout,
+)
+from jaxtrain.tasks import Batch, Sums, Task
+from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
+from jaxtrain.train.pipelined import step_gradients
+from jaxtrain.train.state import SkippedSteps, TrainState, merge_leaves, select_leaves
+
+Metrics = dict[str, jax.Array]
+
+
+class BatchSource(Protocol):
+    """What `TrainStep.loader` needs of `data.Batches`."""
+
+    def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]: ...
+
+    def load(self, k: int, shardings: Mapping[str, Any]) -> dict[str, jax.Array]: ...
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step does besides model, task and optimizer; see `make_train_step` for each."""
+
+    policy: Policy
+    accumulation_steps: int
+    clip_norm: float | None
+    ema_decay: float | None
+    trainable: Callable[[str], bool] | None
+    learning_rate: optax.Schedule | None
+    loss_scaling: LossScaling
+    parallelism: Parallelism
+
+
+class TrainStep:
+    """A train step on a mesh: `state, metrics = step(state, batch)`.
+
+    Built by `make_train_step`. Calling it compiles on first use; `compile` does so ahead of time, after which a
+    batch of another shape is an error instead of a silent second compilation. The state passed in is donated.
+
+    Attributes:
+        mesh: the mesh it runs on.
+        abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        task: Task,
+        optimizer: optax.GradientTransformation,
+        layout: Layout,
+        settings: StepSettings,
+        pipeline: Pipeline | None,
+    ):
+        self.model, self.task, self.mesh = model, task, layout.mesh
+        self.policy = settings.policy
+        self.layout, self.pipeline = layout, pipeline
+        self._settings, self._zero = settings, settings.parallelism.zero % 3  # ZeRO-3 is the fsdp axis
+        self._optimizer = optimizer
+        shapes = jax.eval_shape(self._create, jax.eval_shape(lambda: jax.random.key(0)))
+        params = parameter_shardings(shapes.params, layout)
+        # ZeRO-1: optimizer state (and the moving average) is spread over `data` besides `fsdp`.
+        also = ("data",) if self._zero in (1, 2) else ()
+        check_replicated(shapes.params, params, self.mesh, settings.parallelism.max_replicated_fraction)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        everywhere: TrainState = jax.tree.map(lambda _: whole, shapes)
+        self.state_shardings: TrainState = dataclasses.replace(
+            everywhere,
+            params=params,
+            optimizer_state=optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=also),
+            ema=None if shapes.ema is None else parameter_shardings(shapes.ema, layout, also=also),
+        )
+        self.abstract_state: TrainState = jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+            shapes,
+            self.state_shardings,
+        )
+        self._jitted = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
+        self._initialize = jax.jit(self._create, out_shardings=self.state_shardings)
+        self._compiled: jax.stages.Compiled | None = None
+        self._batch_spec: dict[str, tuple[tuple[int, ...], str]] = {}
+        # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
+        # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
+        self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
+        self._last_metrics: Metrics = {}
+
+    def init(self, seed: int | jax.Array) -> TrainState:
+        """The state at step 0, created sharded: the same numbers on every mesh.
+
+        Args:
+            seed: an int or a typed key.
+        """
+        return self._initialize(jax.random.key(seed) if isinstance(seed, int) else seed)
+
+    def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
+        """How a batch (arrays or shapes, global) lies on the mesh.
+
+        Raises:
+            ConfigError: the batch does not divide by the devices or by the microbatches.
+        """
+        axes = [axis for axis in self.layout.rules["batch"] if axis in ("data", "fsdp") or self.mesh.shape[axis] > 1]
+        degrees = {axis: self.mesh.shape[axis] for axis in axes}
+        if self.pipeline is None:
+            degrees["accumulation_steps"] = self._settings.accumulation_steps
+        else:
+            degrees["microbatches"] = self.pipeline.schedule.num_microbatches
+        multiple = math.prod(degrees.values())
+
+        def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+            if leaf.shape[0] % multiple:
+                raise ConfigError(
+                    f"train.global_batch_size={leaf.shape[0]} does not divide by {' x '.join(degrees)} = "
+                    f"{' x '.join(map(str, degrees.values()))}; use {nearest_multiples(leaf.shape[0], multiple)}"
+                )
+            names = self.task.batch_axes.get(path_name(path[:1]), ("batch",))
+            names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
+            parts = {axis: self.mesh.shape[axis] for axis in self.layout.rules["residual_sequence"]}
+            if "sequence" in names and leaf.shape[names.index("sequence")] % math.prod(parts.values()):
+                length = leaf.shape[names.index("sequence")]
+                shown = " x ".join(f"parallel.{axis}={size}" for axis, size in parts.items() if size > 1)
+                raise ConfigError(
+                    f"data.sequence_length={length} does not divide by {shown}; "
+                    f"use {nearest_multiples(length, math.prod(parts.values()))}"
+                )
+            return NamedSharding(self.mesh, logical_spec(names, self.layout))
+
+        return jax.tree_util.tree_map_with_path(sharding, dict(batch))
+
+    def loader(self, batches: BatchSource) -> Callable[[int], dict[str, jax.Array]]:
+        """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices."""
+        shardings = self.batch_shardings(batches.spec())
+        return lambda k: batches.load(k, shardings)
+
+    def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Trace and lower for a batch of these global shapes (arrays or `ShapeDtypeStruct`s)."""
+        specs = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            dict(batch),
+            self.batch_shardings(batch),
+        )
+        self._batch_spec = _shapes(specs)
+        return self._jitted.lower(self.abstract_state, specs)
+
+    def compile(
+        self, batch: Mapping[str, Any], *, compiler_options: Mapping[str, Any] | None = None
+    ) -> jax.stages.Compiled:
+        """Compile for a batch of these global shapes and keep the result: later calls run exactly this program."""
+        return self.use(self.lower(batch).compile(compiler_options=dict(compiler_options or {}) or None))
+
+    def use(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+        """Run this compiled program from now on (the result of `lower(batch).compile(...)`).
+
+        Raises:
+            ConfigError: a pipeline stage that would wait for other stages for ever.
+        """
+        if self.pipeline is not None:
+            check_branches(compiled.as_text() or "", self.layout)
+        self._compiled = compiled
+        return compiled
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer step.
+
+        Args:
+            state: donated; do not use it afterwards.
+            batch: leaves [global batch, ...]; host arrays are placed on the mesh.
+
+        Returns:
+            The new state, and scalars: `loss`, `grad_norm`, `weight`, `skipped_steps`, `skipped_in_a_row`, the
+            task's metrics, `learning_rate` and `loss_scale` where there is one.
+        """
+        if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(batch)):
+            batch = jax.device_put(dict(batch), self.batch_shardings(batch))
+        if self._compiled is not None and _shapes(batch) != self._batch_spec:
+            raise ConfigError(
+                f"the batch holds {_describe(_shapes(batch))}, but the step was compiled for "
+                f"{_describe(self._batch_spec)}; pad it, or call compile for this shape"
+            )
+        if self._compiled is None and self.pipeline is not None:
+            self.compile(batch)  # checked, as a program compiled on the way would not be
+        run = self._jitted if self._compiled is None else self._compiled
+        if not self._one_at_a_time:
+            return run(state, batch)
+        jax.block_until_ready(self._last_metrics)
+        new_state, self._last_metrics = run(state, batch)
+        return new_state, self._last_metrics
+
+    def _create(self, key: jax.Array) -> TrainState:
+        settings = self._settings
+        init_key, run_key = jax.random.split(key)
+        params, model_state = self.model.init(init_key)
+        trained = select_leaves(params, settings.trainable)
+        ema = cast_floats(trained, jnp.float32) if settings.ema_decay is not None else None
+        # Frozen parameters keep the dtype that they came in: they may be quantized.
+        trained = cast_floats(trained, settings.policy.param_dtype)
+        params = merge_leaves(trained, params)
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
+            optimizer_state=self._optimizer.init(cast_floats(trained, jnp.float32)),
+            model_state=model_state,
+            loss_scale=LossScale.create(settings.loss_scaling) if settings.policy.loss_scaled else None,
+            key=run_key,
+            skipped=SkippedSteps(jnp.int32(0), jnp.int32(0)),
+            ema=ema,
+        )
+
+    def apply_model(
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Any]:
+        """The model in the compute dtype, its parameters gathered from their `fsdp` shards."""
+        compute = self.policy.compute_dtype
+        params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
+        return self.model.apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
+
+    def context(self) -> "StepContext":
+        """Layout and matmul precision for whatever is traced inside."""
+        return StepContext(self.layout, self.policy)
+
+    def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
+        with self.context():
+            return self._traced_step(state, batch)
+
+    def _traced_step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
+        settings = self._settings
+        trained = select_leaves(state.params, settings.trainable)
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+
+        def loss(
+            trained: Any, fixed: tuple[Any, jax.Array], model_state: Any, rows: Batch, key: jax.Array
+        ) -> tuple[jax.Array, Any]:
+            frozen, scale = fixed
+            params = merge_leaves(trained, frozen)
+            outputs, model_state = self.apply_model(params, model_state, rows["inputs"], key=key, train=True)
+            with jax.named_scope("loss"):
+                loss_sum, weight, metrics = self.task.loss(outputs, rows)
+            weight = jax.lax.stop_gradient(weight)
+            return loss_sum / jnp.maximum(weight, 1e-9) * scale, (loss_sum, weight, model_state, metrics)
+
+        step_key = jax.random.fold_in(state.key, state.step)
+        if self.pipeline is not None:
+            gradients = step_gradients(
+                self.pipeline,
+                self.model,
+                self.task,
+                self.policy,
+                trained,
+                state.params,
+                batch,
+                step_key,
+                scale=scale,
+                zero=self._zero,
+            )
+        else:
+            gradients = compute_gradients(
+                loss,
+                trained,
+                (state.params, scale),
+                state.model_state,
+                batch,
+                step_key,
+                accumulation_steps=settings.accumulation_steps,
+                layout=self.layout,
+                zero=self._zero,
+            )
+        with jax.named_scope("optimizer"):
+            return self._update(state, trained, gradients, scale)
+
+    def _update(
+        self, state: TrainState, trained: Any, gradients: Gradients, scale: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        settings = self._settings
+        unscaled = jax.tree.map(lambda g: g / scale, gradients.tree) if state.loss_scale is not None else gradients.tree
+        grad_norm = optax.tree.norm(unscaled)
+        loss = gradients.loss_sum / jnp.maximum(gradients.weight, 1e-9)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        if settings.clip_norm is not None:
+            factor = settings.clip_norm / jnp.maximum(grad_norm, settings.clip_norm)
+            unscaled = jax.tree.map(lambda g: g * factor, unscaled)
+        unscaled, trained = (constrain_gradients(tree, self.layout, self._zero) for tree in (unscaled, trained))
+        updates, optimizer_state = self._optimizer.update(unscaled, state.optimizer_state, trained)
+        trained = optax.apply_updates(trained, updates)
+        params = merge_leaves(trained, state.params)
+        ema = state.ema
+        if settings.ema_decay is not None:
+            decay = settings.ema_decay
+            ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(jnp.float32), ema, trained)
+
+        def keep(new: Any, old: Any) -> Any:
+            # A select, not a product with zero: NaN times zero is NaN. The dtype of the state never changes, whatever
+            # an optimizer makes of it.
+            return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
+
+        # While a loss scale still falls, a skip is its search and no sign of divergence.
+        settled = state.loss_scale is None or state.loss_scale.scale <= settings.loss_scaling.minimum
+        skipped = state.skipped.count(finite, settled=settled)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            optimizer_state=keep(optimizer_state, state.optimizer_state),
+            model_state=keep(gradients.model_state, state.model_state),
+            loss_scale=None if state.loss_scale is None else state.loss_scale.move(finite, settings.loss_scaling),
+            key=state.key,
+            skipped=skipped,
+            ema=keep(ema, state.ema),
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "weight": gradients.weight,
+            "skipped_steps": skipped.total,
+            "skipped_in_a_row": skipped.in_a_row,
+            **mean_metrics(gradients.metrics),
+        }
+        if settings.learning_rate is not None:
+            # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
+            rate = settings.learning_rate(state.step - state.skipped.total)
+            metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
+        if state.loss_scale is not None:
+            metrics["loss_scale"] = state.loss_scale.scale
+        return new_state, metrics
+
+
+def _shapes(batch: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Leaf name -> shape and dtype."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return {path_name(path): (leaf.shape, leaf.dtype.name) for path, leaf in leaves}
+
+
+def _describe(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in sorted(shapes.items()))
+
+
+class StepContext:
+    """Layout and matmul precision around a trace (what `with step.context():` enters)."""
+
+    def __init__(self, layout: Layout, policy: Policy):
+        self._contexts: list[contextlib.AbstractContextManager[Any]] = [use_layout(layout)]
+        if policy.matmul_precision is not None:
+            self._contexts.append(jax.default_matmul_precision(policy.matmul_precision))
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
+
+
+def mean_metrics(sums: Sums) -> Metrics:
+    """name -> sum / weight."""
+    return {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in sums.items()}
+
+
+def make_train_step(
+    model: Model,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    policy: str | Policy = "fp32",
+    accumulation_steps: int = 1,
+    clip_norm: float | None = None,
+    ema_decay: float | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    learning_rate: optax.Schedule | None = None,
+    loss_scaling: LossScaling | None = None,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
+    parallelism: Parallelism | None = None,
+) -> TrainStep:
+    """A train step for any model, task and optimizer, on any mesh.
+
+    Args:
+        model: from `from_nnx`, `from_linen`, `from_functions`, or a shipped one.
+        task: what outputs are compared with.
+        optimizer: any optax transformation; its learning rate is inside it.
+        mesh: from `make_mesh`; None: all devices on the `data` axis.
+        policy: number formats: fp32, tf32, bf16, bf16_pure or fp16.
+        accumulation_steps: microbatches a step; results equal those of the whole batch at once, except that batch
+            statistics are those of each (global) microbatch.
+        clip_norm: largest global norm of the gradient; None: no clipping.
+        ema_decay: keep a moving average of the parameters.
+        trainable: parameter path -> whether it is trained; None: all are.
+        learning_rate: only reported, as `learning_rate` in the metrics.
+        loss_scaling: how the fp16 loss scale moves.
+        rules: logical axes -> mesh axes; None: `sharding.DEFAULT_RULES`.
+        parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
+
+    Returns:
+        A `TrainStep`.
+
+    Raises:
+        ConfigError: sizes that do not divide by the mesh, or too many replicated bytes.
+
+    Example:
+        >>> step = make_train_step(model, classification(), optax.adamw(1e-3))
+        >>> state = step.init(0)
+        >>> state, metrics = step(state, {"inputs": images, "targets": labels})
+    """
+    if accumulation_steps < 1:
+        raise ConfigError(f"accumulation_steps={accumulation_steps}; use 1 or more")
+    mesh = make_mesh() if mesh is None else mesh
+    parallelism = parallelism or Parallelism()
+    layout = make_layout(model, task, mesh, parallelism, rules)
+    settings = StepSettings(
+        policy=get_policy(policy),
+        accumulation_steps=accumulation_steps,
+        clip_norm=clip_norm,
+        ema_decay=ema_decay,
+        trainable=trainable,
+        learning_rate=learning_rate,
+        loss_scaling=loss_scaling or LossScaling(),
+        parallelism=parallelism,
+    )
+    pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
+    return TrainStep(model, task, optimizer, layout, settings, pipeline)

@@ -1,0 +1,95 @@
+"""A whole run: data, compile, resume, loop, evaluation, checkpoints, report."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain import distributed
+from jaxtrain.config import Loaded, load_config
+from jaxtrain.errors import DivergedError, PreemptedError
+from jaxtrain.metrics.progress import Progress
+
+if TYPE_CHECKING:
+    from jaxtrain.data import Data
+    from jaxtrain.models.model import Model
+    from jaxtrain.tasks import Task
+    from jaxtrain.train.state import TrainState
+
+
+_STATUS: dict[type[BaseException], str] = {
+    PreemptedError: "preempted",
+    DivergedError: "diverged",
+    KeyboardInterrupt: "stopped",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        run_dir: where everything was written.
+        state: the last state, on the mesh.
+        metrics: last logged row and evaluation.
+        step: steps done.
+    """
+
+    run_dir: Path
+    state: "TrainState"
+    metrics: Mapping[str, float | int | None]
+    step: int
+
+
+def run_config(
+    config: str | Path | Mapping[str, Any] | Loaded,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
+    resume: str = "auto",
+    emulate: int | None = None,
+    model: "Model | None" = None,
+    task: "Task | None" = None,
+    data: "Data | None" = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Train what a config describes, in its run directory, resuming where it stopped.
+
+    Args:
+        config: a shipped name, a path, a nested mapping, or what `load_config` gave.
+        overrides: keys on top, dotted or nested: {"train.steps": 100}.
+        run_dir: None: runs/<name>.
+        resume: auto, must or never.
+        emulate: pretend to have this many CPU devices.
+        model, task, data: your own instead of the config's.
+        progress: where phases and progress are shown; None: on standard error.
+
+    Returns:
+        The result, once all steps are done.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: before training starts.
+        DivergedError: non-finite steps in a row.
+        PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
+    """
+    loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
+    folder = Path(run_dir) if run_dir is not None else Path("runs") / loaded.name
+    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
+    from jaxtrain.train.interrupt import Interrupt
+    from jaxtrain.train.lock import RunLock
+
+    main = distributed.is_main_process()
+    shown = progress or Progress(process_index=0 if main else 1)
+    with shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt:
+        from jaxtrain.train.session import Session
+
+        session = Session(loaded, folder, shown, interrupt, main=main)
+        try:
+            session.prepare(resume=resume, model=model, task=task, data=data)
+            return session.run()
+        except BaseException as error:
+            # What went wrong first is what the user must see, so an error while closing does not replace it.
+            with contextlib.suppress(Exception):
+                session.close(_STATUS.get(type(error), "failed"))
+            raise

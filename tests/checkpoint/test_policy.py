@@ -1,0 +1,128 @@
+"""Which steps stay, and what a failed save leaves."""
+
+import os
+import resource
+import shutil
+import signal
+import stat
+
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.directory import steps_to_keep
+from jaxtrain.errors import CheckpointError, ConfigError
+
+NAN = float("nan")
+LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: NAN, 60: 1.0}
+POLICIES = [
+    ({"keep_last": 1}, {60}),
+    ({"keep_last": 2}, {50, 60}),
+    ({"keep_last": 9}, set(LOSSES)),
+    ({"keep_last": 1, "keep_every": 20}, {20, 40, 60}),
+    ({"keep_last": 1, "keep_best": True}, {20, 60}),
+    ({"keep_last": 2, "keep_every": 30, "keep_best": True}, {20, 30, 50, 60}),
+]
+
+
+@pytest.mark.parametrize(("policy", "kept"), POLICIES, ids=lambda value: str(value))
+def test_policy(policy, kept):
+    assert steps_to_keep(LOSSES, **{"keep_every": None, "keep_best": False, **policy}) == kept
+
+
+@pytest.mark.parametrize(("policy", "kept"), POLICIES, ids=lambda value: str(value))
+def test_directory_follows_the_policy(tmp_path, policy, kept):
+    state = {"x": jnp.ones(4)}
+    for half in ((10, 20, 30), (40, 50, 60)):  # a restart in between forgets nothing
+        with Checkpointer(tmp_path, **policy) as checkpointer:
+            for step in half:
+                assert checkpointer.save(step, state, metadata={}, eval_loss=LOSSES[step])
+    assert {int(path.name) for path in tmp_path.iterdir()} == kept
+
+
+def test_a_saved_step_is_not_saved_again(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
+        assert not checkpointer.save(1, {"x": jnp.zeros(4)}, metadata={})
+        assert float(checkpointer.restore({"x": jnp.ones(4)})["x"][0]) == 1.0
+
+
+def test_keep_last_zero_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="keep_last"):
+        Checkpointer(tmp_path, keep_last=0)
+
+
+def test_directories_are_private(tmp_path):
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
+        checkpointer.wait()
+        for path in (checkpointer.directory, checkpointer.directory / "1"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+
+def test_a_parent_that_is_a_file(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with (
+        Checkpointer(tmp_path / "runs" / "checkpoints") as checkpointer,
+        pytest.raises(CheckpointError, match=r"runs/checkpoints.*: Not a directory") as caught,
+    ):
+        checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
+    assert caught.value.exit_code == 4
+
+
+def test_a_directory_that_vanishes_is_created_again(tmp_path):
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
+        checkpointer.wait()
+        shutil.rmtree(tmp_path / "checkpoints")
+        assert checkpointer.save(2, {"x": jnp.ones(4)}, metadata={})
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o550)
+    with (
+        pytest.raises(CheckpointError, match=r"cannot save checkpoint .*: Permission denied"),
+        Checkpointer(tmp_path) as checkpointer,
+    ):
+        checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})  # fails here, or in the background and on closing
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond 64 KiB, which looks to a writer as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("notice", ["wait", "check", "save", "close"])
+def test_a_failure_in_the_background_is_one_line(tmp_path, request, capfd, notice):
+    big = {"x": jnp.arange(1 << 18, dtype=jnp.uint32) * jnp.uint32(2654435761)}
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"x": big["x"][:8]}, metadata={})
+    checkpointer.wait()
+    request.getfixturevalue("small_files")
+    checkpointer.save(2, big, metadata={})
+
+    def poll():
+        while True:
+            checkpointer.check()
+
+    act = {"wait": checkpointer.wait, "check": poll, "close": checkpointer.close}
+    act["save"] = lambda: checkpointer.save(3, {"x": big["x"][:8]}, metadata={})
+    with pytest.raises(CheckpointError, match=r"cannot save checkpoint .*/2: ") as caught:
+        act[notice]()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+    # What is saved stays, what failed is gone, and the next save works.
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert checkpointer.save(3, {"x": big["x"][:8]}, metadata={})
+    checkpointer.close()
+    assert checkpointer.steps() == [1, 3]
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,92 @@
+"""A state saved by two real processes restores in one, and the other way round; damage is agreed on."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from checkpoint_states import mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint import Checkpointer
+
+PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pathlib import Path
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+root, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+address = f"127.0.0.1:{port}"
+jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address, initialization_timeout=60)
+from jaxtrain.checkpoint import Checkpointer
+
+mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+target = {
+    "kernel": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split),
+    "key": jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=whole),
+    "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+    "empty": jax.ShapeDtypeStruct((0, 2), jnp.float32, sharding=whole),
+}
+lines = []
+with Checkpointer(root, report=lines.append) as checkpointer:
+    state = checkpointer.restore(target)
+    if checkpointer.latest_step() == 1:
+        assert len(lines) == (rank == 0), lines
+    double = jax.jit(lambda s: {**s, "kernel": s["kernel"] * 2, "step": s["step"] + 1}, donate_argnums=0)
+    for step in (2, 3):
+        state = double(state)
+        assert checkpointer.save(step, state, metadata={"step": step})
+        assert not checkpointer.save(step, state, metadata={})
+    state = checkpointer.restore(target)
+    local = state["kernel"].addressable_shards[0]
+    assert (np.asarray(local.data) == 4 * np.arange(32.0).reshape(8, 4)[local.index]).all()
+print("fine", flush=True)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def test_one_to_two_to_one(tmp_path):
+    state = {
+        "kernel": jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh_of(8), P("fsdp"))),
+        "key": jax.random.key(5),
+        "step": jnp.int32(1),
+        "empty": jnp.zeros((0, 2)),
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, metadata={})
+        checkpointer.save(2, state, metadata={})
+    for path in (tmp_path / "2" / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:20])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    commands = [[sys.executable, "-c", PROGRAM, str(tmp_path), str(rank), str(port)] for rank in range(2)]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [2, 3]
+        restored = checkpointer.restore(state)
+        assert checkpointer.verify(2).metadata == {"step": 2}
+    assert (np.asarray(restored["kernel"]) == 4 * np.arange(32.0).reshape(8, 4)).all()
+    assert int(restored["step"]) == 3
+    assert (jax.random.key_data(restored["key"]) == jax.random.key_data(state["key"])).all()

@@ -1,0 +1,136 @@
+"""`jaxtrain config`: every key with where it was set, YAML that loads back, a schema, shardings."""
+
+import json
+import re
+import sys
+
+import pytest
+import yaml
+
+from jaxtrain.config import Config, load_config, shipped_configs
+from jaxtrain.config.describe import describe
+from jaxtrain.config.keys import walk
+
+
+def test_lists_the_shipped_configs(cli):
+    answer = cli("config")
+    assert (answer.code, answer.err) == (0, "")
+    assert [line.split()[0] for line in answer.out.splitlines()[1:]] == shipped_configs()
+
+
+def test_prints_every_key_with_value_type_default_origin_and_doc(cli):
+    answer = cli("config", "quickstart", "train.steps=7", "--optimizer.b1=0.5")
+    assert (answer.code, answer.err) == (0, "")
+    header, *lines = answer.out.splitlines()
+    assert header.split() == ["key", "value", "type", "default", "origin", "doc"]
+    rows = {line.split()[0]: line.split(None, 1)[1] for line in lines}
+    assert rows.keys() == {key.path for key in walk(Config, load_config("quickstart").config)}
+    assert rows["train.steps"].split("  ")[0] == "7"
+    assert "command line" in rows["train.steps"]
+    assert "Optimizer steps in all." in rows["train.steps"]
+    assert rows["optimizer.b1"].startswith("0.5")
+    assert "quickstart.yaml:" in rows["model.num_layers"]
+    assert "default" in rows["train.prefetch"]
+
+
+# id: (overrides, key, (value, type, default, origin))
+KEYS = {
+    "kind": ([], "model.kind", ("transformer", "transformer | resnet | mlp", "transformer", "default")),
+    "null": ([], "model.head_dim", ("null", "int | null", "null", "default")),
+    "flag": (["model.bias=true"], "model.bias", ("true", "true | false", "false", "command line")),
+    "list": (["optimizer.freeze=[a/*]"], "optimizer.freeze", ('["a/*"]', "list of text", "[]", "command line")),
+    "text like a number": (["name='1e3'"], "name", ('"1e3"', "text | null", "null", "command line")),
+    "size": (["model.size=gpt2"], "model.embed_dim", ("768", "int", "384", "size gpt2")),
+    "inside a size": (
+        ["model.size=llama3.1_8b"],
+        "model.rope_scaling.factor",
+        ("8.0", "number", "(required)", "size llama3.1_8b"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "path", "expected"), KEYS.values(), ids=KEYS.keys())
+def test_key_is_described(overrides, path, expected):
+    keys = {key.path: key for group in describe(load_config(overrides=overrides)) for key in group.keys}
+    key = keys[path]
+    assert (key.value, key.type, key.default, key.origin) == expected
+
+
+def test_kind_stands_before_the_keys_it_chooses():
+    groups = {group.name: group for group in describe(load_config())}
+    for name in ("model", "data", "optimizer"):
+        assert groups[name].keys[0].path == f"{name}.kind"
+
+
+def test_only_prints_one_group(cli):
+    answer = cli("config", "quickstart", "--only", "optimizer.schedule")
+    assert {line.split()[0].rpartition(".")[0] for line in answer.out.splitlines()[1:]} == {"optimizer.schedule"}
+
+
+@pytest.mark.parametrize("columns", ["160", "60"], ids=["wide", "narrow"])
+def test_terminal_shows_groups_with_their_keys(cli, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    answer = cli("config", "quickstart", "--only", "train")
+    assert answer.code == 0
+    assert "Length and batch." in answer.out
+    assert "train.global_batch_size" in answer.out
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", answer.out)
+    assert max(map(len, plain.splitlines())) <= int(columns)
+
+
+# Values that plain YAML would read back as something else.
+NASTY = [
+    "name='1e-3'",
+    "name='010'",
+    "name='null'",
+    "name='12:30'",
+    "name='a: b # c'",
+    "name='é\u2028'",
+    "name='2024-01-01'",
+]
+
+
+@pytest.mark.parametrize("config", shipped_configs())
+def test_yaml_loads_back_to_the_same_config(cli, tmp_path, config):
+    answer = cli("config", config, "--yaml")
+    (tmp_path / "copy.yaml").write_text(answer.out, encoding="utf-8")
+    assert load_config(tmp_path / "copy.yaml").config == load_config(config).config
+
+
+@pytest.mark.parametrize("override", [*NASTY, "model.size=llama3.1_8b", "optimizer.freeze=['1e3', 'a/*']"])
+def test_yaml_loads_back_with(cli, tmp_path, override):
+    answer = cli("config", "quickstart", override, "--yaml")
+    (tmp_path / "copy.yaml").write_text(answer.out, encoding="utf-8")
+    assert load_config(tmp_path / "copy.yaml").config == load_config("quickstart", overrides=[override]).config
+
+
+def test_schema_is_what_an_editor_reads(cli):
+    schema = json.loads(cli("config", "--json-schema").out)
+    assert schema["properties"].keys() == Config.model_fields.keys()
+    assert schema["additionalProperties"] is False
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    assert train["steps"]["description"] == "Optimizer steps in all."
+    assert train["steps"]["type"] == "integer"
+
+
+def test_shardings_of_a_published_size_need_no_data(cli):
+    words = ("model.size=llama3.2_1b", "data.path=/no/such.txt", "parallel.fsdp=4", "parallel.tensor=2", "--sharding")
+    answer = cli("config", "quickstart", *words)
+    assert answer.code == 0
+    rows = {line.split("  ")[0]: line for line in answer.out.splitlines()}
+    row = [cell.strip() for cell in rows["blocks/attention/query/kernel"].split("  ") if cell.strip()]
+    assert row[1:4] == ["16 x 2048 x 32 x 64", "layers, embed, heads, head_dim", "-, fsdp, tensor, -"]
+
+
+def test_shardings_of_other_models_come_from_their_data(cli, tmp_path):
+    values = {
+        "task": "classification",
+        "model": {"kind": "mlp", "hidden_dims": [64]},
+        "data": {"kind": "synthetic", "task": "table"},
+    }
+    (tmp_path / "table.yaml").write_text(yaml.safe_dump(values))
+    answer = cli("config", str(tmp_path / "table.yaml"), "--sharding")
+    assert answer.code == 0
+    assert "data=8" in answer.out.splitlines()[-1]
+    assert "16 x 64" in answer.out

@@ -1,0 +1,274 @@
+"""Several processes started by one command: what is shown, which exit code comes back, and that none is left over."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main
+
+# A process that does as the word of its index says, and writes its own id and that of a helper that it starts.
+CHILD = """
+import os, signal, subprocess, sys, time
+index = int(os.environ["JAX_PROCESS_ID"])
+assert os.environ["JAX_NUM_PROCESSES"] == str(len(sys.argv) - 2)
+assert os.environ["JAX_COORDINATOR_ADDRESS"].startswith("127.0.0.1:")
+assert sys.stdin.read() == ""
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], stdout=-3, stderr=-3)
+what = sys.argv[2 + index]
+handled = []
+def handle(number, frame):
+    handled.append(number)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL if what == "killed" else handle)
+print(f"output of {index}", flush=True)
+print(f"error of {index}", file=sys.stderr, flush=True)
+with open(os.path.join(sys.argv[1], f"{index}.part"), "w") as file:
+    file.write(f"{os.getpid()} {helper.pid}")
+os.rename(file.name, file.name.replace(".part", ".pid"))
+while not all(os.path.exists(os.path.join(sys.argv[1], f"{i}.pid")) for i in range(len(sys.argv) - 2)):
+    time.sleep(0.02)
+if what == "waits":
+    while not handled:
+        time.sleep(0.02)
+    time.sleep(0.3)  # a signal that comes twice would be noticed
+    print("signals:", *handled, file=sys.stderr, flush=True)
+    code = 75
+elif what == "stuck":
+    time.sleep(0.3)
+    while True:
+        time.sleep(1)
+elif what.startswith("late"):
+    time.sleep(0.5)
+    code = int(what[4:])
+elif what == "killed":
+    time.sleep(600)
+else:
+    code = int(what)
+helper.kill()
+sys.exit(code)
+"""
+LAUNCHER = """
+import sys
+from jaxtrain.commands import launch
+launch._GRACE_SECONDS = 1.0
+words = sys.argv[2:]
+sys.exit(launch.run_launch(words, num_processes=len(words) - 1, program=[sys.executable, sys.argv[1]]))
+"""
+
+
+def alive(process_id: int) -> bool:
+    """Whether a process runs (a zombie, which nobody waits for in a container, does not)."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Launched:
+    """`run_launch` over processes that do as they are told."""
+
+    def __init__(self, folder: Path, *what: str):
+        self.folder, self.count = folder, len(what)
+        (folder / "child.py").write_text(CHILD)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(folder / "child.py"), str(folder), *what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for_start(self) -> None:
+        end = time.monotonic() + 60
+        while len(list(self.folder.glob("*.pid"))) < self.count:
+            assert time.monotonic() < end
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+    def left_over(self, *, helpers: bool = True) -> list[int]:
+        found = [int(word) for path in self.folder.glob("*.pid") for word in path.read_text().split()[: 1 + helpers]]
+        assert len(found) == self.count * (1 + helpers)
+        end = time.monotonic() + 10
+        while any(map(alive, found)) and time.monotonic() < end:
+            time.sleep(0.02)
+        return [process_id for process_id in found if alive(process_id)]
+
+
+# id: (what each process does, exit code of the launcher, the process whose failure stops the others)
+ENDS = {
+    "all well": (("0", "0", "0"), 0, None),
+    "all saved": (("75", "75"), 75, None),
+    "one was done, one saved": (("75", "late0"), 75, None),
+    "first fails": (("3", "waits"), 3, "0"),
+    "second fails": (("waits", "4"), 4, "1"),
+    "the first failure in time counts": (("late3", "5"), 5, "1"),
+    "a failure after a save": (("late3", "75"), 3, None),
+    "one that does not listen": (("2", "stuck"), 2, "0"),
+}
+
+
+@pytest.mark.parametrize(("what", "code", "stopper"), ENDS.values(), ids=ENDS)
+def test_exit_code_and_end(tmp_path, what, code, stopper):
+    launched = Launched(tmp_path, *what)
+    found, out, err = launched.finish()
+    assert found == code, err
+    assert out == "output of 0\n"
+    assert "error of 0\n" in err
+    assert re.search(r"^\[1\] error of 1$", err, re.MULTILINE)
+    stopped = re.findall(r"jaxtrain: process (\d) of 2 ended with exit code \d; stopping the others\n", err)
+    assert stopped == ([] if stopper is None else [stopper])
+    assert ("killing what did not end within 1 s: [1]" in err) == ("stuck" in what)
+    assert launched.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "passed_on"),
+    [(signal.SIGINT, 2), (signal.SIGTERM, 15), (signal.SIGHUP, 15)],
+    ids=["ctrl-c", "sigterm", "terminal closed"],
+)
+def test_a_signal_reaches_each_process_once(tmp_path, number, passed_on):
+    launched = Launched(tmp_path, "waits", "waits", "waits")
+    launched.wait_for_start()
+    launched.process.send_signal(number)
+    code, _, err = launched.finish()
+    assert code == 75, err
+    told = f"signals: {passed_on}"
+    assert sorted(line for line in err.splitlines() if "signals" in line) == [f"[1] {told}", f"[2] {told}", told]
+    assert "jaxtrain:" not in err, "what was asked for needs no explanation"
+    assert launched.left_over() == []
+
+
+def test_a_process_that_is_killed_ends_the_others(tmp_path):
+    launched = Launched(tmp_path, "waits", "killed")
+    launched.wait_for_start()
+    os.kill(int((tmp_path / "1.pid").read_text().split()[0]), signal.SIGKILL)
+    code, _, err = launched.finish()
+    assert code == 128 + 9
+    assert "jaxtrain: process 1 of 2 was ended by SIGKILL; stopping the others\n" in err
+    os.kill(int((tmp_path / "1.pid").read_text().split()[1]), signal.SIGKILL)  # the helper of the one we killed
+
+
+def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
+    launched = Launched(tmp_path, "waits", "stuck")
+    launched.wait_for_start()
+    launched.process.kill()
+    launched.process.communicate()
+    assert launched.left_over(helpers=False) == []
+    for path in tmp_path.glob("*.pid"):
+        os.kill(int(path.read_text().split()[1]), signal.SIGKILL)
+
+
+TRAIN = "train quickstart"
+# id: (words, pattern of the line)
+USAGE = {
+    "nothing to run": ("launch --processes 2", r"command to run is missing after '--', as in 'jaxtrain launch"),
+    "nothing after the dashes": ("launch --processes 2 --", r"command to run is missing after '--'"),
+    "no dashes": (f"launch --processes 2 {TRAIN}", r"jaxtrain launch: 'train' is one word too many"),
+    "no count": (f"launch -- {TRAIN}", r"jaxtrain launch: --processes is missing"),
+    "no processes": (f"launch --processes 0 -- {TRAIN}", r"--processes: '0' is not a whole number of 1 or more"),
+    "no devices": (f"launch --processes 2 --emulate 0 -- {TRAIN}", r"--emulate: '0' is not a whole number"),
+    "a launch inside": (f"launch --processes 2 -- launch --processes 2 -- {TRAIN}", r"'launch' cannot be run inside"),
+    "unknown command": ("launch --processes 2 -- trian quickstart", r"no command 'trian', did you mean 'train'\?"),
+    "unknown option": (f"launch --processes 2 -- {TRAIN} --resum=must", r"jaxtrain train: no option --resum"),
+    "unknown key": (f"launch --processes 2 -- {TRAIN} train.step=4", r"unknown key 'train\.step' \(command line\)"),
+    "unknown config": ("launch --processes 2 -- train quikstart", r"no config 'quikstart'.*did you mean 'quickstart'"),
+    "no devices to emulate": ("launch --processes 2 --emulate 2 -- ckpt ls x", r"jaxtrain ckpt ls: no option --emul"),
+}
+
+
+@pytest.mark.parametrize(("words", "pattern"), USAGE.values(), ids=USAGE)
+def test_a_mistake_is_told_once_before_anything_starts(cli, monkeypatch, words, pattern):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    answer = cli(*words.split())
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.count("\n") == 1
+    assert re.search(pattern, answer.err), answer.err
+
+
+def test_words_behind_the_dashes_belong_to_the_command(monkeypatch):
+    seen = []
+    monkeypatch.setattr("jaxtrain.commands.launch.run_launch", lambda words, **settings: seen.append((words, settings)))
+    words = ["train", "quickstart", "--debug", "--run-dir", "x", "seed=1"]
+    assert not main(["launch", "--processes", "2", "--emulate", "4", "--", *words])
+    assert seen == [([*words, "--emulate", "4"], {"num_processes": 2})]
+
+
+def test_the_launcher_does_not_import_jax(tmp_path):
+    program = "import sys; from jaxtrain.cli import main; code = main(sys.argv[1:]); print('jax' in sys.modules, code)"
+    words = ["launch", "--processes", "2", "--", "config", "quickstart", "--only", "seed"]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+    *shown, last = done.stdout.splitlines()
+    assert last == "False 0"
+    assert sum("seed" in line for line in shown) == 1, "one process writes"
+    assert done.stderr == ""
+
+
+CONFIG = {
+    "model": dict(kind="transformer", num_layers=1, embed_dim=16, num_heads=2, max_sequence_length=16),
+    "data": dict(kind="text", tokenizer=dict(kind="byte")),
+    "train": dict(steps=100000, global_batch_size=8),
+    "checkpoint": dict(every=None),
+    "logging": dict(every=1, tensorboard=False, report=False),
+}
+
+
+def test_training_is_launched_stopped_and_saved(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(json.dumps(CONFIG))
+    words = ["launch", "--processes", "2", "--emulate", "2", "--", "train", "tiny.yaml", "--run-dir", "run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain", *words, "parallel.fsdp=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        end = time.monotonic() + 200
+        while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 75, err
+    assert "devices: 4 x CPU over 2 processes (data=2 fsdp=2)" in err
+    assert re.search(r"stopped after step \d+ of 100000", err)
+    last = max(json.loads(line)["step"] for line in metrics.read_text().splitlines())
+    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_waits_for_others_in_vain_says_so(tmp_path, index):
+    """One of two whose peer never comes: a line and exit 2 within the time limit, neither a hang nor an abort."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    cluster = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(index),
+        "JAXTRAIN_JOIN_TIMEOUT_SECONDS": "1",
+    }
+    command = [sys.executable, "-m", "jaxtrain", "train", "quickstart", "--emulate", "1", "--run-dir", "run"]
+    environment = {**os.environ, **cluster}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        "jaxtrain: could not join the cluster found through JAX_COORDINATOR_ADDRESS within 1 s: "
+        f"the 2 processes did not meet at {address}; check that all processes started, and the address\n"
+    )

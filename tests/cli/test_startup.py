@@ -1,0 +1,79 @@
+"""What must hold for a whole process: speed of the help, no jax where none is needed, pipes, exit codes."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+JAXTRAIN = [sys.executable, "-m", "jaxtrain"]
+# Runs a command in a new interpreter and says which heavy packages it imported.
+WATCHED = """
+import sys
+from jaxtrain.cli import main
+code = main(sys.argv[1:])
+loaded = [name for name in ("jax", "flax", "optax", "orbax", "grain") if name in sys.modules]
+print("loaded:", *loaded, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def run(*words, **settings):
+    return subprocess.run([*words], capture_output=True, text=True, timeout=120, **settings)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["train", "--help"], ["ckpt", "--help"], ["config"], ["config", "quickstart"]],
+    ids=" ".join,
+)
+def test_starts_without_jax_in_half_a_second(words):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run(sys.executable, "-c", WATCHED, *words)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "loaded:\n")
+    assert done.stdout
+    # Processor time, which is what a free machine takes: on a busy one the clock would measure the others.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+@pytest.mark.parametrize("words", [["ckpt", "ls"], ["ckpt", "show"]], ids=" ".join)
+def test_checkpoints_are_listed_without_jax(text_run, words):
+    done = run(sys.executable, "-c", WATCHED, *words, str(text_run))
+    assert (done.returncode, done.stderr) == (0, "loaded:\n")
+
+
+def test_exit_code_and_debug_reach_the_shell(tmp_path):
+    plain = run(*JAXTRAIN, "train", "nothing", cwd=tmp_path)
+    assert plain.returncode == 2
+    assert plain.stderr.count("\n") == 1
+    debug = run(*JAXTRAIN, "train", "nothing", "--debug", cwd=tmp_path)
+    assert debug.returncode == 2
+    assert "Traceback" in debug.stderr
+    assert debug.stderr.splitlines()[-1] == plain.stderr.rstrip("\n")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    process = subprocess.Popen([*JAXTRAIN, "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()  # before the interpreter on the other side has started
+    with process.stderr as errors:
+        assert errors.read() == ""
+    assert process.wait(60) == 141
+
+
+def test_evaluates_and_samples_on_other_devices_through_pipes(text_run, tmp_path):
+    import json
+
+    done = run(*JAXTRAIN, "eval", str(text_run), "--emulate", "3", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    # 8 rows do not divide by 3 devices, so batches have 9.
+    assert (answer["step"], answer["rows"]) == (4, 18)
+    assert "batches of 9 rows instead of 8" in done.stderr
+    words = ("sample", str(text_run), "-n", "4", "--temperature", "0", "--emulate", "1")
+    done = run(*JAXTRAIN, *words, input="From a pipe\n", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("From a pipe")
+    assert not done.stdout.startswith("From a pipe\n")

@@ -1,0 +1,137 @@
+"""The shipped configs: all load and say what to expect; big ones trace whole; small ones reach what they state."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxtrain import load_config
+from jaxtrain.config.load import find_config, shipped_configs
+from jaxtrain.train.assemble import assemble, open_run_data
+from jaxtrain.train.trainer import run_config
+
+SHIPPED = {
+    "bench_cpu",
+    "digits_mlp",
+    "digits_resnet",
+    "gpt2_124m",
+    "llama3_8b",
+    "quickstart",
+    "resnet50_imagenet",
+    "tabular_mlp",
+}
+
+
+def header(name: str) -> str:
+    """The comment at the top of a shipped config."""
+    lines = find_config(name).read_text(encoding="utf-8").splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[:end])
+
+
+def test_the_shipped_configs_are_these():
+    assert set(shipped_configs()) >= SHIPPED
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_loads_and_its_header_states_hardware_time_and_result(name):
+    loaded = load_config(name)
+    assert loaded.notes == ()
+    for label in ("hardware:", "time:", "result:"):
+        assert label in header(name).lower(), f"configs/{name}.yaml has no {label!r} in its header"
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED - {"bench_cpu"}))
+def test_header_gives_the_command_and_says_what_was_measured(name):
+    text = header(name)
+    assert re.search(rf"jaxtrain train {name}\b", text)
+    assert "easured" in text
+    assert re.search(r"2026-\d\d-\d\d", text)
+    assert "jax 0." in text
+
+
+# config -> keys that replace its data by random rows of the same shape, published parameter count, mesh on 8 devices.
+BIG = {
+    "gpt2_124m": (["data.vocab_size=50257"], 124_439_808, {"data": 8}),
+    "llama3_8b": (["data.vocab_size=128256", "data.sequence_length=8192"], 8_030_261_248, {"fsdp": 8}),
+    "resnet50_imagenet": (
+        ["data.task=images", "data.image_size=224", "data.num_classes=1000"],
+        25_557_032,
+        {"data": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_big_config_traces_whole_on_eight_devices(name):
+    overrides, num_parameters, degrees = BIG[name]
+    overrides = ["data.kind=synthetic", "data.num_rows=8", *overrides]
+    config = load_config(name, overrides=overrides).config
+    run = assemble(config, open_run_data(config))
+    assert run.num_parameters == num_parameters
+    assert {axis: size for axis, size in run.step.mesh.shape.items() if size > 1} == degrees
+    lowered = run.step.lower(run.batches.spec())
+    state, metrics = lowered.out_info
+    assert jax.tree.structure(state) == jax.tree.structure(run.step.abstract_state)
+    assert metrics["loss"].shape == ()
+
+
+@pytest.mark.parametrize("degrees", [{"fsdp": 8}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_quickstart_divides_over_eight_devices(degrees):
+    config = load_config("quickstart", keywords={"parallel": degrees}).config
+    assert assemble(config, open_run_data(config)).step.mesh.size == 8
+
+
+TINY_TRANSFORMER = [
+    *("model.num_layers=1", "model.embed_dim=64", "model.mlp_dim=128", "model.num_heads=8", "model.vocab_size=256"),
+    *("model.num_kv_heads=4", "data.vocab_size=256", "data.sequence_length=32"),
+]
+# A copy small enough to train: everything but the sizes is the config's own.
+SHRUNK = {
+    "gpt2_124m": [*TINY_TRANSFORMER, "train.global_batch_size=32"],
+    "llama3_8b": TINY_TRANSFORMER,
+    "resnet50_imagenet": [
+        *("model.stage_blocks=[1]", "model.width=8", "data.task=images", "data.image_size=32"),
+        *("train.global_batch_size=32",),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_shrunk_copy_of_a_big_config_learns(name, tmp_path):
+    short = ["optimizer.schedule.warmup_steps=2", "train.steps=8", "logging.report=false"]
+    loaded = load_config(name, overrides=["data.kind=synthetic", "data.num_rows=256", *SHRUNK[name], *short])
+    result = run_config(loaded, run_dir=tmp_path / "run")
+    assert result.step == 8
+    first, last = losses(tmp_path / "run")
+    assert last < first
+
+
+def losses(run_dir: Path) -> tuple[float, float]:
+    """First and last training loss that a run logged."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = [row["loss"] for row in rows if "loss" in row]
+    return found[0], found[-1]
+
+
+@pytest.mark.parametrize("name", ["digits_mlp", "digits_resnet"])
+def test_digits_reach_97_percent_of_the_held_out_images(name, tmp_path):
+    metrics = run_config(name, run_dir=tmp_path / "run").metrics
+    assert metrics["eval_accuracy"] >= 0.97
+
+
+def test_tabular_mlp_reaches_what_its_header_states(tmp_path):
+    metrics = run_config("tabular_mlp", run_dir=tmp_path / "run").metrics
+    assert metrics["eval_accuracy"] >= 0.95
+
+
+def test_quickstart_learns_from_its_first_steps_and_writes_a_sample(tmp_path):
+    short = {"train.steps": 16, "optimizer.schedule.warmup_steps": 4, "evaluation.every": None}
+    run_config("quickstart", overrides=short, run_dir=tmp_path / "run")
+    first, last = losses(tmp_path / "run")
+    # From log(vocabulary) to the frequencies of the tokens.
+    assert last < first - 0.5
+    assert (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8").startswith("A class definition")
+    assert (tmp_path / "run" / "report.html").exists()

@@ -1,0 +1,209 @@
+"""Batch k is a pure function of (rows, seed, k) on any layout."""
+
+import grain
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxtrain.data import Batches
+from jaxtrain.data.batches import _needed_rows, _Window
+from jaxtrain.data.rows import ArrayRows, ConcatenatedRows, Rows
+from jaxtrain.errors import DataError
+
+
+def numbered(num_rows: int, *, width: int = 4) -> ArrayRows:
+    """Row i holds i in every entry, so that a batch tells which rows it has."""
+    column = np.arange(num_rows, dtype=np.int32)
+    return ArrayRows({"inputs": np.repeat(column[:, None], width, axis=1), "targets": column})
+
+
+def tokens(num_rows: int, *, width: int = 4) -> ArrayRows:
+    inputs = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
+    return ArrayRows({"inputs": inputs, "targets": inputs + 1})
+
+
+def on_one_device(batches: Batches):
+    return dict.fromkeys(batches.spec(), SingleDeviceSharding(jax.devices()[0]))
+
+
+def row_numbers(batches: Batches, ks) -> list[int]:
+    return [int(i) for k in ks for i in batches.load(k, on_one_device(batches))["targets"]]
+
+
+def devices(*shape: int) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(shape), ("data", "context")[: len(shape)])
+
+
+LAYOUTS = {
+    "data=8": lambda: NamedSharding(devices(8), PartitionSpec("data")),
+    "replicated": lambda: NamedSharding(devices(8), PartitionSpec()),
+    "data=4, replicated over 2": lambda: NamedSharding(devices(4, 2), PartitionSpec("data")),
+    "data=4 context=2": lambda: NamedSharding(devices(4, 2), PartitionSpec("data", "context")),
+    "context=8": lambda: NamedSharding(devices(8), PartitionSpec(None, "data")),
+}
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["train", "evaluate"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_holds_the_same_batch(layout, shuffle):
+    batches = Batches(tokens(50, width=8), 16, seed=3, shuffle=shuffle)
+    one = batches.load(3, on_one_device(batches))
+    many = batches.load(3, dict.fromkeys(batches.spec(), LAYOUTS[layout]()))
+    again = batches.load(3, on_one_device(batches))
+    assert one.keys() == many.keys() == batches.spec().keys()
+    for name, value in one.items():
+        assert many[name].sharding == LAYOUTS[layout]()
+        assert (value.shape, value.dtype) == (batches.spec()[name].shape, batches.spec()[name].dtype)
+        np.testing.assert_array_equal(value, many[name])
+        np.testing.assert_array_equal(value, again[name])
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 20, 33], ids="batch={}".format)
+def test_an_epoch_is_a_permutation_and_the_next_another(size):
+    batches = Batches(numbered(20), size, seed=0, shuffle=True)
+    stream = row_numbers(batches, range(-(-60 // size)))[:60]
+    epochs = [stream[start : start + 20] for start in (0, 20, 40)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] != list(range(20))
+
+
+def test_the_order_depends_on_the_seed_and_not_on_the_batch_size():
+    stream = {
+        (seed, size): row_numbers(Batches(numbered(24), size, seed=seed, shuffle=True), range(24 // size))
+        for seed in (0, 1, 2**40)
+        for size in (3, 8)
+    }
+    assert all(stream[seed, 3] == stream[seed, 8] for seed in (0, 1, 2**40))
+    assert len({tuple(order) for order in stream.values()}) == 3
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_fewer_rows_than_a_batch_repeat(num_rows):
+    assert set(row_numbers(Batches(numbered(num_rows), 8, seed=0, shuffle=True), [0, 1])) == set(range(num_rows))
+
+
+def test_a_distant_batch_costs_nothing_to_reach():
+    batches = Batches(numbered(10), 4, seed=0, shuffle=True)
+    assert len(row_numbers(batches, [10**12])) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(numbered, [[1, 1, 1, 1], [1, 1, 0, 0]]), (tokens, [[[1] * 4] * 4, [[1] * 4] * 2 + [[0] * 4] * 2])],
+    ids=["examples", "tokens"],
+)
+def test_evaluation_is_in_order_and_weighs_the_filling_zero(make, expected):
+    rows = make(6)
+    batches = Batches(rows, 4, seed=0, shuffle=False)
+    assert len(batches) == 2
+    loaded = [batches.load(k, on_one_device(batches)) for k in range(2)]
+    np.testing.assert_array_equal([batch["weights"] for batch in loaded], expected)
+    assert loaded[0]["weights"].dtype == np.float32
+    inputs = np.concatenate([batch["inputs"] for batch in loaded])
+    np.testing.assert_array_equal(inputs, rows.gather(np.array([0, 1, 2, 3, 4, 5, 0, 0]))["inputs"])
+
+
+def test_training_batches_have_no_weights():
+    assert Batches(numbered(6), 4, seed=0, shuffle=True).spec().keys() == {"inputs", "targets"}
+
+
+def test_regression_targets_count_by_row():
+    rows = ArrayRows({"inputs": np.zeros((3, 2), np.float32), "targets": np.zeros((3, 2), np.float32)})
+    assert Batches(rows, 2, seed=0, shuffle=False).spec()["weights"].shape == (2,)
+
+
+def test_no_rows_is_an_error():
+    with pytest.raises(DataError, match="no rows"):
+        Batches(numbered(0), 4, seed=0, shuffle=True)
+
+
+class _Seen(ArrayRows):
+    """Records the rows it is asked for."""
+
+    def __init__(self, columns):
+        super().__init__(columns)
+        self.asked = []
+
+    def gather(self, indices):
+        self.asked += indices.tolist()
+        return super().gather(indices)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_row_is_read_once_a_load(layout):
+    rows = _Seen({"inputs": np.zeros((16, 8), np.int32), "targets": np.zeros((16, 8), np.int32)})
+    batches = Batches(rows, 16, seed=0, shuffle=False)
+    rows.asked.clear()
+    batches.load(0, dict.fromkeys(batches.spec(), LAYOUTS[layout]()))
+    assert rows.asked == list(range(16))
+
+
+class _OneOfTwoProcesses:
+    """A sharding whose second half belongs to another process."""
+
+    def __init__(self, sharding, *, mine):
+        self._sharding, self._mine = sharding, mine
+
+    def addressable_devices_indices_map(self, shape):
+        everywhere = self._sharding.devices_indices_map(shape)
+        return {device: index for device, index in everywhere.items() if device.id in self._mine}
+
+
+@pytest.mark.parametrize(
+    ("mine", "expected"),
+    [((0, 1, 2, 3), range(8)), ((4, 5, 6, 7), range(8, 16)), ((1, 6), [2, 3, 12, 13])],
+    ids=["first half", "second half", "scattered"],
+)
+def test_a_process_reads_only_the_rows_of_its_devices(mine, expected):
+    sharding = _OneOfTwoProcesses(LAYOUTS["data=8"](), mine=mine)
+    spec = {"inputs": jax.ShapeDtypeStruct((16, 3), np.int32)}
+    needed = _needed_rows(spec, {"inputs": sharding})  # pyright: ignore[reportArgumentType] a stand-in
+    assert needed.tolist() == list(expected)
+    window = _Window(needed * 10, needed)
+    for index in sharding.addressable_devices_indices_map((16,)).values():
+        np.testing.assert_array_equal(window(index), np.arange(16)[index] * 10)
+
+
+def _noisy(row, rng):
+    return {**row, "inputs": row["inputs"] + rng.random(4)}
+
+
+def test_random_transformations_are_pure_in_the_index_and_new_each_epoch():
+    rows = numbered(6).random_map(_noisy, seed=1)
+    assert not isinstance(rows, Rows)
+    batches = {size: Batches(rows, size, seed=0, shuffle=True) for size in (3, 4)}
+    stream = {
+        size: np.concatenate([b.load(k, on_one_device(b))["inputs"] for k in range(12 // size)])
+        for size, b in batches.items()
+    }
+    np.testing.assert_array_equal(stream[3], stream[4])
+    spread = dict.fromkeys(batches[4].spec(), NamedSharding(devices(4, 2), PartitionSpec("data")))
+    np.testing.assert_array_equal(batches[4].load(2, spread)["inputs"], stream[4][8:])
+    assert len(np.unique(stream[4])) == stream[4].size
+
+
+def test_a_plain_grain_dataset_gives_the_same_rows():
+    plain = grain.MapDataset.range(20).map(lambda i: {"inputs": np.full(4, i, np.int32), "targets": np.int32(i)})
+    assert row_numbers(Batches(plain, 8, seed=5, shuffle=True), range(5)) == row_numbers(
+        Batches(numbered(20), 8, seed=5, shuffle=True), range(5)
+    )
+
+
+def test_grain_transformations_apply_to_rows():
+    rows = numbered(10)
+    assert [int(row["targets"]) for row in rows[2:8:3]] == [2, 5]
+    assert int(rows.map(lambda row: {"targets": row["targets"] * 2})[13]["targets"]) == 6
+
+
+def test_a_mixture_takes_by_weight_and_covers_each_part():
+    parts = [numbered(10), ArrayRows({name: c + 100 for name, c in numbered(30).gather(np.arange(30)).items()})]
+    rows = ConcatenatedRows(parts, weights=[3.0, 1.0])
+    assert [int(rows[i]["targets"]) for i in (0, 9, 10, 39)] == [0, 9, 100, 129]
+    stream = np.array(row_numbers(Batches(rows, 8, seed=0, shuffle=True), range(15)))
+    first, second = stream[stream < 100], stream[stream >= 100]
+    assert (len(first), len(second)) == (90, 30)
+    assert sorted(second) == list(range(100, 130))
+    assert all(sorted(first[start : start + 10]) == list(range(10)) for start in range(0, 90, 10))
+    assert stream.tolist() == row_numbers(Batches(rows, 8, seed=0, shuffle=True), range(15))

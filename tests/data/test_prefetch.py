@@ -1,0 +1,82 @@
+"""Prefetching keeps order, raises, and leaves no thread behind."""
+
+import threading
+import time
+
+import pytest
+
+from jaxtrain.data import prefetch
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "jaxtrain-prefetch"]
+
+
+def number(k):
+    return {"k": k}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 10])
+def test_batches_come_in_order(depth):
+    items = list(prefetch(number, 3, 9, depth=depth))
+    assert [batch["k"] for batch, _ in items] == list(range(3, 9))
+    assert all(seconds >= 0 for _, seconds in items)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_no_batches(depth):
+    assert list(prefetch(number, 5, 5, depth=depth)) == []
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_an_exception_is_raised_where_its_batch_is_due(depth):
+    def load(k):
+        if k == 2:
+            raise OSError("disk gone")
+        return {"k": k}
+
+    seen = []
+    with pytest.raises(OSError, match="disk gone"):
+        seen.extend(batch["k"] for batch, _ in prefetch(load, 0, 5, depth=depth))
+    assert seen == [0, 1]
+    assert threads() == []
+
+
+@pytest.mark.parametrize("taken", [1, 3])
+def test_closing_stops_the_thread(taken):
+    loaded = []
+    batches = prefetch(lambda k: loaded.append(k) or {"k": k}, 0, 10**9, depth=2)
+    for _ in range(taken):
+        next(batches)
+    assert len(threads()) == 1
+    batches.close()
+    assert threads() == []
+    # At most `depth` batches beyond those taken, and one that was under way.
+    assert len(loaded) <= taken + 3
+
+
+def test_depth_bounds_what_lies_ready():
+    loaded = []
+    batches = prefetch(lambda k: loaded.append(k) or {"k": k}, 0, 100, depth=3)
+    next(batches)
+    deadline = time.monotonic() + 5
+    while len(loaded) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert loaded == [0, 1, 2, 3]
+    batches.close()
+
+
+def test_an_iterator_never_started_has_no_thread():
+    prefetch(number, 0, 5, depth=2)
+    assert threads() == []
+
+
+def test_waiting_is_measured():
+    gate = threading.Event()
+    threading.Timer(0.1, gate.set).start()
+    batches = prefetch(lambda k: gate.wait() and {"k": k}, 0, 1, depth=1)
+    ((_, seconds),) = batches
+    # The timer fires 0.1 s after it starts, of which the thread's start takes a little.
+    assert 0.05 < seconds < 5

@@ -1,0 +1,295 @@
+"""Every source gives the rows, shapes and description it promises."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxtrain.config.data import (
+    Component,
+    DigitsData,
+    ImageFolderData,
+    JsonlData,
+    MixtureData,
+    SyntheticData,
+    TableData,
+    TextData,
+    TokenData,
+    TokenizerConfig,
+)
+from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
+from jaxtrain.errors import DataError
+
+BPE = TokenizerConfig(kind="bpe", vocab_size=300)
+
+
+def write_text(folder):
+    (folder / "b.txt").write_text("second document, with more words in it\n" * 40)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "a.txt").write_text("third: naïve 東京\n" * 40)
+    (folder / "a.txt").write_text("first document\n" * 60)
+    return folder
+
+
+def write_jsonl(folder):
+    path = folder / "a.jsonl"
+    lines = [json.dumps({"text": f"document {i} " * 20, "id": i}) for i in range(20)]
+    path.write_text("\n".join([*lines[:10], "", *lines[10:]]) + "\n")
+    return path
+
+
+def write_images(folder):
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for name, shape in {"cat": (20, 30, 3), "dog": (40, 25, 3)}.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(6):
+            Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).save(folder / name / f"{i}.png")
+    return folder
+
+
+def write_csv(folder, targets):
+    path = folder / "a.csv"
+    path.write_text("x,y,z\n" + "".join(f"{i},{i * i / 7},{target}\n" for i, target in enumerate(targets)))
+    return path
+
+
+def shards(folder):
+    prepare_tokens(TextData(path=str(write_text(folder))), folder / "shards", tokens_per_shard=500)
+    return TokenData(path=str(folder / "shards"))
+
+
+def mixture(folder):
+    return MixtureData(
+        components=(
+            Component(source=shards(folder), weight=3.0),
+            Component(source=JsonlData(path=str(write_jsonl(folder)))),
+        )
+    )
+
+
+SOURCES = {
+    "python_prose": lambda folder: TextData(),
+    "text folder": lambda folder: TextData(path=str(write_text(folder)), tokenizer=BPE),
+    "text glob": lambda folder: TextData(path=str(write_text(folder) / "**" / "*.txt")),
+    "jsonl": lambda folder: JsonlData(path=str(write_jsonl(folder)), tokenizer=BPE),
+    "tokens": shards,
+    "digits": lambda folder: DigitsData(),
+    "image folder": lambda folder: ImageFolderData(
+        path=str(write_images(folder)), image_size=16, validation_fraction=0.25
+    ),
+    "table classes": lambda folder: TableData(path=str(write_csv(folder, list("abcab" * 5)))),
+    "table numbers": lambda folder: TableData(path=str(write_csv(folder, np.arange(25) / 4))),
+    "breast_cancer": lambda folder: TableData(path="builtin:breast_cancer"),
+    "wine": lambda folder: TableData(path="builtin:wine"),
+    "diabetes": lambda folder: TableData(path="builtin:diabetes"),
+    "synthetic tokens": lambda folder: SyntheticData(num_rows=40),
+    "synthetic images": lambda folder: SyntheticData(task="images", num_rows=40, image_size=8),
+    "synthetic table": lambda folder: SyntheticData(task="table", num_rows=40),
+    "mixture": mixture,
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_gives_what_it_promises(name, tmp_path):
+    config = SOURCES[name](tmp_path)
+    data = open_data(config, sequence_length=16, seed=0)
+    again = open_data(config, sequence_length=16, seed=1)
+    assert json.loads(json.dumps(data.fingerprint)) == data.fingerprint == again.fingerprint
+    assert data.description
+    assert all("\n" not in line for line in data.description)
+    assert data.validation is not None
+    for rows in (data.train, data.validation):
+        row = rows[len(rows) - 1]
+        assert row["inputs"].shape == data.input_shape
+        if data.unit == "tokens":
+            assert (data.input_shape, data.units_per_row) == ((16,), 16)
+            assert row["inputs"].dtype == row["targets"].dtype == np.int32
+            np.testing.assert_array_equal(row["inputs"][1:], row["targets"][:-1])
+            check_tokens(row["targets"], data.vocab_size, name)
+        else:
+            assert (data.unit, data.units_per_row) == ("examples", 1)
+            assert row["inputs"].dtype == np.float32
+            assert row["targets"].dtype == (np.float32 if row["targets"].ndim else np.int32)
+            assert row["targets"].shape in {(), (data.num_outputs,)}
+        assert Batches(rows, 4, seed=0, shuffle=True).spec()["inputs"].shape == (4, *data.input_shape)
+
+
+@pytest.mark.parametrize("name", ["text folder", "text glob", "jsonl", "tokens", "image folder", "table classes"])
+def test_the_fingerprint_does_not_depend_on_the_place(name, tmp_path):
+    prints = []
+    for place in ("here", "elsewhere/deep"):
+        (tmp_path / place).mkdir(parents=True)
+        prints.append(open_data(SOURCES[name](tmp_path / place), sequence_length=16, seed=0).fingerprint)
+    assert prints[0] == prints[1]
+
+
+def test_the_fingerprint_depends_on_content_split_and_length(tmp_path):
+    path = write_text(tmp_path) / "a.txt"
+    base = TextData(path=str(path))
+    changed = tmp_path / "changed" / "a.txt"
+    changed.parent.mkdir()
+    changed.write_text(path.read_text().replace("first", "FIRST"))
+    prints = [
+        open_data(config, sequence_length=length, seed=0).fingerprint
+        for config, length in [
+            (base, 16),
+            (base, 17),
+            (base.model_copy(update={"validation_fraction": 0.2}), 16),
+            (base.model_copy(update={"tokenizer": BPE}), 16),
+            (TextData(path=str(changed)), 16),
+        ]
+    ]
+    assert len({json.dumps(p) for p in prints}) == len(prints)
+
+
+def test_documents_are_divided_and_in_order(tmp_path):
+    write_text(tmp_path)
+    data = open_data(TextData(path=str(tmp_path), tokenizer=BPE, validation_fraction=0.0), sequence_length=8, seed=0)
+    assert data.validation is None
+    stream = np.concatenate([row["inputs"] for row in data.train])
+    marks = np.flatnonzero(stream == data.tokenizer.end_of_text)
+    text = data.tokenizer.decode(stream)
+    assert text.startswith("first document\n")
+    assert 2 <= len(marks) <= 3
+    assert text.index("second document") < text.index("third: naïve 東京")
+
+
+def test_the_validation_part_is_the_end_and_apart(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(range(32, 127)) * 10)
+    data = open_data(TextData(path=str(path), validation_fraction=0.1), sequence_length=10, seed=0)
+    # 951 tokens with the newline after the document, of which round(95.1) are held out.
+    assert (len(data.train), len(data.validation)) == (85, 9)
+    whole = path.read_bytes() + b"\n"
+    assert data.validation[0]["inputs"].tolist() == list(whole[856:866])
+    assert data.train[84]["targets"].tolist() == list(whole[841:851])
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@pytest.mark.parametrize("tokens_per_shard", [7, 100, 10**6])
+def test_prepared_shards_give_the_rows_of_the_text(kind, tokens_per_shard, tmp_path):
+    config = TextData(path=str(write_text(tmp_path)), tokenizer=TokenizerConfig(kind=kind, vocab_size=300))
+    summary = prepare_tokens(config, tmp_path / "shards", tokens_per_shard=tokens_per_shard)
+    direct = open_data(config, sequence_length=16, seed=0)
+    mapped = open_data(TokenData(path=summary["output"]), sequence_length=16, seed=0)
+    assert summary["num_tokens"] == sum(shard["num_tokens"] for shard in summary["shards"])
+    assert all(shard["num_tokens"] <= tokens_per_shard for shard in summary["shards"])
+    assert summary["num_documents"] == 3
+    assert (mapped.vocab_size, len(mapped.train)) == (direct.vocab_size, len(direct.train))
+    for part in ("train", "validation"):
+        for ours, theirs in zip(getattr(mapped, part), getattr(direct, part), strict=True):
+            np.testing.assert_array_equal(ours["inputs"], theirs["inputs"])
+            np.testing.assert_array_equal(ours["targets"], theirs["targets"])
+    assert load_tokenizer(tmp_path / "shards" / "tokenizer.json").vocab_size == mapped.tokenizer.vocab_size
+
+
+def test_a_failed_preparation_leaves_nothing(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n{"text"\n')
+    with pytest.raises(DataError):
+        prepare_tokens(JsonlData(path=str(path)), tmp_path / "out", tokens_per_shard=10)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path):
+    from jaxtrain.data.tokens import token_dtype
+
+    assert [token_dtype(size).itemsize for size in (256, 2**16, 2**16 + 1)] == [2, 2, 4]
+
+
+def test_synthetic_tokens_can_be_learned():
+    data = open_data(SyntheticData(num_rows=500, vocab_size=32), sequence_length=64, seed=0)
+    rows = data.train.gather(np.arange(500))
+    counts = np.zeros((32, 32))
+    np.add.at(counts, (rows["inputs"].ravel(), rows["targets"].ravel()), 1)
+    joint = counts / counts.sum()
+    conditional = counts / counts.sum(axis=1, keepdims=True)
+    entropy = -np.sum(joint * np.log(np.where(conditional > 0, conditional, 1)))
+    # Four successors at most: log 4 = 1.39, plus what the seams between rows add; a uniform guess costs 3.47.
+    assert entropy < 1.5
+
+
+def test_digits_are_scaled_and_split_the_same_for_every_seed():
+    data = [open_data(DigitsData(), sequence_length=None, seed=seed) for seed in (0, 1)]
+    rows = [d.train.gather(np.arange(len(d.train))) for d in data]
+    np.testing.assert_array_equal(rows[0]["inputs"], rows[1]["inputs"])
+    assert abs(rows[0]["inputs"].mean()) < 0.05
+    assert abs(rows[0]["inputs"].std() - 1) < 0.05
+    assert (len(data[0].train), len(data[0].validation)) == (1438, 359)
+
+
+@pytest.mark.parametrize(
+    ("targets", "task", "outputs", "words"),
+    [
+        (["no", "yes"] * 10, None, 2, "classification into 2 classes (no, yes)"),
+        ([7, 3, 5, 3] * 5, None, 3, "classification into 3 classes (3, 5, 7)"),
+        ([1.5, 2, 3, 4] * 5, None, 1, "regression of 1 column"),
+        (range(1001), None, 1, "regression of 1 column"),
+        ([7, 3, 5, 3] * 5, "regression", 1, "regression of 1 column"),
+        ([1.5, 2, 3, 4] * 5, "classification", 4, "classification into 4 classes (1.5, 2, 3, 4)"),
+    ],
+    ids=["text", "whole", "fractions", "many whole", "told regression", "told classes"],
+)
+def test_the_target_decides_the_task_of_a_table(targets, task, outputs, words, tmp_path):
+    data = open_data(TableData(path=str(write_csv(tmp_path, targets)), task=task), sequence_length=None, seed=0)
+    assert data.num_outputs == outputs
+    assert words in data.description[0]
+
+
+def test_standardizing_uses_the_training_rows(tmp_path):
+    path = write_csv(tmp_path, list("ab" * 50))
+    data = open_data(TableData(path=str(path)), sequence_length=None, seed=0)
+    inputs = data.train.gather(np.arange(len(data.train)))["inputs"]
+    np.testing.assert_allclose(inputs.mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(inputs.std(axis=0), 1, atol=1e-5)
+    plain = open_data(TableData(path=str(path), standardize=False), sequence_length=None, seed=0)
+    assert plain.train.gather(np.arange(len(plain.train)))["inputs"].max() > 90
+
+
+@pytest.mark.parametrize("kind", ["int64", "float32"])
+def test_an_npz_says_by_its_type_what_the_targets_are(kind, tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, inputs=np.random.default_rng(0).random((20, 3)), targets=np.arange(20).astype(kind) % 4)
+    data = open_data(TableData(path=str(path)), sequence_length=None, seed=0)
+    assert data.num_outputs == (4 if kind == "int64" else 1)
+    assert data.train[0]["targets"].dtype == (np.int32 if kind == "int64" else np.float32)
+
+
+def test_augmentation_is_pure_in_the_index_and_off_in_validation(tmp_path):
+    config = ImageFolderData(path=str(write_images(tmp_path)), image_size=16, validation_fraction=0.25)
+    first, again, other = (open_data(config, sequence_length=None, seed=seed) for seed in (0, 0, 1))
+    size = len(first.train)
+    np.testing.assert_array_equal(first.train[1]["inputs"], again.train[1]["inputs"])
+    assert not np.array_equal(first.train[1]["inputs"], first.train[1 + size]["inputs"])
+    assert not np.array_equal(first.train[1]["inputs"], other.train[1]["inputs"])
+    np.testing.assert_array_equal(first.validation[0]["inputs"], other.validation[0]["inputs"])
+    plain = open_data(config.model_copy(update={"augment": False}), sequence_length=None, seed=0)
+    np.testing.assert_array_equal(plain.train[1]["inputs"], plain.train[1 + size]["inputs"])
+
+
+def test_train_and_val_folders_are_the_splits(tmp_path):
+    write_images(tmp_path / "train")
+    write_images(tmp_path / "val")
+    (tmp_path / "val" / "cat" / "0.png").unlink()
+    data = open_data(ImageFolderData(path=str(tmp_path), image_size=8), sequence_length=None, seed=0)
+    assert (len(data.train), len(data.validation), data.num_outputs) == (12, 11, 2)
+
+
+def test_a_mixture_of_texts_trains_one_tokenizer(tmp_path):
+    config = MixtureData(
+        components=(
+            Component(source=TextData(path=str(write_text(tmp_path)))),
+            Component(source=JsonlData(path=str(write_jsonl(tmp_path))), weight=0.5),
+        ),
+        tokenizer=BPE,
+    )
+    data = open_data(config, sequence_length=16, seed=0)
+    assert data.vocab_size == data.tokenizer.vocab_size <= 300
+    assert [component["kind"] for component in data.fingerprint["components"]] == ["text", "jsonl"]
+
+
+def test_a_mixture_of_shards_uses_their_tokenizer(tmp_path):
+    data = open_data(MixtureData(components=(Component(source=shards(tmp_path)),)), sequence_length=16, seed=0)
+    assert data.tokenizer is not None

@@ -1,0 +1,114 @@
+"""Model FLOPs against published counts, and the table of peaks."""
+
+import pytest
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.metrics.peaks import peak_flops
+
+
+def _flops(config, *, sequence_length=None, input_shape=None, num_outputs=None, vocab_size=None):
+    return model_flops_per_row(
+        config,
+        sequence_length=sequence_length,
+        input_shape=input_shape,
+        num_outputs=num_outputs,
+        vocab_size=vocab_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "multiply_adds"),
+    # torchvision's model pages (GFLOPS column, which counts multiply-adds), two decimals.
+    [("resnet18", 1.81e9), ("resnet34", 3.66e9), ("resnet50", 4.09e9), ("resnet101", 7.80e9)],
+)
+def test_resnets_take_the_published_multiply_adds(size, multiply_adds):
+    flops = _flops(ResNetConfig(size=size), input_shape=(224, 224, 3), num_outputs=1000)
+    # 0.005e9 is the rounding of the published figure.
+    assert flops is not None
+    assert flops / 6 == pytest.approx(multiply_adds, abs=0.0051e9)
+
+
+def test_small_stem_keeps_the_image():
+    config = ResNetConfig(stage_blocks=(1,), width=8, stem="small", num_classes=10)
+    forward = 9 * 1 * 8 * 64 + 2 * (9 * 8 * 8 * 64) + 8 * 10
+    assert _flops(config, input_shape=(8, 8, 1)) == 6 * forward
+
+
+@pytest.mark.parametrize(
+    ("size", "sequence_length", "num_parameters", "not_multiplied"),
+    [
+        # Not in a matmul: learned positions; biases and norms are below the tolerance. The tied embedding counts
+        # once, as the output layer.
+        pytest.param("gpt2", 1024, 124_439_808, 1024 * 768, id="gpt2-124m"),
+        # Not in a matmul: the untied embedding.
+        pytest.param("llama3.1_8b", 8192, 8_030_261_248, 128256 * 4096, id="llama3.1-8b"),
+        # The 12.9e9 parameters that a token meets: two of eight experts a layer, and the router.
+        pytest.param("mixtral_8x7b", 8192, 12_879_925_248, 32000 * 4096, id="mixtral-8x7b active"),
+    ],
+)
+def test_transformer_takes_six_flops_a_weight_plus_attention(size, sequence_length, num_parameters, not_multiplied):
+    config = TransformerConfig(size=size)
+    query_dim = config.num_heads * (config.head_dim or config.embed_dim // config.num_heads)
+    attention = 6 * config.num_layers * query_dim * sequence_length
+    per_token = 6 * (num_parameters - not_multiplied) + attention
+    # GPT-2's biases and norms are 0.1 % of its parameters.
+    assert _flops(config, sequence_length=sequence_length) == pytest.approx(per_token * sequence_length, rel=1.1e-3)
+
+
+def test_llama_70b_is_the_count_that_maxtext_reports():
+    # MaxText's published logs of Llama-3.1-70B at 8192 tokens: TFLOP/s over tokens/s is 449.22e9 a token.
+    assert _flops(TransformerConfig(size="llama3.1_70b"), sequence_length=8192) == pytest.approx(
+        449.22e9 * 8192, rel=1e-4
+    )
+
+
+def test_experts_count_their_router_and_those_chosen():
+    one = dict(embed_dim=8, num_heads=1, num_layers=1, mlp_dim=16, vocab_size=32, activation="gelu")
+    mixture = TransformerConfig.model_validate(one | dict(experts=dict(num_experts=4, experts_per_token=3)))
+    more = _flops(mixture, sequence_length=10) - _flops(TransformerConfig.model_validate(one), sequence_length=10)
+    assert more == 6 * 10 * (2 * 2 * 8 * 16 + 8 * 4)
+
+
+def test_mlp_counts_its_matrices():
+    config = MLPConfig(hidden_dims=(16, 32))
+    assert _flops(config, input_shape=(8, 8, 1), num_outputs=10) == 6 * (64 * 16 + 16 * 32 + 32 * 10)
+
+
+def test_sizes_of_the_model_come_before_those_of_the_data():
+    config = TransformerConfig(vocab_size=300)
+    assert _flops(config, sequence_length=8, vocab_size=100) == _flops(config, sequence_length=8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TransformerConfig(), ResNetConfig(), MLPConfig()],
+    ids=lambda config: config.kind,
+)
+def test_none_when_a_size_is_missing(config):
+    assert _flops(config) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "bf16_pure", 989.4e12),
+        ("NVIDIA H200", "tf32", 494.7e12),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5e12),
+        ("NVIDIA B200", "bf16", 2250e12),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("Tesla T4", "fp16", 65e12),
+        ("TPU v3", "bf16", 61.5e12),
+        ("TPU v5 lite", "bf16", 197e12),
+        ("TPU v5 lite", "fp32", None),
+        ("TPU v6e", "bf16", 918e12),
+        ("TPU7x", "bf16", 1153.5e12),
+        ("cpu", "fp32", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("NVIDIA H100 80GB HBM3", "unknown", None),
+    ],
+)
+def test_peaks(kind, policy, peak):
+    assert peak_flops(kind, policy) == peak

@@ -1,0 +1,178 @@
+"""The report: self-contained, escaped, small whatever the run logged, and tolerant of what is missing."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from jaxtrain.metrics.curves import MAX_POINTS, read_series, thin
+from jaxtrain.metrics.files import write_json_atomic
+from jaxtrain.metrics.report import write_report
+
+_RUN = {
+    "name": "quick <b>start</b>",
+    "status": "done",
+    "created": "2026-01-02T03:04:05+00:00",
+    "finished": "2026-01-02T03:06:05+00:00",
+    "config": {"task": "language_modeling", "seed": 0, "model": {"kind": "transformer", "rope": {"factor": 8.0}}},
+    "versions": {"jax": "0.10.2", "absent": None},
+    "devices": {"platform": "gpu", "kind": "NVIDIA H200", "count": 8, "process_count": 1},
+    "mesh": {"data": 8},
+    "git_commit": "c0ffee",
+    "git_dirty": True,
+    "model": {"name": "transformer", "num_parameters": 124439808},
+    "data": {"description": ["first line", "second <line>"], "fingerprint": "f00d"},
+    "final": {"loss": 1.25, "eval_loss": 1.5},
+}
+
+
+def _row(step, **more):
+    row = {
+        "step": step, "loss": 10.0 / step, "grad_norm": 100.0 / step**2, "learning_rate": 1e-3, "tokens": step * 64,
+        "tokens_per_second": 12_100.0, "step_seconds": 0.1, "data_wait_seconds": 0.01,
+        "model_flops_utilization": 0.41, "device_memory_bytes": 2**30, "skipped_steps": 0,
+    }  # fmt: skip
+    return json.dumps(row | more) + "\n"
+
+
+def _write(run_dir, *, run=_RUN, metrics=None, sample=None):
+    if run is not None:
+        write_json_atomic(run_dir / "run.json", run)
+    if metrics is not None:
+        (run_dir / "metrics.jsonl").write_text(metrics)
+    if sample is not None:
+        (run_dir / "sample.txt").write_text(sample)
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    return path.read_text()
+
+
+class _Page(HTMLParser):
+    """Text, tags and ids; fails on tags that do not match."""
+
+    _VOID = frozenset({"meta", "br", "path", "use", "rect"})
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.ids, self.references, self.words = [], [], [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in self._VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            self.references += re.findall(r"url\(#([^)]*)\)", value or "")
+            if name.endswith("href"):
+                self.references.append(value.removeprefix("#"))
+
+    def handle_endtag(self, tag):
+        if tag not in self._VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+_METRICS = "".join(_row(step) for step in range(1, 41)) + '{"step": 40, "eval_loss": 1.5}\n'
+
+
+def test_page_is_self_contained_and_its_ids_do_not_collide(tmp_path):
+    html = _write(tmp_path, metrics=_METRICS)
+    page = _Page(html)
+    assert "://" not in html
+    assert "@import" not in html
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("svg") == 5
+    assert len(page.ids) == len(set(page.ids))
+    assert set(page.references) <= set(page.ids)
+    # Every colour is the page's: one picture serves light and dark.
+    assert not re.search(r"#[0-9a-f]{6}", "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL)))
+
+
+def test_headline_holds_what_matters(tmp_path):
+    text = _Page(_write(tmp_path, metrics=_METRICS)).text
+    for words in (
+        "1.25 final loss", "1.5 eval loss", "4.482 eval perplexity", "12.1k tokens/s",
+        "41.0 % model FLOPs utilization", "2:00 wall time", "1.0 GiB peak device memory", "40 steps",
+        "124,439,808 parameters", "8 x NVIDIA H200", "rope.factor 8.0", "c0ffee (with changes)", "jax 0.10.2",
+        "loss (nats per token)", "tokens/s", "milliseconds",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_everything_is_escaped(tmp_path):
+    run = _RUN | {
+        "status": "<script>1</script>",
+        "config": {"<i>": "<script>2</script>", "model": {"x": ["<script>3</script>"]}},
+        "versions": {"<script>4</script>": "5"},
+    }
+    html = _write(tmp_path, run=run, metrics=_METRICS, sample="</pre><script>6</script> & \x00\x1b[31m é")
+    page = _Page(html)
+    assert not {"script", "b", "i"} & set(page.tags)
+    assert "</pre><script>6</script> & \ufffd\ufffd[31m é" in page.text
+    assert "quick <b>start</b>" in page.text
+
+
+@pytest.mark.parametrize(
+    ("run", "metrics"),
+    [
+        pytest.param(None, None, id="empty-directory"),
+        pytest.param({}, "", id="empty-files"),
+        pytest.param(_RUN | {"config": None, "final": None, "model": 3, "finished": None}, None, id="nulls"),
+        pytest.param(_RUN, _row(1), id="one-row"),
+        pytest.param(_RUN, _row(1, loss=None, grad_norm=None), id="diverged-at-once"),
+        pytest.param(_RUN, _row(1) + _row(2)[:25], id="torn-last-line"),
+        pytest.param(_RUN, "[]\nnot json\n" + _row(1, sample="text"), id="lines-that-are-no-rows"),
+        pytest.param(_RUN, _row(1, learning_rate=0.0) + _row(2, learning_rate=0.0), id="constant-zero"),
+        pytest.param(_RUN, _row(1, loss=1e30) + _row(2, loss=-1e30), id="huge"),
+        pytest.param(_RUN, '{"step": 1, "examples_per_second": 5.0, "accuracy": 0.5}\n', id="images"),
+    ],
+)
+def test_tolerates_what_is_missing(tmp_path, run, metrics):
+    _Page(_write(tmp_path, run=run, metrics=metrics))
+
+
+def test_corrupt_run_file_still_gives_curves(tmp_path):
+    (tmp_path / "run.json").write_text('{"name": "x')
+    assert "<svg" in _write(tmp_path, run=None, metrics=_METRICS)
+
+
+def test_long_run_gives_a_small_page(tmp_path):
+    html = _write(tmp_path, metrics="".join(_row(step) for step in range(1, 20_001)))
+    assert "means over neighbouring rows" in html
+    # Five pictures of at most 1000 points, some with a band, at about 25 bytes a corner.
+    assert len(html) < 600_000
+
+
+@pytest.mark.parametrize("count", [1, MAX_POINTS, MAX_POINTS + 1, 123_457])
+def test_thinning_keeps_mean_extremes_and_order(count):
+    steps, values = np.arange(count, dtype=float), np.random.default_rng(0).normal(size=count)
+    curve = thin(steps, values)
+    assert len(curve.steps) == min(count, MAX_POINTS)
+    assert curve.is_thinned == (count > MAX_POINTS)
+    assert (np.diff(curve.steps) > 0).all()
+    assert curve.low.min() == values.min()
+    assert curve.high.max() == values.max()
+    # Bins differ in size by one row at most, so that means of means stray from the mean by far less than a row.
+    assert curve.values.mean() == pytest.approx(values.mean(), abs=1e-2)
+
+
+def test_series_are_ordered_and_leave_out_what_is_no_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(_row(2, loss=None) + _row(1) + '{"step": 3, "sample": "text", "loss": 4.0}\n')
+    series = read_series(path)
+    assert series["loss"][0].tolist() == [1, 3]
+    assert "sample" not in series

@@ -1,0 +1,191 @@
+"""Metric files: strict JSON lines, what a resume drops, and dashboards that may be missing."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jaxtrain.config.schema import LoggingConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, TensorBoardWriter, open_writers
+
+
+def _refuse(constant):
+    raise AssertionError(f"{constant} is not strict JSON")
+
+
+def _rows(path):
+    return [json.loads(line, parse_constant=_refuse) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        pytest.param(1.5, 1.5, id="float"),
+        pytest.param(7, 7, id="int"),
+        pytest.param(None, None, id="none"),
+        pytest.param(float("nan"), None, id="nan"),
+        pytest.param(float("inf"), None, id="infinity"),
+        pytest.param(float("-inf"), None, id="minus-infinity"),
+        pytest.param(np.float32(0.5), 0.5, id="numpy-float"),
+        pytest.param(np.int64(3), 3, id="numpy-int"),
+        pytest.param(np.float32("nan"), None, id="numpy-nan"),
+        pytest.param(np.array(2.5, np.float32), 2.5, id="numpy-0d"),
+    ],
+)
+def test_jsonl_writes_strict_json(tmp_path, value, written):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.scalars(3, {"loss": value})
+    # Read before the close: a killed run must have its rows on disk.
+    assert _rows(writer.path) == [{"step": 3, "loss": written}]
+    assert isinstance(_rows(writer.path)[0]["loss"], type(written))
+    writer.close()
+    writer.close()
+
+
+def test_jsonl_keeps_text(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.text(4, "sample", 'two\nlines "é" \ud800')
+    writer.close()
+    assert _rows(writer.path) == [{"step": 4, "sample": 'two\nlines "é" \ud800'}]
+
+
+_ROW = '{"step": %d, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "after"),
+    [
+        pytest.param(None, 5, None, id="no-file"),
+        pytest.param("", 5, "", id="empty"),
+        pytest.param(_ROW % 1 + _ROW % 5, 5, _ROW % 1 + _ROW % 5, id="nothing-to-drop"),
+        pytest.param(_ROW % 1 + _ROW % 5 + _ROW % 6, 5, _ROW % 1 + _ROW % 5, id="later-steps"),
+        pytest.param(_ROW % 1 + '{"step": 2, "lo', 5, _ROW % 1, id="torn-last-line"),
+        pytest.param(_ROW % 1 + '{"step": 2}', 5, _ROW % 1, id="last-line-without-end"),
+        pytest.param(_ROW % 1 + '{"st' + _ROW % 2 + _ROW % 3, 5, _ROW % 1 + _ROW % 3, id="torn-inside"),
+        pytest.param(_ROW % 1 + "\0\0\0\n", 5, _ROW % 1, id="zeros-after-power-loss"),
+        pytest.param(_ROW % 1 + _ROW % 2, 0, "", id="fresh-start"),
+    ],
+)
+def test_truncate_after(tmp_path, before, step, after):
+    path = tmp_path / "metrics.jsonl"
+    if before is not None:
+        path.write_text(before)
+    writer = JsonlWriter(path)
+    writer.truncate_after(step)
+    assert (path.read_text() if path.exists() else None) == after
+    assert [entry.name for entry in tmp_path.iterdir()] == ([path.name] if before is not None else [])
+    writer.scalars(step + 1, {"loss": 2.0})
+    writer.close()
+    assert _rows(path)[-1] == {"step": step + 1, "loss": 2.0}
+
+
+def test_tensorboard_holds_numbers_and_purges_on_resume(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    writer = TensorBoardWriter(tmp_path / "tb", resumed_step=4)
+    writer.scalars(5, {"step": 5, "loss": 1.25, "model_flops_utilization": None})
+    writer.text(5, "sample", "hello")
+    writer.close()
+    [path] = (tmp_path / "tb").iterdir()
+    data, events = path.read_bytes(), []
+    while data:
+        # TFRecord: length (8 bytes), its checksum (4), payload, its checksum (4).
+        length = int.from_bytes(data[:8], "little")
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    tags = {value.tag: (event.step, value.simple_value) for event in events for value in event.summary.value}
+    assert tags["loss"] == (5, 1.25)
+    assert set(tags) == {"loss", "sample/text_summary"}
+    assert any(event.session_log.status == event.session_log.START and event.step == 5 for event in events)
+
+
+def test_open_writers_drops_later_rows_and_writes_both(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(_ROW % 10 + _ROW % 20)
+    writer = open_writers(tmp_path, LoggingConfig(), run_name="r", resumed_step=10)
+    writer.scalars(20, {"loss": 0.5})
+    writer.close()
+    assert [row["loss"] for row in _rows(tmp_path / "metrics.jsonl")] == [1.0, 0.5]
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_without_tensorboard_nothing_else_is_written(tmp_path):
+    writer = open_writers(tmp_path, LoggingConfig(tensorboard=False), run_name="r", resumed_step=0)
+    writer.scalars(1, {"loss": 0.5})
+    writer.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_missing_dashboard_is_one_line_and_touches_nothing(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "metrics.jsonl").write_text(_ROW % 10)
+    with pytest.raises(ConfigError, match=rf"pip install 'jaxtrain\[{package}\]'") as caught:
+        open_writers(tmp_path, LoggingConfig(**{package: True}), run_name="r", resumed_step=0)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "metrics.jsonl").read_text() == _ROW % 10
+
+
+class _FakeRun:
+    def __init__(self, log, **settings):
+        self.id, self.calls, self.settings = settings.get("id") or "id1", log, settings
+
+    def define_metric(self, *names, **more):
+        pass
+
+    def log(self, values):
+        self.calls.append(values)
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+def test_wandb_resumes_its_own_run(tmp_path, monkeypatch):
+    calls, runs = [], []
+
+    def init(**settings):
+        runs.append(_FakeRun(calls, **settings))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for resumed_step in (0, 4):
+        config = LoggingConfig(wandb=True, tensorboard=False)
+        writer = open_writers(tmp_path, config, run_name="r", resumed_step=resumed_step)
+        writer.scalars(resumed_step + 1, {"loss": 0.5, "model_flops_utilization": None})
+        writer.close()
+        writer.close()
+    assert [run.settings["id"] for run in runs] == [None, "id1"]
+    assert calls == [{"step": 1, "loss": 0.5}, "finish", {"step": 5, "loss": 0.5}, "finish"]
+
+
+def test_trackio_gets_numbers_with_their_step(tmp_path, monkeypatch):
+    calls = []
+    fake = types.SimpleNamespace(
+        init=lambda **settings: calls.append(settings),
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("finish"),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    config = LoggingConfig(trackio=True, tensorboard=False, project="p")
+    writer = open_writers(tmp_path, config, run_name="r", resumed_step=0)
+    writer.scalars(1, {"loss": float("nan"), "tokens": 8})
+    writer.close()
+    assert calls == [{"project": "p", "name": "r", "resume": "allow"}, (1, {"tokens": 8}), "finish"]
+
+
+def test_every_writer_is_closed_although_one_fails():
+    closed = []
+
+    def writer(name, error=None):
+        def close():
+            closed.append(name)
+            if error:
+                raise error
+
+        return types.SimpleNamespace(close=close)
+
+    with pytest.raises(OSError, match="disk full"):
+        MultiWriter([writer("a", OSError("disk full")), writer("b")]).close()
+    assert closed == ["a", "b"]

@@ -1,0 +1,101 @@
+"""Parameter counts of the published models, from shapes alone."""
+
+import pytest
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.build import build_model
+from jaxtrain.models.model import count_parameters
+
+TRANSFORMERS = {
+    # Radford et al. 2019, as released (tied embedding counted once).
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    # The safetensors index published with each model.
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3.1_8b": 8_030_261_248,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "llama3.1_70b": 70_553_706_496,
+    "llama3.1_405b": 405_853_388_800,
+    "llama3.2_1b": 1_235_814_400,
+    "llama3.2_3b": 3_212_749_824,
+}
+# torchvision's table of weights.
+RESNETS = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160}
+
+
+@pytest.mark.parametrize(("size", "count"), TRANSFORMERS.items(), ids=TRANSFORMERS)
+def test_transformers_have_the_published_counts(size, count):
+    assert count_parameters(build_model(TransformerConfig(size=size), input_shape=(8,))) == count
+
+
+@pytest.mark.parametrize(("size", "count"), RESNETS.items(), ids=RESNETS)
+def test_resnets_have_the_published_counts(size, count):
+    model = build_model(ResNetConfig(size=size, num_classes=1000), input_shape=(224, 224, 3))
+    assert count_parameters(model) == count
+
+
+# config, input shape, what the data has, count
+FROM_DATA = {
+    "transformer vocabulary": (
+        TransformerConfig(num_layers=1, embed_dim=4, num_heads=1, mlp_dim=4),
+        (8,),
+        dict(vocab_size=10),
+        # embedding and output, four attention and three MLP matrices, three norms
+        2 * 10 * 4 + 4 * 16 + 3 * 16 + 3 * 4,
+    ),
+    "config before data": (
+        TransformerConfig(num_layers=1, embed_dim=4, num_heads=1, mlp_dim=4, vocab_size=20),
+        (8,),
+        dict(vocab_size=10),
+        2 * 20 * 4 + 4 * 16 + 3 * 16 + 3 * 4,
+    ),
+    "mlp": (MLPConfig(hidden_dims=(5, 6)), (2, 3), dict(num_outputs=7), 6 * 5 + 5 + 5 * 6 + 6 + 6 * 7 + 7),
+    "linear": (MLPConfig(hidden_dims=()), (4,), dict(num_outputs=2), 4 * 2 + 2),
+    "resnet": (
+        ResNetConfig(stage_blocks=(1,), width=4, stem="small"),
+        (8, 8, 1),
+        dict(num_outputs=3),
+        9 * 4 + 2 * 9 * 16 + 3 * 2 * 4 + 4 * 3 + 3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "shape", "known", "count"), FROM_DATA.values(), ids=FROM_DATA)
+def test_sizes_that_the_data_gives(config, shape, known, count):
+    assert count_parameters(build_model(config, input_shape=shape, **known)) == count
+
+
+WRONG = {
+    "no vocabulary": (
+        TransformerConfig(),
+        (8,),
+        "model.vocab_size is not set and the data has no vocabulary; set model.vocab_size",
+    ),
+    "no classes": (
+        ResNetConfig(),
+        (8, 8, 1),
+        "model.num_classes is not set and the data has no classes; set model.num_classes",
+    ),
+    "no outputs": (
+        MLPConfig(),
+        (8,),
+        "model.num_outputs is not set and the data names no outputs; set model.num_outputs",
+    ),
+    "no image": (
+        ResNetConfig(num_classes=3),
+        (8,),
+        "model.kind=resnet takes images, but a row of the data has shape (8,)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "shape", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_sizes(config, shape, message):
+    with pytest.raises(ConfigError) as caught:
+        build_model(config, input_shape=shape)
+    assert str(caught.value) == message

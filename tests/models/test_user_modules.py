@@ -1,0 +1,142 @@
+"""Dropout and batch statistics of users' own modules, against what the layers are documented to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from jaxtrain.models.linen_model import from_linen
+from jaxtrain.models.nnx_model import from_nnx
+
+ONES = np.ones((4, 64), np.float32)
+ROWS = np.linspace(-1, 3, 4 * 64, dtype=np.float32).reshape(4, 64)
+
+
+class NNXDropout(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.ones(()))
+        self.first = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = x * self.scale[...]
+        return jnp.stack([self.first(x), self.second(x), self.first(x)])
+
+
+class LinenDropout(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool):
+        x = x * self.param("scale", lambda key: jnp.ones(()))
+        first, second = (linen.Dropout(0.5, deterministic=not train) for _ in range(2))
+        return jnp.stack([first(x), second(x), first(x)])
+
+
+class NNXNorm(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(64, momentum=0.9, epsilon=0.0, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class LinenNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool):
+        return linen.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=0.0, name="norm")(x)
+
+
+def applied(model, inputs, *, seed, train, state=None):
+    params, first_state = jax.jit(model.init)(jax.random.key(0))
+    state = first_state if state is None else state
+    run = jax.jit(lambda p, s, key: model.apply(p, s, inputs, key=key, train=train))
+    return run(params, state, jax.random.key(seed))
+
+
+DROPOUT = {"nnx": lambda: from_nnx(NNXDropout), "linen": lambda: from_linen(LinenDropout(), ONES)}
+
+
+@pytest.mark.parametrize("make", DROPOUT.values(), ids=DROPOUT)
+def test_dropout(make):
+    model = make()
+    one, _ = applied(model, ONES, seed=1, train=True)
+    again, _ = applied(model, ONES, seed=1, train=True)
+    other, _ = applied(model, ONES, seed=2, train=True)
+    np.testing.assert_array_equal(one, again)
+    assert set(np.unique(one)) == {0.0, 2.0}
+    # Each layer, each call and each step draws a mask of its own: two of 256 fair bits agree in half of the places.
+    masks = np.concatenate([np.asarray(one), np.asarray(other)]).reshape(6, -1) > 0
+    for a in range(6):
+        for b in range(a):
+            # Five standard deviations of 0.5 / sqrt(256).
+            assert abs(np.mean(masks[a] == masks[b]) - 0.5) < 5 * 0.5 / 16, (a, b)
+    evaluated, _ = applied(model, ONES, seed=1, train=False)
+    np.testing.assert_array_equal(evaluated, np.stack([ONES] * 3))
+
+
+NORMS = {
+    "nnx": (lambda: from_nnx(NNXNorm), lambda state: state["norm"]),
+    "linen": (lambda: from_linen(LinenNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
+}
+
+
+@pytest.mark.parametrize(("make", "statistics"), NORMS.values(), ids=NORMS)
+def test_batch_statistics(make, statistics):
+    model = make()
+    outputs, state = applied(model, ROWS, seed=0, train=True)
+    mean, variance = ROWS.mean(0), ROWS.var(0)
+    # fp32 means of 4 values.
+    np.testing.assert_allclose(outputs, (ROWS - mean) / np.sqrt(variance), atol=1e-5)
+    np.testing.assert_allclose(statistics(state)["mean"], 0.1 * mean, atol=1e-6)
+    np.testing.assert_allclose(statistics(state)["var"], 0.9 + 0.1 * variance, rtol=1e-5)
+    # Evaluation uses the running ones and leaves them.
+    evaluated, same = applied(model, ROWS, seed=0, train=False, state=state)
+    running = (ROWS - 0.1 * mean) / np.sqrt(0.9 + 0.1 * variance)
+    np.testing.assert_allclose(evaluated, running, atol=1e-5)
+    np.testing.assert_array_equal(statistics(same)["mean"], statistics(state)["mean"])
+
+
+class NNXNotes(nnx.Module):
+    """Writes down an activation on the way."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layer = nnx.Linear(64, 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.layer(x)
+        self.sow(nnx.Intermediate, "seen", x)
+        return x
+
+
+class LinenNotes(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(2)(x)
+        self.sow("intermediates", "seen", x)
+        return x
+
+
+NOTES = {"nnx": lambda: from_nnx(NNXNotes), "linen": lambda: from_linen(LinenNotes(), ROWS)}
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")  # outside nnx.capture, as old modules do
+@pytest.mark.parametrize("make", NOTES.values(), ids=NOTES)
+def test_intermediates_are_not_state(make):
+    # A state that grows on the first step would not fit the step's output shardings.
+    _, state = applied(make(), ROWS, seed=0, train=True)
+    assert state == {}
+
+
+class LinenPartitioned(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+        return linen.Dense(2, kernel_init=init)(x)
+
+
+def test_linen_partitioning_boxes_are_taken_off():
+    # Sharding comes from the axes table; a box would be neither a dict nor an array.
+    model = from_linen(LinenPartitioned(), ROWS)
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    assert isinstance(params["Dense_0"]["kernel"], jax.Array)
+    assert applied(model, ROWS, seed=0, train=True)[0].shape == (4, 2)

@@ -1,0 +1,165 @@
+"""Which parameters decay and which are trained."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import AdamWConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.mlp import mlp
+from jaxtrain.models.resnet import resnet
+from jaxtrain.models.transformer import transformer
+from jaxtrain.optim import build_optimizer
+from jaxtrain.optim.masks import decay_mask, trainable_predicate
+from jaxtrain.sharding import path_name
+
+SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=11, max_sequence_length=6)
+
+
+def gpt():
+    return transformer(
+        TransformerConfig(
+            **SMALL, position="learned", norm="layernorm", activation="gelu", bias=True, tie_embeddings=True
+        )
+    )
+
+
+def llama():
+    return transformer(TransformerConfig(**SMALL, num_kv_heads=1))
+
+
+def small_resnet():
+    return resnet(ResNetConfig(stage_blocks=(1, 3), width=4, stem="small", num_classes=3), input_shape=(8, 8, 1))
+
+
+# model, the parameters that decay
+DECAYING = {
+    "gpt": (
+        gpt,
+        {
+            "embedding",
+            "positions",
+            "blocks/attention/query/kernel",
+            "blocks/attention/key/kernel",
+            "blocks/attention/value/kernel",
+            "blocks/attention/output/kernel",
+            "blocks/mlp/up/kernel",
+            "blocks/mlp/down/kernel",
+        },
+    ),
+    "llama": (
+        llama,
+        {
+            "embedding",
+            "output",
+            "blocks/attention/query/kernel",
+            "blocks/attention/key/kernel",
+            "blocks/attention/value/kernel",
+            "blocks/attention/output/kernel",
+            "blocks/mlp/up/kernel",
+            "blocks/mlp/gate/kernel",
+            "blocks/mlp/down/kernel",
+        },
+    ),
+    "resnet": (
+        small_resnet,
+        {
+            "stem/kernel",
+            "stage0_first/convs/0/kernel",
+            "stage0_first/convs/1/kernel",
+            "stage1_first/convs/0/kernel",
+            "stage1_first/convs/1/kernel",
+            "stage1_first/shortcut/kernel",
+            "stage1_rest/convs/0/kernel",
+            "stage1_rest/convs/1/kernel",
+            "head_kernel",
+        },
+    ),
+    "mlp": (
+        lambda: mlp(MLPConfig(hidden_dims=(4,)), input_shape=(3,), num_outputs=2),
+        {"layers/0/kernel", "output/kernel"},
+    ),
+}
+
+
+def shapes(model):
+    return jax.eval_shape(model.init, jax.random.key(0))[0]
+
+
+@pytest.mark.parametrize(("make", "decaying"), DECAYING.values(), ids=DECAYING)
+def test_matrices_decay_and_nothing_else(make, decaying):
+    model = make()
+    mask = decay_mask(model.axes)(shapes(model))
+    assert {path_name(path) for path, decays in jax.tree_util.tree_leaves_with_path(mask) if decays} == decaying
+
+
+# path -> shape, row of the table, whether it decays
+OWN = {
+    "matrix": ("kernel", (4, 4), None, True),
+    "vector": ("gain", (4,), None, False),
+    "stacked vector": ("blocks/gain", (2, 4), ("layers", "embed"), False),
+    "stacked matrix": ("blocks/gain", (2, 4, 4), ("layers", "embed", "mlp"), True),
+    "bias of two dims": ("query/bias", (4, 4), ("heads", "head_dim"), False),
+    "scale of two dims": ("norm/scale", (4, 4), None, False),
+    "scalar": ("temperature", (), None, False),
+}
+
+
+@pytest.mark.parametrize(("path", "shape", "row", "decays"), OWN.values(), ids=OWN)
+def test_parameters_of_somebodys_own(path, shape, row, decays):
+    params = jax.ShapeDtypeStruct(shape, np.float32)
+    for part in reversed(path.split("/")):
+        params = {part: params}
+    assert jax.tree.leaves(decay_mask({} if row is None else {path: row})(params)) == [decays]
+
+
+def test_the_optimizer_uses_the_mask():
+    model = llama()
+    params = jax.tree.map(lambda shape: np.full(shape.shape, 3, np.float32), shapes(model))
+    optimizer = build_optimizer(AdamWConfig(weight_decay=0.5), optax.constant_schedule(1.0), axes=model.axes)
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = jax.jit(lambda p: optimizer.update(zeros, optimizer.init(p), p))(params)
+    # Without a gradient only decay moves a parameter.
+    np.testing.assert_array_equal(updates["embedding"], -1.5)
+    np.testing.assert_array_equal(updates["output_norm"]["scale"], 0)
+    np.testing.assert_array_equal(updates["blocks"]["mlp_norm"]["scale"], 0)
+
+
+PATHS = ["embedding", "blocks/attention/query/kernel", "blocks/mlp/up/kernel", "output"]
+
+
+@pytest.mark.parametrize(
+    ("freeze", "trained"),
+    [
+        pytest.param(("embedding",), PATHS[1:], id="one path"),
+        pytest.param(("blocks/*",), ["embedding", "output"], id="a sub-tree"),
+        pytest.param(("*/kernel", "output"), ["embedding"], id="two patterns"),
+    ],
+)
+def test_frozen_parameters(freeze, trained):
+    predicate = trainable_predicate(freeze, PATHS)
+    assert [path for path in PATHS if predicate(path)] == trained
+
+
+def test_nothing_frozen_needs_no_predicate():
+    assert trainable_predicate((), PATHS) is None
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        pytest.param(
+            ("embedding", "block/*"),
+            "optimizer.freeze: 'block/*' matches no parameter; there are embedding, blocks/attention/query/kernel, "
+            "blocks/mlp/up/kernel, output",
+            id="matches nothing",
+        ),
+        pytest.param(("*",), "optimizer.freeze matches every parameter; leave one to train", id="matches all"),
+    ],
+)
+def test_wrong_patterns(freeze, message):
+    with pytest.raises(ConfigError) as caught:
+        trainable_predicate(freeze, PATHS)
+    assert str(caught.value) == message

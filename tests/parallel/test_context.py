@@ -1,0 +1,348 @@
+"""Attention over a spread sequence against plain attention on one device, what it compiles to, and its errors."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import make_mesh
+from jaxtrain.ops.attention import attention, attention_mask
+from jaxtrain.parallel.context import check_context, choose_context, context_attention
+from jaxtrain.parallel.ring import home, own_blocks, passing_blocks, score_elements
+from jaxtrain.sharding import Layout, use_layout
+
+BATCH, LENGTH, HEADS, HEAD_DIM = 4, 32, 8, 4
+
+# Documents that cross the borders of 2, 4 and 8 shards and of their halves, others that end on one; and a document
+# a token, so that every block but the diagonal is masked as a whole.
+PACKED = np.stack([np.repeat(np.arange(len(sizes)), sizes) for sizes in ((3, 14, 15), (16, 16), (1, 30, 1), (9, 23))])
+ALONE = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
+
+
+def layout(name, **degrees):
+    return Layout(make_mesh(**{"data": 1, **degrees}), context_attention=name)
+
+
+def arrays(groups, *, batch=BATCH, scale=1.0, dtype=jnp.float32):
+    rng = np.random.default_rng(1)
+    shapes = [(batch, LENGTH, heads, HEAD_DIM) for heads in (HEADS, groups, groups)]
+    q, k, v = (rng.normal(size=shape) for shape in shapes)
+    return tuple(jnp.asarray(x, dtype) for x in (q * scale, k, v))
+
+
+def output_and_gradients(attend):
+    """(q, k, v, segments) -> output and the gradients of q, k and v, for a loss that weighs each element otherwise."""
+
+    def loss(q, k, v, segments):
+        out = attend(q, k, v, segments)
+        weights = jnp.cos(jnp.arange(math.prod(out.shape[1:]), dtype=jnp.float32)).reshape(out.shape[1:])
+        return jnp.sum(out.astype(jnp.float32) * weights), out
+
+    def run(q, k, v, segments):
+        gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v, segments)
+        return (out, *gradients)
+
+    return run
+
+
+@functools.cache
+def plain(causal):
+    def attend(q, k, v, segments):
+        order = jnp.arange(LENGTH)[None]
+        return attention(
+            q, k, v, attention_mask(order, order, causal=causal, query_segments_BL=segments, key_segments_BS=segments)
+        )
+
+    return jax.jit(output_and_gradients(attend))
+
+
+def spread(layout, causal):
+    def attend(q, k, v, segments):
+        return context_attention(q, k, v, segments, causal=causal, layout=layout, local_attention=attention)
+
+    return output_and_gradients(attend)
+
+
+@functools.cache
+def compiled(name, degrees, causal):
+    return jax.jit(spread(layout(name, **dict(degrees)), causal))
+
+
+def assert_same(found, expected, tolerance):
+    for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(np.abs(other).max(), 1), err_msg=name)
+
+
+# Sums of 32 weights and of up to 32 x 8 gradients in another order: a few roundings of 6e-8 of the largest value.
+FP32 = 2e-6
+# A rounding to 8 bits (4e-3) each of the weights or their gradients, of the repeated heads' sums and of the result.
+BF16 = 2e-2
+
+C4 = (("context", 4), ("data", 2))
+C8 = (("context", 8),)
+C2TD = (("context", 2), ("tensor", 2), ("data", 2))
+C2TF = (("context", 2), ("tensor", 2), ("fsdp", 2))
+
+# implementation, mesh, key-value heads (of 8 heads), segments, causal
+CASES = {
+    "ring, 4": ("ring", C4, 8, None, True),
+    "ring, 4, packed, grouped": ("ring", C4, 2, PACKED, True),
+    "ring, 4, a document a token": ("ring", C4, 2, ALONE, True),
+    "ring, 4, full, one kv head": ("ring", C4, 1, None, False),
+    "ring, 4, full, packed": ("ring", C4, 8, PACKED, False),
+    "ring, 8, packed, one kv head": ("ring", C8, 1, PACKED, True),
+    "ring, 8, grouped": ("ring", C8, 2, None, True),
+    "ring, 8, full, packed, grouped": ("ring", C8, 2, PACKED, False),
+    "ring, 2 with tensor and data, packed, one kv head": ("ring", C2TD, 1, PACKED, True),
+    "ring, 2 with tensor and fsdp, packed": ("ring", C2TF, 8, PACKED, True),
+    "ring, 2 with tensor and fsdp, full, grouped": ("ring", C2TF, 2, None, False),
+    "all-to-all, 4": ("all_to_all", C4, 8, None, True),
+    "all-to-all, 4, packed, grouped": ("all_to_all", C4, 2, PACKED, True),
+    "all-to-all, 8, full, packed, grouped": ("all_to_all", C8, 2, PACKED, False),
+    "all-to-all, 8, one kv head": ("all_to_all", C8, 1, None, True),
+    "all-to-all, 2 with tensor and data, packed, grouped": ("all_to_all", C2TD, 2, PACKED, True),
+    "all-to-all, 2 with tensor and fsdp, full, one kv head": ("all_to_all", C2TF, 1, None, False),
+    "gather, 4, packed, grouped": ("gather", C4, 2, PACKED, True),
+    "gather, 8, one kv head": ("gather", C8, 1, None, True),
+    "gather, 8, full, packed": ("gather", C8, 8, PACKED, False),
+    "gather, 2 with tensor and data, full, grouped": ("gather", C2TD, 2, None, False),
+    "gather, 2 with tensor and fsdp, packed, one kv head": ("gather", C2TF, 1, PACKED, True),
+}
+
+
+@pytest.mark.parametrize(("name", "degrees", "groups", "segments", "causal"), CASES.values(), ids=CASES)
+def test_output_and_gradients_are_those_of_one_device(name, degrees, groups, segments, causal):
+    inputs = (*arrays(groups), segments)
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.block_until_ready(compiled(name, degrees, causal)(*inputs))
+    assert_same(found, plain(causal)(*inputs), FP32)
+
+
+@pytest.mark.parametrize("name", ["ring", "all_to_all", "gather"])
+def test_bf16(name):
+    low = arrays(2, dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.block_until_ready(compiled(name, C4, True)(*low, PACKED))
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    assert_same(found, plain(True)(*(x.astype(jnp.float32) for x in low), PACKED), BF16)
+
+
+def test_ring_survives_large_scores():
+    inputs = (*arrays(2, scale=1e4), PACKED)
+    found = jax.block_until_ready(compiled("ring", C4, True)(*inputs))
+    expected = plain(True)(*inputs)
+    assert all(np.all(np.isfinite(x)) for x in found)
+    # fp32 scores of 1e4 carry an absolute error of 1e-3, which moves weights that are not 0 or 1; gradients of k too,
+    # by 1e-3 of their size.
+    assert_same(found, expected, 5e-3)
+
+
+def test_a_batch_that_does_not_divide_is_worked_on_whole():
+    inputs = (*arrays(2, batch=1), PACKED[:1])
+    found = jax.block_until_ready(jax.jit(spread(layout("gather", context=4, data=2), True))(*inputs))
+    assert_same(found, plain(True)(*inputs), FP32)
+
+
+def test_context_1_is_plain_attention():
+    inputs = (*arrays(2), PACKED)
+    found = jax.block_until_ready(jax.jit(spread(layout("auto", data=4, tensor=2), True))(*inputs))
+    assert_same(found, plain(True)(*inputs), FP32)
+
+
+# implementation, axes of the outer region, mesh, key-value heads, causal
+OUTER = {
+    "ring in data": ("ring", {"data"}, dict(context=4, data=2), 2, True),
+    "ring in data, beside tensor": ("ring", {"data"}, dict(context=2, tensor=2, data=2), 1, False),
+    "all-to-all in data": ("all_to_all", {"data"}, dict(context=4, data=2), 2, True),
+    "gather in data": ("gather", {"data"}, dict(context=2, fsdp=2, data=2), 8, True),
+}
+
+
+@pytest.mark.parametrize(("name", "axes", "degrees", "groups", "causal"), OUTER.values(), ids=OUTER)
+def test_inside_a_manual_region(name, axes, degrees, groups, causal):
+    outer = layout(name, **degrees)
+    inner = dataclasses.replace(outer, manual=frozenset(axes))
+    inputs = (*arrays(groups), jnp.asarray(PACKED))
+
+    def region(*inputs):
+        with use_layout(inner):
+            return spread(inner, causal)(*inputs)
+
+    rows = PartitionSpec("data")
+    run = jax.jit(jax.shard_map(region, mesh=outer.mesh, in_specs=rows, out_specs=rows, axis_names=axes))
+    assert_same(jax.block_until_ready(run(*inputs)), plain(causal)(*inputs), FP32)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "gather"])
+def test_a_branch_that_one_pipeline_stage_takes(name):
+    outer = layout(name, context=2, tensor=2, pipe=2)
+    inner = dataclasses.replace(outer, manual=frozenset({"pipe"}))
+    inputs = (*arrays(2), jnp.asarray(PACKED))
+
+    def region(*inputs):
+        def idle(*inputs):
+            return (inputs[0], *inputs[:3])
+
+        inputs = jax.tree.map(lambda x: jax.lax.pcast(x, "pipe", to="varying"), inputs)
+        with use_layout(inner):
+            taken = jax.lax.cond(jax.lax.axis_index("pipe") == 1, spread(inner, True), idle, *inputs)
+        return jax.tree.map(lambda x: x[None], taken)
+
+    stages = PartitionSpec("pipe")
+    run = jax.jit(
+        jax.shard_map(region, mesh=outer.mesh, in_specs=PartitionSpec(), out_specs=stages, axis_names={"pipe"})
+    )
+    found = jax.block_until_ready(run(*inputs))
+    assert_same([x[1] for x in found], plain(True)(*inputs), FP32)
+    assert_same([x[0] for x in found], (inputs[0], *inputs[:3]), 0)
+
+
+def hlo(name, length):
+    """The compiled forward and backward pass on context=4, data=2, with everything laid out as in a step."""
+    there = layout(name, context=4, data=2)
+    rows = NamedSharding(there.mesh, PartitionSpec("data", "context"))
+    q, k, segments = (
+        jax.ShapeDtypeStruct((BATCH, length, *more), dtype, sharding=rows)
+        for more, dtype in (((HEADS, HEAD_DIM), jnp.float32), ((2, HEAD_DIM), jnp.float32), ((), jnp.int32))
+    )
+    return jax.jit(spread(there, True), out_shardings=rows).lower(q, k, k, segments).compile().as_text()
+
+
+def largest_buffer(text):
+    return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"(?:f32|pred)\[([\d,]+)\]", text))
+
+
+def test_the_ring_only_passes_on_and_keeps_no_scores():
+    length = 16 * LENGTH
+    text = hlo("ring", length)
+    assert "collective-permute" in text
+    for other in ("all-gather", "all-to-all", "all-reduce", "conditional"):
+        assert f" {other}" not in text
+    # No float or mask outgrows one block of scores: two chunks of 8 against each other.
+    assert largest_buffer(text) == BATCH // 2 * HEADS * (length // 8) ** 2
+
+
+def test_a_scan_over_layers_keeps_no_masks_of_the_ring():
+    there = layout("ring", context=4, data=2)
+
+    def loss(x, segments):
+        def layer(x, _):
+            return context_attention(x, x, x, segments, causal=True, layout=there, local_attention=attention), None
+
+        return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
+
+    program = jax.make_jaxpr(jax.grad(loss))(arrays(HEADS)[0], jnp.asarray(PACKED))
+    # What is the same for every layer is computed in front of the scan.
+    hoisted = [equation for equation in program.eqns if equation.primitive.name == "shard_map"]
+    kept = [value.aval.size for equation in hoisted for value in equation.outvars]
+    assert max(kept) <= BATCH * LENGTH  # the segments, and nothing the size of a block
+
+
+def test_all_to_all_and_gather_hold_no_collective_permute():
+    for name, collective in {"all_to_all": "all-to-all", "gather": "all-gather"}.items():
+        text = hlo(name, LENGTH)
+        assert f" {collective}" in text
+        assert "collective-permute" not in text
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+def test_every_device_computes_the_same_and_nothing_in_vain(size):
+    counts = {score_elements(own, size=size, length=4 * size, causal=True) for own in range(size)}
+    chunk = 2  # positions, of the 4 a device
+    assert counts == {(2 * size + 1) * chunk**2}
+    visited = []
+    for own in range(size):
+        for source in range(size):
+            blocks = own_blocks(causal=True) if source == own else passing_blocks(own, source, causal=True)
+            visited += [((own, 2 * size - 1 - own)[q], (source, 2 * size - 1 - source)[k]) for q, k in blocks]
+    # Chunks in true order: a query chunk meets its own and all earlier ones, each once, and no later one.
+    assert sorted(visited) == [(query, key) for query in range(2 * size) for key in range(query + 1)]
+    assert [home(chunk, size) for chunk in range(2 * size)] == [*range(size), *reversed(range(size))]
+
+
+# wanted, mesh, heads, key-value heads, chosen
+CHOICES = {
+    "auto": ("auto", dict(context=8), 8, 2, "ring"),
+    "auto, heads that do not divide": ("auto", dict(context=8), 6, 6, "ring"),
+    "auto in a pipeline": ("auto", dict(context=4, pipe=2), 8, 2, "all_to_all"),
+    "auto in a pipeline, few heads": ("auto", dict(context=4, pipe=2), 6, 2, "gather"),
+    "auto in a pipeline, few heads after tensor": ("auto", dict(context=2, pipe=2, tensor=2), 6, 6, "gather"),
+    "named": ("gather", dict(context=8), 8, 8, "gather"),
+}
+
+
+@pytest.mark.parametrize(("wanted", "degrees", "heads", "groups", "chosen"), CHOICES.values(), ids=CHOICES)
+def test_choice(wanted, degrees, heads, groups, chosen):
+    assert choose_context(layout(wanted, **degrees), heads, groups) == chosen
+
+
+# implementation, mesh, heads, key-value heads, sequence length, message
+WRONG = {
+    "unknown": (
+        "flash", dict(context=8), 8, 8, 32,
+        "unknown parallel.context_attention='flash'; known: auto, ring, all_to_all, gather",
+    ),
+    "ring in a pipeline": (
+        "ring", dict(context=4, pipe=2), 8, 8, 32,
+        "parallel.context_attention=ring cannot run with parallel.pipe=2; use all_to_all, gather or auto",
+    ),
+    "heads for all-to-all": (
+        "all_to_all", dict(context=4, tensor=2), 12, 4, 32,
+        "parallel.context_attention=all_to_all: model.num_heads=12 does not divide by parallel.context=4 x "
+        "parallel.tensor=2; make it 8 or 16, or use parallel.context=2 or parallel.context_attention=ring",
+    ),
+    "heads for all-to-all in a pipeline": (
+        "all_to_all", dict(context=4, pipe=2), 6, 6, 32,
+        "parallel.context_attention=all_to_all: model.num_heads=6 does not divide by parallel.context=4 x "
+        "parallel.tensor=1; make it 4 or 8, or use parallel.context=2 or parallel.context_attention=gather",
+    ),
+    "heads for tensor": (
+        "auto", dict(context=2, tensor=4), 6, 6, 32,
+        "model.num_heads=6 does not divide by parallel.tensor=4; make it 4 or 8, or use parallel.tensor=2",
+    ),
+    "key-value heads": (
+        "ring", dict(context=8), 8, 3, 32, "model.num_heads=8 is not a multiple of model.num_kv_heads=3",
+    ),
+    "length": (
+        "gather", dict(context=8), 8, 8, 36,
+        "data.sequence_length=36 does not divide by parallel.context=8; make it 32 or 40, or use parallel.context=4",
+    ),
+    "length of a causal ring": (
+        "auto", dict(context=8), 8, 8, 40,
+        "data.sequence_length=40 does not divide by 2 x parallel.context=8 (causal ring attention); "
+        "make it 32 or 48, or use parallel.context_attention=gather",
+    ),
+    "short": (
+        "ring", dict(context=8), 8, 8, 6,
+        "data.sequence_length=6 does not divide by 2 x parallel.context=8 (causal ring attention); "
+        "make it 16, or use parallel.context=2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "degrees", "heads", "groups", "length", "message"), WRONG.values(), ids=WRONG)
+def test_errors(name, degrees, heads, groups, length, message):
+    there = layout(name, **degrees)
+    with pytest.raises(ConfigError) as caught:
+        check_context(there, num_heads=heads, num_kv_heads=groups, sequence_length=length)
+    assert str(caught.value) == message
+    q, k = (jax.ShapeDtypeStruct((8, length, h, HEAD_DIM), jnp.float32) for h in (heads, groups))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        jax.eval_shape(
+            lambda q, k: context_attention(q, k, k, causal=True, layout=there, local_attention=attention), q, k
+        )
+
+
+def test_what_works():
+    for name in ("ring", "all_to_all", "gather", "auto"):
+        check_context(layout(name, context=4, tensor=2), num_heads=16, num_kv_heads=1, sequence_length=8)
+    check_context(layout("ring", context=8), num_heads=3, num_kv_heads=3, sequence_length=24, causal=False)
+    check_context(layout("ring", data=4, pipe=2), num_heads=3, num_kv_heads=1, sequence_length=7)  # nothing is spread

@@ -1,0 +1,147 @@
+"""Program contracts: what the compiled step of a layout communicates, and where, read from the program itself."""
+
+import functools
+import math
+
+import jax
+import pytest
+from layouts import (
+    CASES,
+    EVERY_MODEL,
+    EXPERTS,
+    TRANSFORMERS,
+    Layout,
+    layout,
+    load_batches,
+    make_step,
+    with_optimizer,
+)
+
+from jaxtrain.parallel import programs
+
+LAYERS, WIDTH, VOCABULARY, LENGTH, BATCH = 8, 32, 256, 32, 32
+# A gradient of any matrix of the model is larger; losses, norms and counts are smaller.
+SMALL = 64
+
+
+@functools.cache
+def compiled(name: str, row: str, accumulation: int) -> tuple[list[programs.Collective], jax.sharding.Mesh]:
+    where = {**EVERY_MODEL, **TRANSFORMERS, **EXPERTS}[row]
+    step = make_step(CASES[name], where, accumulation, "full")
+    return programs.collectives(step.compile(load_batches(name)[0]).as_text()), step.mesh
+
+
+@pytest.mark.parametrize("row", ["data=8", "zero=1", "pipe=2,data=2,tensor=2,zero=1"])
+def test_gradients_cross_data_once_a_step_after_the_loop(row: str) -> None:
+    found, mesh = compiled("transformer", row, 4)
+    over_data = [c for c in found if programs.crosses(c, mesh, "data")]
+    assert not [c.line for c in over_data if c.in_loop], "something crosses data in the loop over microbatches"
+    reduced = [size for c in over_data if c.kind in ("all-reduce", "reduce-scatter") for size in c.sizes if size > 1]
+    step = make_step(CASES["transformer"], TRANSFORMERS[row], 4)
+    # Each parameter's gradient once; the sums of the loss and of the norm are single numbers.
+    assert len(reduced) == len(jax.tree.leaves(step.abstract_state.params))
+
+
+def test_zero_2_keeps_a_part_of_each_microbatch() -> None:
+    """Its accumulated gradients are parts, so that it scatters in the loop: memory for communication."""
+    found, mesh = compiled("transformer", "zero=2", 4)
+    scattered = [c for c in found if c.kind == "reduce-scatter" and c.in_loop and programs.crosses(c, mesh, "data")]
+    assert scattered
+    assert not [c for c in found if c.kind == "all-reduce" and c.size > SMALL and programs.crosses(c, mesh, "data")]
+
+
+@pytest.mark.parametrize("row", ["zero=1", "zero=2"])
+def test_zero_gathers_parameters_only_after_the_update(row: str) -> None:
+    found, mesh = compiled("transformer", row, 4)
+    step = make_step(CASES["transformer"], TRANSFORMERS[row], 4)
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(step.abstract_state.params)]
+    gathered = [c for c in found if c.kind == "all-gather" and programs.crosses(c, mesh, "data")]
+    assert gathered
+    assert not [c.line for c in gathered if c.in_loop]
+    assert sum(len(c.sizes) for c in gathered) <= len(sizes), "a parameter is gathered more than once"
+
+
+@pytest.mark.parametrize(
+    "row", ["tensor=4,data=2", "tensor=2,fsdp=2,data=2", "tensor=2,fsdp=2,data=2,sequence-parallel"]
+)
+def test_logits_are_never_gathered(row: str) -> None:
+    found, mesh = compiled("transformer", row, 1)
+    local_rows = BATCH * LENGTH // (mesh.shape["data"] * mesh.shape["fsdp"])
+    gathered = [c for c in found if c.kind in ("all-gather", "all-to-all") and programs.crosses(c, mesh, "tensor")]
+    assert not [c.line for c in gathered if c.size >= local_rows * VOCABULARY // mesh.shape["tensor"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("transformer", "pipe=2,fsdp=2,tensor=2"),
+        ("transformer", "pipe=4,interleaved,data=2,zero=2"),
+        ("transformer", "pipe=2,context=2,tensor=2"),
+        ("experts", "pipe=2,expert=2,data=2"),
+        ("experts", "pipe=2,fsdp=2,tensor=2"),
+    ],
+)
+def test_nothing_is_permuted_in_a_branch(name: str, row: str) -> None:
+    """A collective-permute waits for every device, and stages take different branches."""
+    found, _ = compiled(name, row, 4)
+    permutes = [c for c in found if c.kind == "collective-permute"]
+    assert permutes, "a pipeline without any would pass nothing on"
+    assert not [c.line for c in permutes if c.in_branch]
+    assert [c for c in found if c.in_branch], "no collective in a branch: the reader of programs sees no branches"
+
+
+@pytest.mark.parametrize("row", ["fsdp=8", "data=2,fsdp=4"])
+def test_blocks_are_gathered_one_layer_at_a_time(row: str) -> None:
+    """ZeRO-3: no all-gather in the compiled step makes a stacked parameter of all layers whole."""
+    found, mesh = compiled("transformer", row, 4)
+    step = make_step(CASES["transformer"], TRANSFORMERS[row], 4)
+    stacked = {leaf.size for leaf in jax.tree.leaves(step.abstract_state.params["blocks"])}
+    sizes = {c.size for c in found if c.kind == "all-gather" and programs.crosses(c, mesh, "fsdp")}
+    assert sizes & {size // LAYERS for size in stacked}, "no layer is gathered"
+    matrices = {size for size in stacked if size >= LAYERS * WIDTH * WIDTH // 2}
+    whole = [c.line for c in found if c.kind == "all-gather" and c.size in matrices and f"[{LAYERS}," in c.result]
+    assert not whole, "a parameter is gathered for all layers at once"
+
+
+def test_experts_exchange_tokens_all_to_all() -> None:
+    found, mesh = compiled("experts", "expert=4,data=2", 4)
+    assert [c for c in found if c.kind == "all-to-all" and programs.crosses(c, mesh, "expert")]
+
+
+STATE = {
+    "zero=1": (layout(data=8, zero=1), 1, 8),
+    "zero=2": (layout(data=8, zero=2), 1, 8),
+    "fsdp=8": (layout(fsdp=8), 8, 8),
+    "data=2,fsdp=4": (layout(data=2, fsdp=4), 4, 4),
+    "data=2,fsdp=4,zero=1": (layout(data=2, fsdp=4, zero=1), 4, 8),
+    "pipe=4,data=2": (layout(pipe=4, data=2), 4, 4),
+    "pipe=2,fsdp=2,data=2,zero=1": (layout(pipe=2, fsdp=2, data=2, zero=1), 4, 8),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion", "adafactor"])
+@pytest.mark.parametrize("row", STATE)
+def test_state_bytes_follow_the_formulas(row: str, optimizer: str) -> None:
+    """Parameters and optimizer state divided by their degrees, within 5 %."""
+    where, parameter_parts, optimizer_parts = STATE[row]
+    step = make_step(with_optimizer(optimizer), where, 4)
+    for tree, parts in (
+        (step.abstract_state.params, parameter_parts),
+        (step.abstract_state.optimizer_state, optimizer_parts),
+    ):
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        local = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+        )
+        assert local <= whole / parts * 1.05
+        assert local >= whole / parts
+
+
+def test_accumulated_gradients_are_parts_under_zero_2() -> None:
+    """The compiled step of ZeRO-2 needs less memory than that of ZeRO-1 by most of a whole gradient."""
+    temporaries = {}
+    for zero in (1, 2):
+        step = make_step(CASES["transformer"], Layout(dict(data=8), layout(zero=zero).options), 4, "full")
+        temporaries[zero] = step.compile(load_batches("transformer")[0]).memory_analysis().temp_size_in_bytes
+        gradient = sum(leaf.size * 4 for leaf in jax.tree.leaves(step.abstract_state.params))
+    assert temporaries[1] - temporaries[2] > 0.5 * gradient

@@ -1,0 +1,90 @@
+"""Compile the train step of a small transformer for hardware that is not here; what `test_portability.py` runs.
+
+A program of its own, so that the plugins that it loads stay out of the process of the other tests. Reads rows as JSON
+from standard input, {id: {target, degrees, model, step}}, and prints {id: what came out}.
+"""
+
+import json
+import math
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxtrain import distributed
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.mesh import crossing_axes, make_mesh
+from jaxtrain.models.build import build_model
+from jaxtrain.parallel.programs import collectives, crosses
+from jaxtrain.plan.topology import compile_for, topology_devices
+from jaxtrain.remat import Remat
+from jaxtrain.tasks import language_modeling
+from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.step import make_train_step
+
+MODEL = dict(num_layers=2, embed_dim=64, num_heads=8, max_sequence_length=128)
+ROWS, LENGTH, VOCABULARY = 32, 128, 512
+
+
+def program_text(compiled: jax.stages.Compiled) -> str:
+    """The program; what TPUs fuse into `all-reduce-scatter` is written as the reduce-scatter that it is."""
+    blocks = compiled.as_text().split("\n\n")
+    return "\n\n".join(
+        block.replace(" all-reduce(", " reduce-scatter(") if block.startswith("%all-reduce-scatter") else block
+        for block in blocks
+    )
+
+
+def compile_row(row: dict[str, Any]) -> dict[str, Any]:
+    devices = topology_devices(row["target"])
+    mesh = make_mesh(**row["degrees"], devices=devices)
+    config = TransformerConfig.model_validate({**MODEL, **row["model"]})
+    length = row.get("length", LENGTH)
+    remat = Remat(row.get("remat", "dots"))
+    model = build_model(config, input_shape=(length,), vocab_size=VOCABULARY, remat=remat)
+    options = {"policy": "bf16", "clip_norm": 1.0, **row["step"]}
+    options["parallelism"] = Parallelism(**options.get("parallelism", {}))
+    step = make_train_step(model, language_modeling(), optax.adamw(1e-3), mesh=mesh, **options)
+    shape = jax.ShapeDtypeStruct((row.get("rows", ROWS), length), np.int32)
+    began = time.monotonic()
+    lowered = step.lower({"inputs": shape, "targets": shape})
+    lowered_at = time.monotonic()
+    compiled = compile_for(devices[0], lowered)
+    seconds = time.monotonic() - lowered_at
+    memory = compiled.memory_analysis()
+    leaves = [leaf for leaf in jax.tree.leaves(step.abstract_state) if leaf.dtype != jax.random.key(0).dtype]
+    found = collectives(program_text(compiled))
+    return {
+        "devices": len(devices),
+        "kind": devices[0].device_kind,
+        "crossing": crossing_axes(mesh),
+        "state_bytes": sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves),
+        # Float32, of the stage's layers and of all that stands outside the stack.
+        "gradient_bytes": sum(
+            4 * leaf.size // (mesh.shape["pipe"] if name == "blocks" else 1)
+            for name, tree in step.abstract_state.params.items()
+            for leaf in jax.tree.leaves(tree)
+        ),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "collectives": sorted(
+            {f"{one.kind} {axis}" for one in found for axis in mesh.shape if crosses(one, mesh, axis)}
+        ),
+        "permutes_in_branches": [one.line for one in found if one.kind == "collective-permute" and one.in_branch],
+        "lower_seconds": lowered_at - began,
+        "compile_seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    distributed.start(emulate=1)
+    results = {}
+    for name, row in json.load(sys.stdin).items():
+        try:
+            results[name] = compile_row(row)
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
+    json.dump(results, sys.stdout)

@@ -1,0 +1,217 @@
+"""Devices of hardware that is not here: what they are, what a name may be, and what is said when a compiler is missing.
+
+Each case runs in a process of its own, because a plugin cannot be unloaded and jax is started once.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+
+import pytest
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.topology import GPU_TYPES, TPU_TYPES, CompilerMissingError, topology_devices
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'jaxtrain[aot-tpu]'"
+)
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="jax's CUDA plugin is not installed: pip install 'jaxtrain[aot]'",
+)
+
+# Prints {name: [devices, platform, kind, hosts]} or the error, and then the environment variables that were left.
+DESCRIBE = """
+import json, os, sys
+import jax  # which sets variables itself
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.topology import topology_devices
+before = dict(os.environ)
+found = {}
+for name in sys.argv[1:]:
+    try:
+        devices = topology_devices(name)
+        hosts = len({device.process_index for device in devices})
+        found[name] = [len(devices), devices[0].platform, devices[0].device_kind, hosts]
+    except ConfigError as error:
+        found[name] = str(error)
+found["environment"] = sorted(set(os.environ.items()) - set(before.items()))
+print(json.dumps(found))
+"""
+# A second compilation would read what the first kept; the cache is told to keep everything.
+COMPILE_TWICE = """
+import sys, warnings
+warnings.simplefilter("error")
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtrain.mesh import make_mesh
+from jaxtrain.plan.topology import compile_for, topology_devices
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+mesh = make_mesh(devices=topology_devices(sys.argv[1]))
+x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data")))
+for _ in range(2):
+    compiled = compile_for(mesh.devices.flat[0], jax.jit(lambda x: (x @ x.T).sum()).lower(x))
+    assert "all-gather" in compiled.as_text()
+    jax.clear_caches()
+print(jax.config.jax_persistent_cache_min_compile_time_secs)
+"""
+# Loads libtpu and holds it until the other process has loaded it too.
+HOLD = """
+import pathlib, sys, time
+from jaxtrain.plan.topology import topology_devices
+topology_devices("v5e:2x4")
+mine, other = map(pathlib.Path, sys.argv[1:])
+mine.touch()
+while not other.exists():
+    time.sleep(0.02)
+"""
+# How slices are laid out, and that devices which are there can still be used.
+SLICES = """
+import jax, numpy as np
+from jaxtrain.mesh import crossing_axes, make_mesh, mesh_notes
+from jaxtrain.plan.topology import topology_devices
+devices = topology_devices("v5e:2x4", num_slices=2)
+for degrees in (dict(fsdp=8), dict(data=1, fsdp=16), dict(pipe=2, tensor=8), dict(tensor=16, data=1)):
+    mesh = make_mesh(**degrees, devices=devices)
+    inside = mesh.devices.reshape(2, 8)
+    assert {device.slice_index for device in inside[0]} == {devices[0].slice_index}
+    print(*crossing_axes(mesh), [note.split(":")[0] for note in mesh_notes(mesh)])
+# Three hosts' worth of an odd shape on a torus: no assignment of whole physical axes.
+print(make_mesh(data=8, devices=topology_devices("v5p:2x2x2")).devices.size)
+print(make_mesh(fsdp=16, data=4, devices=topology_devices("v5p:4x4x4")).devices.size)
+print(float(jax.numpy.ones(3).sum()))
+"""
+
+
+def run(program: str, *words: str, **variables: str) -> str:
+    """What the program prints; nothing may come on standard error."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment | variables,
+    )
+    assert done.returncode == 0, done.stderr
+    # What importing jax 0.10.2 prints where its CUDA plugin is installed and there is no driver.
+    on_import = re.compile(r"WARNING: All log messages before absl|.*cudart_stub\.cc.* Could not find cuda drivers")
+    assert [line for line in done.stderr.splitlines() if not on_import.match(line)] == []
+    return done.stdout
+
+
+@needs_libtpu
+@pytest.mark.parametrize("variables", [{"JAX_PLATFORMS": "cpu"}, {}], ids=["on the CPU", "no platform chosen"])
+def test_tpu_slices(variables):
+    names = ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "v5e:1x1", "v6e:16x16", "tpu7x:2x2x1"]
+    found = json.loads(run(DESCRIBE, *names, "v5e:3x3", **variables))
+    wrong = found.pop("v5e:3x3")
+    assert found == {
+        "v5e:2x4": [8, "tpu", "TPU v5 lite", 2],
+        "v6e:2x4": [8, "tpu", "TPU v6 lite", 2],
+        "v5p:2x2x2": [8, "tpu", "TPU v5", 2],
+        "v5e:1x1": [1, "tpu", "TPU v5 lite", 1],
+        "v6e:16x16": [256, "tpu", "TPU v6 lite", 64],
+        "tpu7x:2x2x1": [8, "tpu", "TPU7x", 1],  # two devices a chip
+        "environment": [],
+    }
+    assert wrong.startswith("no TPU slice v5e:3x3: INVALID_ARGUMENT: ")
+    assert "\n" not in wrong
+
+
+@needs_libtpu
+def test_two_processes_compile_at_once(tmp_path):
+    """libtpu keeps other processes off the chips, of which there are none."""
+    pair = [str(tmp_path / "a"), str(tmp_path / "b")]
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, HOLD, *words, JAX_PLATFORMS="cpu") for words in (pair, pair[::-1])]:
+            assert done.result() == ""
+
+
+@needs_libtpu
+def test_axes_that_cross_tpu_slices():
+    lines = run(SLICES, JAX_PLATFORMS="cpu").splitlines()
+    assert lines == [
+        "data []",
+        "fsdp []",
+        "pipe []",
+        "tensor ['parallel.tensor=16 crosses slices of 8 devices']",
+        "8",
+        "64",
+        "3.0",
+    ]
+
+
+@needs_cuda
+@pytest.mark.parametrize("variables", [{"JAX_PLATFORMS": "cpu"}, {}], ids=["on the CPU", "no platform chosen"])
+def test_gpu_hosts(variables):
+    assert json.loads(run(DESCRIBE, "h100:1x8", "h100:2x8", "h100:1x1", **variables)) == {
+        "h100:1x8": [8, "gpu", "NVIDIA H100 80GB HBM3", 1],
+        "h100:2x8": [16, "gpu", "NVIDIA H100 80GB HBM3", 2],
+        "h100:1x1": [1, "gpu", "NVIDIA H100 80GB HBM3", 1],
+        "environment": [],
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("v5e:2x4", marks=needs_libtpu), pytest.param("h100:1x8", marks=needs_cuda)]
+)
+def test_the_cache_is_left_alone(tmp_path, name):
+    """A program that no device here can run would be read back with a warning, and compiled again."""
+    assert run(COMPILE_TWICE, name, str(tmp_path), JAX_PLATFORMS="cpu") == "0\n", "the setting is taken back"
+    assert not [path for path in tmp_path.rglob("*") if "lambda" in path.name]
+
+
+WRITE = "write TYPE:SHAPE, as in v5e:2x4, v5p:2x2x2, v6e:4x4 (chips of a TPU slice) or h100:2x8 (hosts x GPUs)"
+# name: start of the message
+WRONG = {
+    "v9:2x2": "no hardware 'v9' in 'v9:2x2', there are v5e, v5p, v6e, tpu7x, h100; ",
+    "v5e": "cannot read the hardware 'v5e'; ",
+    "v5e:8": "cannot read the hardware 'v5e:8'; ",
+    "v5e:0x4": "cannot read the hardware 'v5e:0x4'; ",
+    "h100x8": "cannot read the hardware 'h100x8'; ",
+    "h100:1x2x8": "'h100:1x2x8' is not hosts x GPUs; ",
+    "": "cannot read the hardware ''; ",
+}
+
+
+@pytest.mark.parametrize(("name", "start"), WRONG.items(), ids=WRONG)
+def test_wrong_names(name, start):
+    with pytest.raises(ConfigError) as caught:
+        topology_devices(name)
+    assert str(caught.value) == start + WRITE
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "v5e:2x4",
+            "compiling for v5e:2x4 takes libtpu, which is not installed: pip install 'jaxtrain[aot-tpu]'",
+        ),
+        (
+            "h100:1x8",
+            "compiling for h100 takes jax's CUDA plugin, which is not installed: pip install 'jaxtrain[aot]'",
+        ),
+    ],
+    ids=["tpu", "gpu"],
+)
+def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, message):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(CompilerMissingError) as caught:
+        topology_devices(name)
+    assert str(caught.value) == message
+
+
+def test_every_gpu_type_is_described():
+    targets = {path.name for path in (resources.files("jaxtrain.plan") / "targets").iterdir()}
+    assert targets == {f"{kind}.txtpb" for kind in GPU_TYPES}
+    assert not set(GPU_TYPES) & set(TPU_TYPES)

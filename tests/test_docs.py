@@ -1,0 +1,42 @@
+"""The commands printed in the docs are commands of this version: they parse, and their configs and keys load."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import _find_command, _parse
+from jaxtrain.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").glob("*.yaml"))]
+# In a fenced or indented block (or a config's header), or in backquotes.
+LINE = re.compile(r"^(?:# |    )?(jaxtrain [a-z].*?)(?:\s+#.*)?$|`(jaxtrain [a-z][^`]*)`", re.MULTILINE)
+PLACEHOLDERS = {"CONFIG": "quickstart", "NAME": "quickstart", "RUN": "runs/x", "RUN_DIR": "runs/x", "DIR": "x"}
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for block, inline in LINE.findall(page.read_text()):
+            text = (block or inline).strip()
+            if "COMMAND" not in text and "|" not in text.split("`")[0]:
+                found.append((page.name, text))
+    return found
+
+
+@pytest.mark.parametrize(("page", "text"), commands(), ids=lambda value: value[:60])
+def test_printed_command_is_valid(page: str, text: str) -> None:
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)[1:]]
+    name, rest = _find_command(words)
+    parsed = _parse(name, rest)
+    if getattr(parsed, "config", None) is not None:
+        load_config(parsed.config, overrides=parsed.overrides)
+
+
+def test_every_command_is_in_the_docs() -> None:
+    from jaxtrain.commands.table import COMMANDS
+
+    printed = " ".join(text for _, text in commands())
+    assert [name for name in COMMANDS if f"jaxtrain {name}" not in printed] == []

@@ -1,0 +1,134 @@
+"""Resume: 100 = 50 + restart + 50, bit for bit; on another mesh, within rounding; refused where it would be wrong."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import TINY, losses, rows, run_process, saved_arrays, write_config
+
+import jaxtrain as jt
+from jaxtrain.checkpoint import Checkpointer
+
+
+def train(run_dir: Path, *, config: dict[str, Any] | None = None, resume: str = "auto", **overrides: Any) -> jt.Result:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return jt.run_config(config or TINY, run_dir=run_dir, resume=resume, overrides=dotted)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str) -> None:
+    """What a kill after step 50 leaves, resumed by a new process, against a run that was never stopped."""
+    config = write_config(tmp_path, precision=dict(policy=policy), checkpoint=dict(every=50))
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    first = run_process(config, whole, "--emulate", "2")
+    assert first.returncode == 0, first.stderr
+    half.mkdir()
+    shutil.copytree(whole / "checkpoints" / "50", half / "checkpoints" / "50")
+    second = run_process(config, half, "--emulate", "2", "--resume", "must")
+    assert second.returncode == 0, second.stderr
+    before, after = losses(whole), losses(half)
+    assert list(after) == list(range(51, 101))
+    assert after == {step: before[step] for step in after}
+    ends = [Checkpointer(folder / "checkpoints", read_only=True).info(100) for folder in (whole, half)]
+    # Two 32-bit sums over every bit of every array: parameters, moments, average, keys, counts.
+    assert ends[0].digests == ends[1].digests
+    assert len(ends[0].digests) > 40
+    a, b = saved_arrays(whole, 100), saved_arrays(half, 100)
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+    evaluated = [[row for row in rows(folder) if "eval_loss" in row][-1] for folder in (whole, half)]
+    assert evaluated[0] == evaluated[1]
+
+
+def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, train__steps=4)
+    assert "resuming" not in capfd.readouterr().err
+    result = train(tmp_path, train__steps=6)
+    assert "resuming step 4" in (err := capfd.readouterr().err)
+    assert "train.steps 4 -> 6" in err
+    assert result.step == 6
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    record, logged = (tmp_path / "run.json").read_text(), rows(tmp_path)
+    train(tmp_path, train__steps=6)
+    assert "already trained to step 6" in capfd.readouterr().err
+    assert (tmp_path / "run.json").read_text() == record, "a run that was done keeps its record"
+    assert rows(tmp_path) == logged
+
+
+def test_never_starts_anew_and_keeps_what_was_there(tmp_path: Path) -> None:
+    train(tmp_path, train__steps=3)
+    train(tmp_path, train__steps=2, resume="never")
+    assert list(losses(tmp_path)) == [1, 2]
+    kept = list((tmp_path / "previous").iterdir())
+    assert len(kept) == 1
+    assert list(losses(kept[0])) == [1, 2, 3]
+    assert (kept[0] / "checkpoints" / "3").is_dir()
+
+
+def test_must_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(jt.CheckpointError, match="no checkpoint") as caught:
+        train(tmp_path, resume="must")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "words"),
+    [
+        (dict(model__embed_dim=64), jt.CheckpointError, "of another model: .* arrays differ.*shape|differ"),
+        (dict(model__num_layers=3), jt.CheckpointError, "of another model"),
+        (dict(optimizer__kind="sgd"), jt.CheckpointError, "of another model"),
+        (dict(precision__policy="bf16_pure"), jt.CheckpointError, "of another model"),
+        (dict(seed=1), jt.DataError, "other data: seed was 0, is 1"),
+        (dict(train__global_batch_size=16), jt.DataError, "global_batch_size was 8, is 16"),
+        (dict(data__sequence_length=16), jt.DataError, "other data"),
+        (dict(data__builtin="python_source"), jt.DataError, "other data"),
+    ],
+    ids=["width", "depth", "optimizer", "dtype", "seed", "batch", "length", "text"],
+)
+def test_a_checkpoint_of_something_else_is_refused_and_kept(
+    trained: Path, tmp_path: Path, override: dict[str, Any], error: type[jt.UserError], words: str
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    with pytest.raises(error, match=words) as caught:
+        train(tmp_path / "run", train__steps=4, **override)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+    assert list(losses(tmp_path / "run")) == [1, 2, 3], "a refused resume must not touch the metrics"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(folder, train__steps=3)
+    return folder
+
+
+def test_eight_devices_then_four_then_one(tmp_path: Path) -> None:
+    """The same global run on a shrinking machine: other sums, so within rounding; the same batches, so the same run."""
+    config = write_config(tmp_path, train__steps=12)
+    layouts = [("8", "parallel.fsdp=4"), ("4", "parallel.tensor=2"), ("1", "parallel.fsdp=1")]
+    for index, (devices, layout) in enumerate(layouts):
+        done = run_process(config, tmp_path / "moved", f"train.steps={4 * (index + 1)}", layout, "--emulate", devices,
+                           "optimizer.schedule.kind=constant")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    alone = run_process(config, tmp_path / "alone", "--emulate", "1", "optimizer.schedule.kind=constant")
+    assert alone.returncode == 0, alone.stderr
+    moved, still = losses(tmp_path / "moved"), losses(tmp_path / "alone")
+    assert list(moved) == list(still) == list(range(1, 13))
+    # Sums in another order: 2^-24 each, see tests/parallel/test_layouts.py.
+    np.testing.assert_allclose(list(moved.values()), list(still.values()), rtol=1e-5)
+    a, b = saved_arrays(tmp_path / "moved", 12), saved_arrays(tmp_path / "alone", 12)
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], atol=2e-5, err_msg=name)
+
+
+def test_metrics_have_the_keys_of_the_design(trained: Path) -> None:
+    logged = [row for row in rows(trained) if "loss" in row]
+    assert list(logged[0])[:11] == [
+        "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds",
+        "data_wait_seconds", "model_flops_utilization", "device_memory_bytes", "skipped_steps",
+    ]  # fmt: skip
+    evaluated = [row for row in rows(trained) if "eval_loss" in row]
+    assert [row["step"] for row in evaluated] == [3]

@@ -1,0 +1,352 @@
+"""The train step: accumulation, clipping, frozen parameters, averages, precision, non-finite gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from jaxtrain.config import load_config
+from jaxtrain.config.models import MLPConfig, TransformerConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import make_mesh
+from jaxtrain.models.build import build_model
+from jaxtrain.models.linen_model import from_linen
+from jaxtrain.models.model import Model, from_functions
+from jaxtrain.models.nnx_model import from_nnx
+from jaxtrain.optim import build_optimizer
+from jaxtrain.precision import LossScaling
+from jaxtrain.tasks import classification, language_modeling, regression
+from jaxtrain.train.step import TrainStep, make_train_step
+
+RNG = np.random.default_rng(0)
+CENTERS = RNG.normal(size=(4, 8)).astype(np.float32)
+
+
+def rows(count: int = 32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Four well separated classes."""
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, 4, count).astype(np.int32)
+    return {"inputs": CENTERS[targets] + 0.1 * rng.normal(size=(count, 8)).astype(np.float32), "targets": targets}
+
+
+def tokens(seed: int = 0) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(seed).integers(0, 32, (8, 17)).astype(np.int32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def mlp(dropout: float = 0.0) -> Model:
+    return build_model(MLPConfig(hidden_dims=(16,), dropout=dropout), input_shape=(8,), num_outputs=4)
+
+
+def transformer() -> Model:
+    config = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, max_sequence_length=16)
+    return build_model(config, input_shape=(16,), vocab_size=32)
+
+
+def one_device() -> jax.sharding.Mesh:
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def make(model: Model | None = None, **options: Any) -> TrainStep:
+    options.setdefault("mesh", one_device())
+    optimizer = options.pop("optimizer", optax.sgd(0.1))
+    return make_train_step(model or mlp(), classification(), optimizer, **options)
+
+
+def host(tree: Any) -> Any:
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.output = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.output(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        x = linen.BatchNorm(use_running_average=not train)(linen.Dense(16)(x))
+        x = linen.Dropout(0.1, deterministic=not train)(linen.relu(x))
+        return linen.Dense(4)(x)
+
+
+def functions_model() -> Model:
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {"kernel": 0.1 * jax.random.normal(key, (8, 4)), "bias": jnp.zeros(4)}
+
+    return from_functions(init, lambda params, x: x @ params["kernel"] + params["bias"])
+
+
+USER_MODELS = {
+    "nnx": lambda: from_nnx(lambda rngs: NNXNet(rngs)),
+    "linen": lambda: from_linen(LinenNet(), jax.ShapeDtypeStruct((2, 8), jnp.float32)),
+    "functions": functions_model,
+}
+
+
+@pytest.mark.parametrize("degrees", [dict(data=8), dict(data=4, fsdp=2)], ids=["data=8", "data=4,fsdp=2"])
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_users_models_train_sharded_without_a_table(name: str, degrees: dict[str, int]) -> None:
+    step = make(USER_MODELS[name](), mesh=make_mesh(**degrees), optimizer=optax.adam(1e-2))
+    state = step.init(0)
+    for k in range(60):
+        state, metrics = step(state, rows(64, seed=k))
+    # Chance is 0.25 and ln 4 = 1.39; the classes are separable.
+    assert metrics["accuracy"] > 0.9
+    assert metrics["loss"] < 0.6
+    if degrees.get("fsdp"):
+        assert any("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params))
+
+
+def test_uneven_weights_count_once_globally() -> None:
+    """Rows of weight zero change nothing, however they fall into microbatches; losses equal a plain computation."""
+    batch = tokens()
+    weights = np.ones_like(batch["targets"], np.float32)
+    weights[0, 3:] = 0
+    weights[5] = 0
+    task, model = language_modeling(), transformer()
+    results = []
+    for accumulation in (1, 2, 4):
+        step = make_train_step(model, task, optax.sgd(0.1), mesh=one_device(), accumulation_steps=accumulation)
+        state, metrics = step(step.init(0), {**batch, "weights": weights})
+        results.append((float(metrics["loss"]), float(metrics["grad_norm"]), host(state.params)))
+        assert metrics["weight"] == weights.sum()
+    params = host(make_train_step(model, task, optax.sgd(0.1), mesh=one_device()).init(0).params)
+    logits, _ = model.apply(params, {}, batch["inputs"], key=None, train=False)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    assert results[0][0] == pytest.approx(float(np.sum(nll * weights) / weights.sum()), rel=1e-6)
+    for loss, norm, params in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-6)
+        assert norm == pytest.approx(results[0][1], rel=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, results[0][2])
+
+
+def test_clipping_bounds_the_update_and_reports_the_unclipped_norm() -> None:
+    batch = {**rows(), "inputs": rows()["inputs"] * 100}
+    step, clipped = make(optimizer=optax.sgd(1.0)), make(optimizer=optax.sgd(1.0), clip_norm=0.5)
+    before = host(step.init(0).params)
+    _, plain_metrics = step(step.init(0), batch)
+    after, metrics = clipped(clipped.init(0), batch)
+    moved = optax.tree.norm(jax.tree.map(lambda a, b: a - b, host(after.params), before))
+    assert plain_metrics["grad_norm"] > 1
+    assert metrics["grad_norm"] == pytest.approx(float(plain_metrics["grad_norm"]), rel=1e-6)
+    assert moved == pytest.approx(0.5, rel=1e-4)
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state() -> None:
+    step = make(optimizer=optax.adam(1e-2), trainable=lambda path: path.startswith("output"))
+    state = step.init(0)
+    before = host(state.params)
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * (16 * 4 + 4)
+    state, _ = step(state, rows())
+    np.testing.assert_array_equal(state.params["layers"]["0"]["kernel"], before["layers"]["0"]["kernel"])
+    assert not np.array_equal(state.params["output"]["kernel"], before["output"]["kernel"])
+
+
+def test_frozen_parameters_keep_their_dtype_and_have_no_average() -> None:
+    """Quantized weights under a trained adapter: int8 and bf16 leaves come out of 50 steps bit for bit."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        frozen = jax.random.randint(key, (8, 4), -127, 127, jnp.int8)
+        return {"frozen": frozen, "scale": jnp.full((4,), 0.01, jnp.bfloat16), "adapter": jnp.zeros((8, 4))}
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return x @ (params["frozen"].astype(x.dtype) * params["scale"].astype(x.dtype) + params["adapter"])
+
+    step = make(from_functions(init, apply), trainable=lambda path: path == "adapter", ema_decay=0.9999)
+    state = step.init(0)
+    before = host(state.params)
+    assert (before["frozen"].dtype, before["scale"].dtype) == (np.int8, jnp.bfloat16)
+    for k in range(50):
+        state, _ = step(state, rows(seed=k))
+    after = host(state.evaluation_params)
+    np.testing.assert_array_equal(after["frozen"], before["frozen"])
+    np.testing.assert_array_equal(after["scale"], before["scale"])
+    assert not np.array_equal(after["adapter"], before["adapter"])
+    assert len(jax.tree.leaves(state.ema)) == 1
+
+
+def test_moving_average_of_parameters() -> None:
+    step = make(ema_decay=0.9)
+    state = step.init(0)
+    expected = host(state.params)
+    for k in range(3):
+        state, _ = step(state, rows(seed=k))
+        params = host(state.params)
+        expected = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, expected, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), host(state.ema), expected)
+    jax.tree.map(np.testing.assert_array_equal, host(state.evaluation_params), host(state.ema))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
+def test_a_non_finite_batch_touches_nothing_and_is_counted(policy: str, bad: float) -> None:
+    step = make(policy=policy, optimizer=optax.adam(1e-2), ema_decay=0.5, accumulation_steps=2)
+    state, _ = step(step.init(0), rows())
+    before = host((state.params, state.optimizer_state, state.ema, state.model_state))
+    broken = rows(seed=1)
+    broken["inputs"][3, 2] = bad
+    state, metrics = step(state, broken)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        host((state.params, state.optimizer_state, state.ema, state.model_state)),
+        before,
+    )
+    # A fp16 scale that can still fall is searching, so its skips do not count towards giving up.
+    in_a_row = 0 if policy == "fp16" else 1
+    assert (int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"]), int(state.step)) == (1, in_a_row, 2)
+    state, metrics = step(state, rows(seed=2))
+    assert (int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) == (1, 0)
+    assert not np.array_equal(host(state.params)["output"]["kernel"], before[0]["output"]["kernel"])
+
+
+def test_fp16_recovers_from_a_scale_that_is_far_too_high() -> None:
+    scaling = LossScaling(initial=2.0**24, growth_interval=20)
+    step = make(policy="fp16", optimizer=optax.adam(1e-2), loss_scaling=scaling)
+    state = step.init(0)
+    scales = []
+    for k in range(80):
+        state, metrics = step(state, rows(64, seed=k))
+        scales.append(float(metrics["loss_scale"]))
+    skipped = int(metrics["skipped_steps"])
+    # 2^24 overflows float16 (largest 65,504) for gradients above 0.004; each skip halves the scale.
+    assert 4 <= skipped <= 20
+    assert int(metrics["skipped_in_a_row"]) == 0
+    assert min(scales) < 2.0**20
+    assert scales[-1] > min(scales), "a scale that never grows again would cost range"
+    assert metrics["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("policy", "param_dtype", "tolerance"),
+    [
+        # bf16 has 8 bits: rounding of 2^-9 a product, over a loss of about 1.
+        ("bf16", jnp.float32, 2e-2),
+        ("bf16_pure", jnp.bfloat16, 3e-2),
+        ("fp16", jnp.float32, 2e-3),
+        ("tf32", jnp.float32, 1e-2),
+    ],
+)
+def test_precision_policies_follow_fp32(policy: str, param_dtype: Any, tolerance: float) -> None:
+    losses = {}
+    for name in ("fp32", policy):
+        step = make_train_step(transformer(), language_modeling(), optax.adam(1e-3), mesh=one_device(), policy=name)
+        step.compile(tokens())  # so that a state whose dtypes move would be an error
+        state = step.init(0)
+        losses[name] = []
+        for k in range(10):
+            state, metrics = step(state, tokens(k % 2))
+            losses[name].append(float(metrics["loss"]))
+        if name == policy:
+            assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(param_dtype)}
+            assert metrics["loss"].dtype == jnp.float32
+            moments = {leaf.dtype for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim}
+            assert moments == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(losses[policy], losses["fp32"], rtol=tolerance)
+
+
+def test_bf16_computes_matmuls_in_bf16_and_softmax_in_fp32() -> None:
+    step = make_train_step(transformer(), language_modeling(), optax.adam(1e-3), mesh=one_device(), policy="bf16")
+    text = step.lower(tokens()).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert products
+    assert all("bf16" in line for line in products), "a matmul in fp32 under bf16 costs half the speed or more"
+    exponentials = [line for line in text.splitlines() if "stablehlo.exponential" in line]
+    assert exponentials
+    # The gate of SwiGLU may run in bf16; every softmax and the loss reduce over fp32.
+    assert sum("f32" in line and "bf16" not in line for line in exponentials) >= 2
+
+
+def test_compiled_step_refuses_another_shape() -> None:
+    step = make()
+    step.compile(rows(32))
+    state = step.init(0)
+    with pytest.raises(ConfigError, match=r"inputs \(16, 8\) float32.* compiled for inputs \(32, 8\) float32"):
+        step(state, rows(16))
+
+
+def test_dropout_differs_between_steps_and_repeats_between_runs() -> None:
+    """Keys derive from the state's key and step: two runs agree, and a batch seen twice is not treated alike."""
+    step = make(mlp(dropout=0.5), optimizer=optax.sgd(0.0))
+    losses = []
+    for _ in range(2):
+        state = step.init(0)
+        for _ in range(2):
+            state, metrics = step(state, rows())
+            losses.append(float(metrics["loss"]))
+    assert losses[:2] == losses[2:]
+    assert losses[0] != losses[1]
+
+
+def test_dropout_is_the_same_on_every_mesh() -> None:
+    losses = []
+    for mesh in (one_device(), make_mesh(data=4, tensor=2)):
+        step = make(mlp(dropout=0.5), mesh=mesh)
+        _, metrics = step(step.init(0), rows())
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options", "count", "words"),
+    [
+        (dict(data=8), {}, 12, "train.global_batch_size=12 .* use 8 or 16"),
+        (dict(data=4, tensor=2), dict(accumulation_steps=3), 16, "use 12 or 24"),
+        (dict(pipe=2, data=4), {}, 16, "parallel.pipe"),
+        (dict(context=2, data=4), {}, 16, "parallel.context"),
+    ],
+    ids=["batch", "accumulation", "pipe", "context"],
+)
+def test_sizes_that_do_not_fit_are_refused_before_compiling(
+    degrees: dict[str, int], options: dict[str, int], count: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(mesh=make_mesh(**degrees), **options).batch_shardings(rows(count))
+
+
+def test_heads_that_do_not_divide_tensor() -> None:
+    config = TransformerConfig(num_layers=1, embed_dim=24, num_heads=6, max_sequence_length=16)
+    model = build_model(config, input_shape=(16,), vocab_size=32)
+    with pytest.raises(ConfigError, match=r"heads .* 6, which does not divide by tensor=4; make it 4 or 8"):
+        make_train_step(model, language_modeling(), optax.sgd(0.1), mesh=make_mesh(tensor=4))
+
+
+def test_regression_learns_a_line() -> None:
+    model = from_functions(lambda key: {"w": jnp.zeros((3, 1))}, lambda params, x: x @ params["w"])
+    step = make_train_step(model, regression(), optax.adam(0.1), mesh=one_device())
+    state = step.init(0)
+    x = RNG.normal(size=(64, 3)).astype(np.float32)
+    w = np.array([1.0, -2.0, 0.5], np.float32)
+    for _ in range(200):
+        state, metrics = step(state, {"inputs": x, "targets": x @ w})
+    np.testing.assert_allclose(np.ravel(state.params["w"]), w, atol=1e-2)
+    assert metrics["loss"] < 1e-3
+
+
+OPTIMIZERS = ["sgd", "adamw", "lion", "adafactor"]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_pure", "fp16"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_state_keeps_its_structure_and_dtypes(kind: str, policy: str) -> None:
+    """What comes out of a step can go in again: same tree, shapes and dtypes, for every optimizer and policy."""
+    config = load_config({"optimizer": {"kind": kind, "weight_decay": 0.1, "ema_decay": 0.9}}).config.optimizer
+    optimizer = build_optimizer(config, optax.constant_schedule(1e-3), axes={})
+    step = make(policy=policy, optimizer=optimizer, ema_decay=0.9, accumulation_steps=2)
+    after, _ = jax.eval_shape(step._step, step.abstract_state, rows())
+    assert jax.tree.structure(after) == jax.tree.structure(step.abstract_state)
+    for (path, new), old in zip(
+        jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(step.abstract_state), strict=True
+    ):
+        assert (new.shape, new.dtype) == (old.shape, old.dtype), jax.tree_util.keystr(path)
