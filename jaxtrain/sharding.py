@@ -6,7 +6,6 @@ mesh axes a name is spread over. Parameters are *stored* over `fsdp` and *gather
 
 import contextlib
 import contextvars
-import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,31 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
-
-AxesTable = Mapping[str, tuple[str | None, ...]]
-
-DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
-    # parameters
-    "embed": ("fsdp",),
-    "vocab": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "head_dim": (),
-    "layers": ("pipe",),
-    "experts": ("expert",),
-    "channels_in": ("fsdp",),
-    "channels_out": ("tensor",),
-    # activations
-    "batch": ("data", "fsdp", "expert"),
-    "sequence": ("context",),
-    "residual_sequence": ("context",),
-    "activation_embed": (),
-    "activation_heads": ("tensor",),
-    "activation_kv_heads": ("tensor",),
-    "activation_mlp": ("tensor",),
-    "activation_vocab": ("tensor",),
-}
+from jaxtrain.rules import DEFAULT_RULES, AxesTable, entry_axes, entry_degree, logical_entries, parameter_entries
 
 
 @dataclass(frozen=True)
@@ -68,6 +43,11 @@ class Layout:
         """Size of a mesh axis that the compiler handles; 1 for one that the traced code handles itself."""
         return 1 if axis in self.manual else self.mesh.shape[axis]
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """`degree` of every axis."""
+        return {axis: self.degree(axis) for axis in self.mesh.shape}
+
     def named(self, spec: PartitionSpec) -> NamedSharding:
         """A sharding usable where this layout is traced."""
         return NamedSharding(jax.sharding.get_abstract_mesh() if self.manual else self.mesh, spec)
@@ -84,73 +64,11 @@ def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec
     Raises:
         ConfigError: a name without a rule, or two dims on one mesh axis.
     """
-    used: dict[str, str] = {}
-    entries: list[tuple[str, ...] | str | None] = []
-    for name in names:
-        if name is None:
-            entries.append(None)
-            continue
-        if name not in layout.rules:
-            raise ConfigError(f"no sharding rule for logical axis {name!r}; known: {', '.join(layout.rules)}")
-        mesh_axes = tuple(axis for axis in layout.rules[name] if layout.degree(axis) > 1)
-        for axis in mesh_axes:
-            if axis in used:
-                raise ConfigError(f"logical axes {used[axis]!r} and {name!r} of {names} both want mesh axis {axis!r}")
-            used[axis] = name
-        entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
-    return PartitionSpec(*entries)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one dim of a spec."""
-    return (entry,) if isinstance(entry, str) else entry or ()
-
-
-def _degree(entry: Any, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in _names(entry))
-
-
-def nearest_multiples(size: int, multiple: int) -> str:
-    """The sizes next to `size` that divide, for an error message: "8 or 12"."""
-    low = size // multiple * multiple
-    return " or ".join(str(number) for number in (low, low + multiple) if number)
-
-
-def _nearest_degrees(size: int, entry: Any, degree: int) -> str:
-    """The degrees next to this one that divide a dim, as keys of a config."""
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    low = max(d for d in divisors if d < degree)
-    high = [d for d in divisors if degree < d <= 2 * degree][:1]
-    return f"parallel.{' x parallel.'.join(_names(entry))}={' or '.join(map(str, [low, *high]))}"
-
-
-def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
-    """The row of a path in a table: exact, else the first pattern (`blocks_*/bias`) that matches."""
-    if path in axes:
-        return axes[path]
-    return next((row for pattern, row in axes.items() if "*" in pattern and fnmatch.fnmatchcase(path, pattern)), None)
-
-
-def _spread(entries: list[Any], shape: tuple[int, ...], axis: str, layout: Layout, skip: set[int]) -> list[Any]:
-    """Put one more mesh axis on the largest dim that divides: a free one, else beside the axes that a dim has."""
-    degree = layout.degree(axis)
-    dims = [d for d in range(len(shape)) if d not in skip]
-    fits = [d for d in dims if shape[d] % (degree * _degree(entries[d], layout.mesh)) == 0]
-    if axis == "fsdp":  # gathered for every use, which another axis on the same dim would make slower
-        fits = [d for d in fits if entries[d] is None]
-    if degree > 1 and fits:
-        best = max(fits, key=lambda d: (entries[d] is None, shape[d]))
-        # In front, because what is scattered by hand over an axis has that axis outermost.
-        entries[best] = axis if entries[best] is None else (axis, *_names(entries[best]))
-    return entries
+    return PartitionSpec(*logical_entries(names, layout.degrees, layout.rules))
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
-    """How a parameter is stored.
-
-    A path in the table follows its row; an unknown one puts its largest dim that divides on `fsdp`. `fsdp` only
-    says where bytes live, so where the row's dim does not divide by it, another dim takes its place. A stack of
-    layers is split over `pipe` by layers; what stands outside it is stored in `pipe` parts wherever a dim divides.
+    """How a parameter is stored: `rules.parameter_entries` on a layout.
 
     Args:
         path: `blocks/attention/query/kernel`.
@@ -161,33 +79,9 @@ def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: t
     Raises:
         ConfigError: the row has another rank, or a dim does not divide by an axis that changes the computation.
     """
-    mesh, row = layout.mesh, table_row(path, layout.axes)
-    stacked = layout.stack is not None and path.startswith(f"{layout.stack}/")
-    if row is None:
-        row = ("layers", *[None] * (len(shape) - 1)) if stacked else (None,) * len(shape)
-        wants_fsdp = True
-    elif len(row) != len(shape):
-        raise ConfigError(f"axes table: {path} has shape {shape} but the row {row} names {len(row)} axes")
-    else:
-        wants_fsdp = any("fsdp" in _names(entry) for entry in logical_spec(row, layout))
-    if stacked and row[:1] == (None,):
-        row = ("layers", *row[1:])  # a stage holds its own layers, whether the table says so or not
-    entries = list(logical_spec(row, layout))
-    for dim, entry in enumerate(entries):
-        degree = _degree(entry, mesh)
-        if shape[dim] % degree == 0:
-            continue
-        if entry != "fsdp":
-            near = nearest_multiples(shape[dim], degree)
-            raise ConfigError(
-                f"{row[dim]} of {path} is {shape[dim]}, which does not divide by {entry}={degree}; "
-                f"make it {near}, or use {_nearest_degrees(shape[dim], entry, degree)}"
-            )
-        entries[dim] = None
-    layer_dims = {dim for dim, name in enumerate(row) if name == "layers"}
-    more = ("fsdp",) if wants_fsdp and not any("fsdp" in _names(entry) for entry in entries) else ()
-    for axis in (*more, *(() if stacked or layer_dims else ("pipe",)), *also):
-        entries = _spread(entries, shape, axis, layout, layer_dims)
+    entries = parameter_entries(
+        path, shape, degrees=layout.degrees, axes=layout.axes, rules=layout.rules, stack=layout.stack, also=also
+    )
     return PartitionSpec(*entries)
 
 
@@ -235,7 +129,7 @@ def check_replicated(params: Any, shardings: Any, mesh: Mesh, max_fraction: floa
     ):
         size = leaf.size * leaf.dtype.itemsize
         total += size
-        if not any("fsdp" in _names(entry) for entry in sharding.spec):
+        if not any("fsdp" in entry_axes(entry) for entry in sharding.spec):
             whole[path_name(path)] = size
     fraction = sum(whole.values()) / max(total, 1)
     if fraction > max_fraction:
@@ -294,13 +188,13 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         return x
     spec = list(logical_spec(names, layout))
     # A dim that does not divide (a batch of one in sampling) stays whole: this changes speed, never results.
-    spec = [entry if x.shape[d] % _degree(entry, layout.mesh) == 0 else None for d, entry in enumerate(spec)]
+    spec = [entry if x.shape[d] % entry_degree(entry, layout.mesh.shape) == 0 else None for d, entry in enumerate(spec)]
     return jax.lax.with_sharding_constraint(x, layout.named(PartitionSpec(*spec)))
 
 
 def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:
     def keep(entry: Any) -> Any:
-        names = tuple(name for name in _names(entry) if name != "fsdp")
+        names = tuple(name for name in entry_axes(entry) if name != "fsdp")
         return names[0] if len(names) == 1 else names or None
 
     return PartitionSpec(*(keep(entry) for entry in spec))

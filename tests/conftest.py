@@ -5,6 +5,8 @@ import signal
 import tempfile
 from pathlib import Path
 
+from jaxtrain import distributed
+
 # A suite started in the background ignores Ctrl-C (and SIGHUP under nohup), and so would every process of a test.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -13,10 +15,6 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 # Subprocesses inherit this; workers of pytest-xdist share the folder of the run that started them.
 os.environ.setdefault("JAXTRAIN_CACHE_DIR", tempfile.mkdtemp(prefix="jaxtrain-tests-"))
 os.environ["JAX_PLATFORMS"] = "cpu"
-
-
-from jaxtrain import distributed
-
 distributed.start(emulate=8)
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxtrain.config.schema import ParallelConfig
+from jaxtrain.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import AXES, config_degrees, crossing_axes, make_mesh, mesh_notes, resolve_degrees
+from jaxtrain.mesh import crossing_axes, make_mesh, mesh_notes
 
 # degrees asked for, devices, degrees that are not 1
 RESOLVED = {

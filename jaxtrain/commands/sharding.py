@@ -8,7 +8,8 @@ from jaxtrain import distributed
 from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.config import Config
 from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.sharding import path_name, table_row
+from jaxtrain.rules import table_row
+from jaxtrain.sharding import path_name
 from jaxtrain.train.assemble import open_run_data
 from jaxtrain.train.open_run import step_without_data
 

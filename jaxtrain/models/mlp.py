@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtrain.config.models import MLPConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.axes import mlp_axes
 from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import Model
@@ -45,16 +46,6 @@ class MLP(nnx.Module):
         return self.output(x_BD)
 
 
-def _axes(num_hidden: int) -> dict[str, tuple[str | None, ...]]:
-    """Layers alternate between splitting their outputs and their inputs over tensor (Shoeybi et al. 2019)."""
-    axes: dict[str, tuple[str | None, ...]] = {"output/kernel": ("embed", None), "output/bias": (None,)}
-    for index in range(num_hidden):
-        split_outputs = index % 2 == 0
-        axes[f"layers/{index}/kernel"] = ("embed", "mlp") if split_outputs else ("mlp", "embed")
-        axes[f"layers/{index}/bias"] = ("mlp",) if split_outputs else ("embed",)
-    return axes
-
-
 def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | None = None) -> Model:
     """An MLP as a `Model`: float inputs [B, ...] to outputs [B, O].
 
@@ -78,4 +69,4 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
             raise ConfigError("model.kind=mlp takes numbers, but the data gives token ids")
         return module(inputs, key=key if train and config.dropout > 0 else None)
 
-    return from_nnx(make, axes=_axes(len(config.hidden_dims)), call=call, name="mlp")
+    return from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=call, name="mlp")

@@ -17,14 +17,6 @@ from jaxtrain.ops.experts import Kernels, route, router_loss
 from jaxtrain.parallel.expert import expert_load, experts_mlp
 from jaxtrain.sharding import constrain
 
-# Parameter path -> logical axes, in place of the rows of the MLP.
-AXES: dict[str, tuple[str | None, ...]] = {
-    "blocks/mlp/router/kernel": ("layers", "embed", None),
-    "blocks/mlp/up/kernel": ("layers", "experts", "embed", "mlp"),
-    "blocks/mlp/gate/kernel": ("layers", "experts", "embed", "mlp"),
-    "blocks/mlp/down/kernel": ("layers", "experts", "mlp", "embed"),
-}
-
 _INIT_STDDEV = 0.02  # as the transformer's other kernels
 
 

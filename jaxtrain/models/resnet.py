@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxtrain.config.models import ResNetConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.axes import RESNET
 from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.model import Model
 from jaxtrain.models.nnx_model import from_nnx
@@ -152,17 +153,6 @@ class ResNet(nnx.Module):
             return x_BC @ self.head_kernel[...] + self.head_bias[...]
 
 
-# Kernels store input channels over fsdp and split output channels over tensor; the stem has too few inputs for it.
-AXES: dict[str, tuple[str | None, ...]] = {
-    "stem/kernel": (None, None, None, "channels_out"),
-    "*_first/convs/*/kernel": (None, None, "channels_in", "channels_out"),
-    "*_first/shortcut/kernel": (None, None, "channels_in", "channels_out"),
-    "*_rest/convs/*/kernel": ("layers", None, None, "channels_in", "channels_out"),
-    "*_rest/*": ("layers", "channels_in"),
-    "head_kernel": ("channels_in", None),
-}
-
-
 def resnet(
     config: ResNetConfig,
     *,
@@ -194,4 +184,4 @@ def resnet(
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
-    return from_nnx(make, axes=AXES, call=call, name=config.size or "resnet", gathers_itself=rest)
+    return from_nnx(make, axes=RESNET, call=call, name=config.size or "resnet", gathers_itself=rest)

@@ -14,10 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.axes import model_axes
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import Linear, Norm, dropout, rotary_frequencies, rotate
 from jaxtrain.models.model import Decoder, Model, Params
-from jaxtrain.models.moe import AXES as EXPERT_AXES
 from jaxtrain.models.moe import MoE, Routing
 from jaxtrain.models.nnx_model import from_dict
 from jaxtrain.models.stack import make_stack, scan_stack
@@ -27,31 +27,6 @@ from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.linear import linear
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import constrain
-
-# Parameter path -> logical axes. Rows that a variant does not have (biases, positions, gate) match nothing.
-AXES: dict[str, tuple[str | None, ...]] = {
-    "embedding": ("vocab", "embed"),
-    "positions": (None, "embed"),
-    "blocks/*norm/scale": ("layers", "embed"),
-    "blocks/*norm/bias": ("layers", "embed"),
-    "blocks/attention/query/kernel": ("layers", "embed", "heads", "head_dim"),
-    "blocks/attention/query/bias": ("layers", "heads", "head_dim"),
-    "blocks/attention/key/kernel": ("layers", "embed", "kv_heads", "head_dim"),
-    "blocks/attention/key/bias": ("layers", "kv_heads", "head_dim"),
-    "blocks/attention/value/kernel": ("layers", "embed", "kv_heads", "head_dim"),
-    "blocks/attention/value/bias": ("layers", "kv_heads", "head_dim"),
-    "blocks/attention/output/kernel": ("layers", "heads", "head_dim", "embed"),
-    "blocks/attention/output/bias": ("layers", "embed"),
-    "blocks/mlp/up/kernel": ("layers", "embed", "mlp"),
-    "blocks/mlp/up/bias": ("layers", "mlp"),
-    "blocks/mlp/gate/kernel": ("layers", "embed", "mlp"),
-    "blocks/mlp/gate/bias": ("layers", "mlp"),
-    "blocks/mlp/down/kernel": ("layers", "mlp", "embed"),
-    "blocks/mlp/down/bias": ("layers", "embed"),
-    "output_norm/scale": ("embed",),
-    "output_norm/bias": ("embed",),
-    "output": ("embed", "vocab"),
-}
 
 # The residual stream between blocks; its sequence is spread over `tensor` too where sequence parallelism is on.
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
@@ -279,7 +254,7 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
         return logits.astype(jnp.float32), cache
 
     name = config.size or "transformer"
-    axes = AXES if config.experts is None else {**AXES, **EXPERT_AXES}
+    axes = model_axes(config)
     built = from_stages(make, stack="blocks", embed=embed, block=block, head=head, axes=axes, remat=remat, name=name)
     decoder = Decoder(init_cache, decode, config.max_sequence_length)
     return dataclasses.replace(built, decoder=decoder, has_experts=config.experts is not None)

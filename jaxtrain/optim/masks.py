@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.sharding import path_name, table_row
+from jaxtrain.rules import table_row
+from jaxtrain.sharding import path_name
 
 
 def decay_mask(axes: Mapping[str, tuple[str | None, ...]]) -> Callable[[Any], Any]:

@@ -18,7 +18,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.parallel.gradients import split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.sharding import Layout, nearest_multiples, path_name, use_layout
+from jaxtrain.rules import nearest_multiples
+from jaxtrain.sharding import Layout, path_name, use_layout
 from jaxtrain.tasks import Sums
 
 Tree = Any

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from jaxtrain.config.schema import Config
+from jaxtrain.degrees import AXES, config_degrees
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import AXES, config_degrees, make_mesh
+from jaxtrain.mesh import make_mesh
 from jaxtrain.models.build import build_model
 from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.optim import build_optimizer, build_schedule
@@ -102,6 +103,57 @@ def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct) -> N
         raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
 
 
+def build_step(
+    config: Config,
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    model: Model | None = None,
+    task: Task | None = None,
+    devices: Sequence[Any] | None = None,
+) -> TrainStep:
+    """The train step of a config, from what the data would say of itself.
+
+    Args:
+        config: the run.
+        input_shape: of one row: (sequence length,) of tokens, (height, width, channels), ...
+        vocab_size, num_outputs: used where the config leaves them out.
+        model: your own model instead of the config's.
+        task: your own task instead of the config's.
+        devices: devices to use, real or compile-only; None: all.
+
+    Raises:
+        ConfigError: parts that do not fit together, or sizes that do not divide.
+    """
+    mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
+    if model is None:
+        model = build_model(
+            config.model,
+            input_shape=input_shape,
+            vocab_size=vocab_size,
+            num_outputs=num_outputs,
+            remat=Remat(config.remat.policy, config.remat.names),
+        )
+    optimizer = config.optimizer
+    schedule = build_schedule(optimizer.schedule, peak=optimizer.learning_rate, steps=config.train.steps)
+    scale = config.precision.loss_scale
+    return make_train_step(
+        model,
+        task or TASKS[config.task](),
+        build_optimizer(optimizer, schedule, axes=model.axes),
+        mesh=mesh,
+        policy=config.precision.policy,
+        accumulation_steps=config.train.accumulation_steps,
+        clip_norm=optimizer.clip_norm,
+        ema_decay=optimizer.ema_decay,
+        trainable=trainable_predicate(optimizer.freeze, list(parameter_shapes(model))),
+        learning_rate=schedule,
+        loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
+        parallelism=Parallelism(**config.parallel.model_dump(exclude=set(AXES))),
+    )
+
+
 def assemble(
     config: Config,
     data: "Data",
@@ -126,35 +178,19 @@ def assemble(
     """
     from jaxtrain.data import Batches
 
-    mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
     batches = Batches(data.train, config.train.global_batch_size, seed=config.seed, shuffle=True)
     spec = batches.spec()
     if model is None:
         _check_fit(config, data, spec["targets"])
-        model = build_model(
-            config.model,
-            input_shape=data.input_shape,
-            vocab_size=data.vocab_size,
-            num_outputs=data.num_outputs,
-            remat=Remat(config.remat.policy, config.remat.names),
-        )
-    shapes = parameter_shapes(model)
-    optimizer = config.optimizer
-    schedule = build_schedule(optimizer.schedule, peak=optimizer.learning_rate, steps=config.train.steps)
-    scale = config.precision.loss_scale
-    step = make_train_step(
-        model,
-        task or TASKS[config.task](),
-        build_optimizer(optimizer, schedule, axes=model.axes),
-        mesh=mesh,
-        policy=config.precision.policy,
-        accumulation_steps=config.train.accumulation_steps,
-        clip_norm=optimizer.clip_norm,
-        ema_decay=optimizer.ema_decay,
-        trainable=trainable_predicate(optimizer.freeze, list(shapes)),
-        learning_rate=schedule,
-        loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
-        parallelism=Parallelism(**config.parallel.model_dump(exclude=set(AXES))),
+    step = build_step(
+        config,
+        input_shape=data.input_shape,
+        vocab_size=data.vocab_size,
+        num_outputs=data.num_outputs,
+        model=model,
+        task=task,
+        devices=devices,
     )
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    return Run(config, name, data, batches, step, sum(shape.size for shape in shapes.values()))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params))
+    return Run(config, name, data, batches, step, parameters)

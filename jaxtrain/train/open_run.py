@@ -176,7 +176,8 @@ def step_without_data(
     """
     import optax
 
-    from jaxtrain.mesh import AXES, config_degrees, make_mesh
+    from jaxtrain.degrees import AXES, config_degrees
+    from jaxtrain.mesh import make_mesh
     from jaxtrain.models.build import build_model
     from jaxtrain.models.model import parameter_shapes
     from jaxtrain.optim.masks import trainable_predicate
@@ -253,7 +254,7 @@ def _dividing_batch(config: Config) -> tuple[Config, list[str]]:
     """
     import jax
 
-    from jaxtrain.mesh import config_degrees, resolve_degrees
+    from jaxtrain.degrees import config_degrees, resolve_degrees
     from jaxtrain.train.parallelism import num_microbatches
 
     degrees = resolve_degrees(config_degrees(config.parallel), len(jax.devices()))

@@ -9,7 +9,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.schedules import make_schedule
 from jaxtrain.parallel.stage import Pipeline, check_layers
-from jaxtrain.sharding import DEFAULT_RULES, Layout
+from jaxtrain.rules import DEFAULT_RULES
+from jaxtrain.sharding import Layout
 from jaxtrain.tasks import Task
 
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtrain import distributed
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import Loaded
+from jaxtrain.degrees import config_degrees
 from jaxtrain.errors import PreemptedError
-from jaxtrain.mesh import config_degrees, make_mesh, mesh_notes
+from jaxtrain.mesh import make_mesh, mesh_notes
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.peaks import peak_flops

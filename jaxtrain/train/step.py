@@ -18,12 +18,12 @@ from jaxtrain.models.model import Model
 from jaxtrain.parallel.gradients import Gradients, compute_gradients, constrain_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
+from jaxtrain.rules import nearest_multiples
 from jaxtrain.sharding import (
     Layout,
     check_replicated,
     gather_parameters,
     logical_spec,
-    nearest_multiples,
     optimizer_shardings,
     parameter_shardings,
     path_name,
@@ -412,7 +412,7 @@ def make_train_step(
         trainable: parameter path -> whether it is trained; None: all are.
         learning_rate: only reported, as `learning_rate` in the metrics.
         loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes; None: `sharding.DEFAULT_RULES`.
+        rules: logical axes -> mesh axes; None: `rules.DEFAULT_RULES`.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
 
     Returns:

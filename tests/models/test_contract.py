@@ -20,7 +20,8 @@ from jaxtrain.models.resnet import resnet
 from jaxtrain.models.transformer import transformer
 from jaxtrain.precision import cast_floats
 from jaxtrain.remat import Remat
-from jaxtrain.sharding import path_name, table_row
+from jaxtrain.rules import table_row
+from jaxtrain.sharding import path_name
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=13, max_sequence_length=6)
 # Inits for these keys compile five times faster than for the default kind.

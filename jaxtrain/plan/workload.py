@@ -1,0 +1,147 @@
+"""What a step works on, as far as a config says it: shapes of a batch, sizes that the data decides. No files, no jax."""
+
+import math
+from dataclasses import dataclass
+
+from jaxtrain.config.data import (
+    DigitsData,
+    ImageFolderData,
+    MixtureData,
+    SyntheticData,
+    TableData,
+    TextData,
+    TokenData,
+    TokenizerConfig,
+)
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.flops import model_flops_per_row
+
+_IMAGENET_CLASSES = 1000
+# Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
+_BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of the rows of a run.
+
+    Attributes:
+        unit: tokens or examples.
+        input_shape: of one row, without the batch.
+        vocab_size: of tokens, as the model has it.
+        num_outputs: classes or targets, as the model has them.
+        rows: of a step, over all devices and microbatches.
+        flops_per_row: model FLOPs, forward and backward (`metrics/flops.py`).
+        notes: what was assumed because the config leaves it to the data.
+    """
+
+    unit: str
+    input_shape: tuple[int, ...]
+    vocab_size: int | None
+    num_outputs: int | None
+    rows: int
+    flops_per_row: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens a row, of tokens."""
+        return self.input_shape[0] if self.unit == "tokens" else None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens a step, of tokens."""
+        return None if self.sequence_length is None else self.rows * self.sequence_length
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row on the device: int32 tokens and targets, or float32 inputs and a target."""
+        return 4 * (2 * math.prod(self.input_shape) if self.unit == "tokens" else math.prod(self.input_shape) + 1)
+
+
+def _vocabulary(tokenizer: TokenizerConfig) -> tuple[int | None, str]:
+    if tokenizer.kind == "byte":
+        return 256, ""
+    if tokenizer.kind == "bpe":
+        return tokenizer.vocab_size, f"a full vocabulary of {tokenizer.vocab_size:,} merges"
+    return None, ""
+
+
+def describe_workload(config: Config) -> Workload:
+    """The sizes of a config's rows.
+
+    Raises:
+        ConfigError: a size that only the data knows; says which key to set.
+    """
+    data, model = config.data, config.model
+    notes: list[str] = []
+    vocab_size = num_outputs = None
+    match data:
+        case DigitsData():
+            input_shape, num_outputs = (8, 8, 1), 10
+        case ImageFolderData():
+            input_shape = (data.image_size, data.image_size, 3)
+            if isinstance(model, ResNetConfig) and model.num_classes is None:
+                num_outputs = _IMAGENET_CLASSES
+                notes.append(f"{_IMAGENET_CLASSES:,} classes, as ImageNet has; model.num_classes says otherwise")
+        case TableData():
+            if data.path not in _BUILTIN_TABLES:
+                raise ConfigError(
+                    f"a plan does not open data.path={data.path}; plan with data.kind=synthetic data.task=table "
+                    "data.num_columns=N data.num_classes=M"
+                )
+            columns, num_outputs = _BUILTIN_TABLES[data.path]
+            input_shape = (columns,)
+        case SyntheticData(task="images"):
+            input_shape, num_outputs = (data.image_size, data.image_size, data.num_channels), data.num_classes
+        case SyntheticData(task="table"):
+            input_shape, num_outputs = (data.num_columns,), data.num_classes
+        case _:
+            length = data.sequence_length or getattr(model, "max_sequence_length", None)
+            if length is None or not isinstance(model, TransformerConfig):
+                raise ConfigError(
+                    f"model.kind={model.kind} does not take the tokens of data.kind={data.kind}; "
+                    "use model.kind=transformer"
+                )
+            input_shape = (length,)
+            match data:
+                case SyntheticData():
+                    vocab_size, note = data.vocab_size, ""
+                case TokenData():
+                    vocab_size, note = None, ""
+                case MixtureData() | TextData():
+                    vocab_size, note = _vocabulary(data.tokenizer)
+                case _:
+                    vocab_size, note = _vocabulary(data.tokenizer)
+            if model.vocab_size is None and vocab_size is None:
+                raise ConfigError(
+                    "a plan does not open the data, and model.vocab_size is not set; set model.vocab_size to the "
+                    "vocabulary of the tokenizer"
+                )
+            if model.vocab_size is None and note:
+                notes.append(note)
+    if isinstance(model, TransformerConfig):
+        if len(input_shape) != 1 or config.task != "language_modeling":
+            raise ConfigError(
+                f"model.kind=transformer takes tokens, but data.kind={data.kind} gives examples; use another"
+            )
+        vocab_size = model.vocab_size or vocab_size
+    elif isinstance(model, ResNetConfig):
+        if len(input_shape) != 3:
+            raise ConfigError(f"model.kind=resnet takes images, but a row of data.kind={data.kind} is {input_shape}")
+        num_outputs = model.num_classes or num_outputs
+    elif isinstance(model, MLPConfig):
+        num_outputs = model.num_outputs or num_outputs
+    flops = model_flops_per_row(
+        model,
+        sequence_length=input_shape[0] if isinstance(model, TransformerConfig) else None,
+        input_shape=input_shape,
+        num_outputs=num_outputs,
+        vocab_size=vocab_size,
+    )
+    assert flops is not None, "every size is known by here"
+    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
+    rows = config.train.global_batch_size
+    return Workload(unit, input_shape, vocab_size, num_outputs, rows, flops, tuple(notes))
