@@ -1,4 +1,4 @@
-"""What a step works on, as far as a config says it: shapes of a batch, sizes that the data decides. No files, no jax."""
+"""What a step works on, as far as a config says it: shapes of a batch, sizes that the data decides. No jax here."""
 
 import math
 from dataclasses import dataclass

@@ -1,0 +1,138 @@
+"""Bytes of the train state on one device, by the rules that lay it out. No jax here.
+
+The sharding of each tensor comes from `rules.parameter_entries`, which the step uses too.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, OptimizerConfig, SGDConfig
+from jaxtrain.models.axes import model_axes
+from jaxtrain.plan.parameters import Tensors, frozen_paths
+from jaxtrain.rules import Entry, entry_degree, parameter_entries
+
+_FP32 = 4
+# The dtype of stored parameters: every policy but this one keeps fp32 masters.
+PARAM_BYTES = {"bf16_pure": 2}
+# Of what matmuls run in.
+COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter on a mesh.
+
+    Attributes:
+        path, shape: of the whole parameter.
+        entries: mesh axes of each dim, as stored.
+        state_entries: the same for its optimizer state, which ZeRO spreads over `data` too.
+        trained: whether it has gradients and optimizer state.
+        stacked: whether its first dim counts layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    state_entries: tuple[Entry, ...]
+    trained: bool
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of one device, by part."""
+
+    params: int
+    optimizer: int
+    average: int
+    model_state: int
+
+    @property
+    def total(self) -> int:
+        """The train state."""
+        return self.params + self.optimizer + self.average + self.model_state
+
+
+def zero_axes(config: Config) -> tuple[str, ...]:
+    """Mesh axes that optimizer state is spread over besides those of its parameter."""
+    return ("data",) if config.parallel.zero in (1, 2) else ()
+
+
+def place(config: Config, tensors: Tensors, degrees: Mapping[str, int]) -> list[Placed]:
+    """Every parameter of a config on a mesh of these degrees.
+
+    Raises:
+        ConfigError: a dim does not divide by an axis that changes the computation.
+    """
+    axes, stack = model_axes(config.model), tensors.stack
+    frozen = frozen_paths(tensors.params, config.optimizer.freeze)
+    also = zero_axes(config)
+    placed = []
+    for path, shape in tensors.params.items():
+        entries = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack))
+        spread = entries
+        if also:
+            spread = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack, also=also))
+        stacked = stack is not None and path.startswith(f"{stack}/")
+        placed.append(Placed(path, shape, entries, spread, path not in frozen, stacked))
+    return placed
+
+
+def local_size(shape: Sequence[int], entries: Sequence[Entry], degrees: Mapping[str, int]) -> int:
+    """Elements of one device's part."""
+    return math.prod(size // entry_degree(entry, degrees) for size, entry in zip(shape, entries, strict=True))
+
+
+def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degrees: Mapping[str, int]) -> StateBytes:
+    """Bytes of the train state on one device.
+
+    Args:
+        config: the run.
+        tensors: of its model.
+        placed: the model's parameters on the mesh.
+        degrees: of the mesh.
+    """
+    stored = PARAM_BYTES.get(config.precision.policy, _FP32)
+    params = stored * sum(local_size(one.shape, one.entries, degrees) for one in placed)
+    also = zero_axes(config)
+    optimizer = average = 0
+    for one in placed:
+        if not one.trained:
+            continue
+        size = local_size(one.shape, one.state_entries, degrees)
+        optimizer += _FP32 * _optimizer_numbers(config.optimizer, one, size, degrees, also)
+        average += 0 if config.optimizer.ema_decay is None else _FP32 * size
+    return StateBytes(params, optimizer, average, _FP32 * sum(map(math.prod, tensors.model_state.values())))
+
+
+def _optimizer_numbers(
+    config: OptimizerConfig, one: Placed, size: int, degrees: Mapping[str, int], also: tuple[str, ...]
+) -> int:
+    """Float32 numbers of optimizer state that one device keeps for a parameter of which it has `size` elements."""
+    match config:
+        case SGDConfig():
+            return size if config.momentum else 0
+        case AdamWConfig():
+            return 2 * size
+        case LionConfig():
+            return size
+        case AdafactorConfig():
+            return _adafactor_numbers(config, one, degrees, also) + (size if config.b1 else 0)
+
+
+def _adafactor_numbers(config: AdafactorConfig, one: Placed, degrees: Mapping[str, int], also: tuple[str, ...]) -> int:
+    """Row and column sums over the two largest dims where both are large enough, else a whole second moment.
+
+    optax keeps all three trees, and one number where a tree does not apply. Their shapes are not the parameter's, so
+    that they lie by the default rule: the largest dim that divides goes to `fsdp`.
+    """
+    order = sorted(range(len(one.shape)), key=lambda dim: (one.shape[dim], dim))
+    factored = len(order) >= 2 and one.shape[order[-2]] >= config.min_dim_size_to_factor
+    if not factored:
+        return 2 + local_size(one.shape, one.state_entries, degrees)
+    numbers = 1
+    for gone in order[-2:]:
+        shape = tuple(size for dim, size in enumerate(one.shape) if dim != gone)
+        numbers += local_size(shape, parameter_entries("", shape, degrees=degrees, axes={}, also=also), degrees)
+    return numbers

@@ -1,0 +1,47 @@
+"""The planner's shapes, which it knows without jax, are those that the models create."""
+
+import jax
+import pytest
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.models.axes import model_axes
+from jaxtrain.models.build import build_model
+from jaxtrain.plan.parameters import model_tensors
+from jaxtrain.plan.workload import Workload
+from jaxtrain.sharding import path_name
+
+TOKENS = Workload("tokens", (64,), 512, None, 8, 1.0)
+IMAGES = Workload("examples", (32, 32, 3), None, 10, 8, 1.0)
+# One of each family: sizes of a family differ in numbers only.
+SIZES = ("gpt2", "gpt3_13b", "llama3.1_8b", "llama3.2_1b", "mixtral_8x7b")
+MODELS = {
+    **{size: (TransformerConfig(size=size), TOKENS) for size in SIZES},
+    "default": (TransformerConfig(), TOKENS),
+    "own head dim, biases, layernorm": (TransformerConfig(head_dim=32, bias=True, norm="layernorm"), TOKENS),
+    "layernorm without bias": (TransformerConfig(norm="layernorm"), TOKENS),
+    **{size: (ResNetConfig(size=size), IMAGES) for size in ("resnet18", "resnet50")},
+    "small resnet": (ResNetConfig(stem="small", stage_blocks=(1, 2), width=16), IMAGES),
+    "one bottleneck a stage": (ResNetConfig(stem="small", stage_blocks=(1, 1), bottleneck=True, width=8), IMAGES),
+    "mlp": (MLPConfig(), IMAGES),
+    "deep mlp": (MLPConfig(hidden_dims=(64, 32, 16)), IMAGES),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_are_the_model_s(name: str) -> None:
+    config, workload = MODELS[name]
+    vocabulary = getattr(config, "vocab_size", None) or workload.vocab_size
+    workload = Workload(workload.unit, workload.input_shape, vocabulary, workload.num_outputs, 8, 1.0)
+    model = build_model(
+        config, input_shape=workload.input_shape, vocab_size=vocabulary, num_outputs=workload.num_outputs
+    )
+    params, state = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    found = model_tensors(config, workload)
+
+    def shapes(tree: object) -> dict[str, tuple[int, ...]]:
+        return {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    assert found.params == shapes(params)
+    assert found.model_state == shapes(state)
+    assert found.stack == (None if model.parts is None else model.parts.stack)
+    assert model_axes(config) == model.axes
