@@ -66,8 +66,8 @@ class Cost:
     device_hours: float
     on_demand_usd: float | None
     spot: Spot | None
-    energy_kwh: float
-    energy_usd: float
+    energy_kwh: float | None
+    energy_usd: float | None
     purchase_usd: float | None
     break_even_hours: float | None
 
@@ -150,7 +150,6 @@ def break_even_hours(
     """
     _check_not_negative("purchase_usd", purchase_usd)
     _check_not_negative("usd_hour", usd_hour)
-    _check_not_negative("watts", watts)
     _check_not_negative("usd_per_kwh", usd_per_kwh)
     saved_usd_hour = usd_hour - watts / 1000 * usd_per_kwh
     return purchase_usd / saved_usd_hour if saved_usd_hour > 0 else None
@@ -161,7 +160,7 @@ def training_cost(
     step_seconds: float,
     steps: int,
     num_devices: int,
-    watts: float,
+    watts: float | None,
     on_demand_usd_hour: float | None,
     spot_usd_hour: float | None,
     purchase_usd: float | None,
@@ -207,19 +206,19 @@ def training_cost(
     _check_count("num_nodes", num_nodes)
     if num_nodes > num_devices:
         raise ConfigError(f"num_nodes {num_nodes} is more than num_devices {num_devices}; each node has a device")
-    _check_not_negative("watts", watts)
     _check_not_negative("usd_per_kwh", usd_per_kwh)
-    for name, usd in [
+    for name, number in [
         ("on_demand_usd_hour", on_demand_usd_hour),
         ("spot_usd_hour", spot_usd_hour),
         ("purchase_usd", purchase_usd),
+        ("watts", watts),
     ]:
-        if usd is not None:
-            _check_not_negative(name, usd)
+        if number is not None:
+            _check_not_negative(name, number)
 
     hours = step_seconds * steps / 3600
     device_hours = hours * num_devices
-    energy_kwh = watts / 1000 * device_hours
+    energy_kwh = None if watts is None else watts / 1000 * device_hours
 
     spot = None
     if spot_usd_hour is not None:
@@ -236,7 +235,7 @@ def training_cost(
 
     break_even = None
     if purchase_usd is not None and on_demand_usd_hour is not None:
-        owned_watts = watts if break_even_with_power else 0.0
+        owned_watts = watts or 0.0 if break_even_with_power else 0.0
         break_even = break_even_hours(purchase_usd, on_demand_usd_hour, watts=owned_watts, usd_per_kwh=usd_per_kwh)
 
     return Cost(
@@ -246,7 +245,7 @@ def training_cost(
         on_demand_usd=None if on_demand_usd_hour is None else on_demand_usd_hour * device_hours,
         spot=spot,
         energy_kwh=energy_kwh,
-        energy_usd=energy_kwh * usd_per_kwh,
+        energy_usd=None if energy_kwh is None else energy_kwh * usd_per_kwh,
         purchase_usd=None if purchase_usd is None else purchase_usd * num_devices,
         break_even_hours=break_even,
     )

@@ -69,6 +69,7 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
         peak, capacity = (round(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
         return ExactMemory(state_bytes, peak, None, capacity, time.monotonic() - began)
     memory = compiled.memory_analysis()
+    assert memory is not None, "every compiler that compile_for has gives it"
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = arguments + outputs + temporaries + memory.generated_code_size_in_bytes
@@ -78,8 +79,9 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
 def sharded_bytes(tree: Any) -> int:
     """Bytes of a tree of shapes with shardings on one device; keys, of a few bytes, are left out."""
     import jax
+    import jax.numpy as jnp
 
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 

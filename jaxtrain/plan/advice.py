@@ -1,0 +1,113 @@
+"""The smallest change that makes a config fit, tried in the analytic model. No jax here."""
+
+from collections.abc import Iterator
+
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.analyse import Terms, analyse
+from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.hardware import Target
+from jaxtrain.plan.search import with_optimizer
+
+_GIB = 2**30
+_SHOWN = 4
+
+
+def advise(estimate: Estimate, terms: Terms | None = None) -> tuple[str, ...]:
+    """Lines that say what makes it fit, each with the memory and time that the model predicts for it.
+
+    Single changes first, those that leave the numbers of a run alone before those that do not; where none is enough,
+    two together; where none of these is, more devices.
+    """
+    changes = list(_changes(estimate.config, estimate.target))
+    works = [line for name, config, target in changes if (line := _try(name, config, target, estimate, terms))]
+    if not works:
+        pairs = [
+            (f"{first} and {second}", config, target)
+            for first, config, target in changes
+            if target.num_devices == estimate.target.num_devices
+            for second, config, target in _changes(config, target)
+            if second != first and target.num_devices == estimate.target.num_devices
+        ]
+        works = [line for name, config, target in pairs if (line := _try(name, config, target, estimate, terms))]
+    if not works:
+        works = [line for target in _more(estimate.target, 8) if (line := _grown(estimate, target, terms)) is not None][
+            :1
+        ]
+    if not works:
+        return ("no single change, pair of changes or eight times the devices makes it fit; jaxtrain plan --search",)
+    return tuple(works[:_SHOWN])
+
+
+def _try(name: str, config: Config, target: Target, before: Estimate, terms: Terms | None) -> str | None:
+    try:
+        after = analyse(config, target, terms)
+    except ConfigError:
+        return None
+    if not after.memory.fits:
+        return None
+    slower = ""
+    if before.time is not None and after.time is not None:
+        slower = f", step {after.time.seconds / before.time.seconds:.2f} x as long"
+    return f"{name}: {after.memory.total_bytes / _GIB:.1f} GiB{slower}"
+
+
+def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Target]]:
+    """Single changes, the cheapest first."""
+    parallel, train = config.parallel, config.train
+    order = ("none", "dots", "full") if isinstance(config.model, TransformerConfig) else ("none", "full")
+    if config.remat.policy in order:
+        for policy in order[order.index(config.remat.policy) + 1 :]:
+            remat = config.remat.model_copy(update={"policy": policy})
+            yield f"remat.policy={policy}", config.model_copy(update={"remat": remat}), target
+    if parallel.data != 1 and isinstance(parallel.data, int):
+        if parallel.zero == 0:
+            spread = parallel.model_copy(update={"zero": 1})
+            yield "parallel.zero=1", config.model_copy(update={"parallel": spread}), target
+        shards = parallel.data * int(parallel.fsdp)
+        spread = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
+        yield f"parallel.fsdp={shards}", config.model_copy(update={"parallel": spread}), target
+    if parallel.pipe == 1:
+        for factor in (2, 4, 8, 16):
+            steps = train.accumulation_steps * factor
+            more = train.model_copy(update={"accumulation_steps": steps})
+            yield f"train.accumulation_steps={steps}", config.model_copy(update={"train": more}), target
+    if config.precision.policy == "fp32":
+        lower = config.precision.model_copy(update={"policy": "bf16"})
+        yield "precision.policy=bf16", config.model_copy(update={"precision": lower}), target
+    for kind in ("lion", "adafactor"):
+        if config.optimizer.kind == "adamw":
+            other = config.model_copy(update={"optimizer": with_optimizer(config, kind)})
+            yield f"optimizer.kind={kind} (another optimizer: its learning rate too)", other, target
+    if config.precision.policy == "bf16":
+        lower = config.precision.model_copy(update={"policy": "bf16_pure"})
+        pure = config.model_copy(update={"precision": lower})
+        yield "precision.policy=bf16_pure (no fp32 master parameters)", pure, target
+
+
+def _more(target: Target, most: int) -> list[Target]:
+    """The same hardware with up to `most` times the devices, as it is rented."""
+    counts = [count for count in target.hardware.shapes if target.num_devices < count <= most * target.num_devices]
+    island = target.hardware.island
+    if target.hardware.kind == "gpu":
+        nodes = [island * n for n in (1, 2, 4, 8, 16, 32, 64, 128)]
+        counts += [count for count in nodes if target.num_devices < count <= most * target.num_devices]
+    return [Target(target.hardware, count, -(-count // island)) for count in sorted(set(counts))]
+
+
+def _grown(estimate: Estimate, target: Target, terms: Terms | None) -> str | None:
+    """The same run with the devices that are added on `fsdp`."""
+    parallel = estimate.config.parallel
+    factor = target.num_devices // estimate.target.num_devices
+    if target.num_devices % estimate.target.num_devices:
+        return None
+    shards = int(parallel.fsdp) * int(parallel.data) * factor
+    spread = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
+    config = estimate.config.model_copy(update={"parallel": spread})
+    name = f"{target.name} with parallel.fsdp={spread.fsdp}"
+    found = _try(name, config, target, estimate, terms)
+    if found is not None:
+        return found
+    full = config.model_copy(update={"remat": config.remat.model_copy(update={"policy": "full"})})
+    return _try(f"{name} and remat.policy=full", full, target, estimate, terms)

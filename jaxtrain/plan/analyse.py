@@ -1,0 +1,177 @@
+"""A config on hardware: memory, time and cost, from arithmetic alone. Milliseconds, and no jax."""
+
+from dataclasses import dataclass
+
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.degrees import AXES, config_degrees, resolve_degrees
+from jaxtrain.errors import ConfigError
+from jaxtrain.parallel.schedules import Schedule, make_schedule
+from jaxtrain.plan.blocks import Cut
+from jaxtrain.plan.cost import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
+from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.hardware import Target
+from jaxtrain.plan.memory import step_memory
+from jaxtrain.plan.parameters import Tensors, model_tensors
+from jaxtrain.plan.state import StateBytes, place, state_bytes
+from jaxtrain.plan.time import step_time
+from jaxtrain.plan.workload import Workload, describe_workload
+from jaxtrain.rules import nearest_multiples
+
+# A device writes its share of the state through its host: what cloud disks and object stores take of one host.
+_SAVE_BYTES_PER_SECOND = 1e9
+# A new machine, the program compiled or read from the cache, the state read.
+_RESTART_SECONDS = 300.0
+_LEAST_SAVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a cost depends on besides hardware and time.
+
+    Attributes:
+        steps: optimizer steps; None: those of the config.
+        usd_per_kwh: of electricity.
+        interruptions_per_node_hour: how often spot devices are taken away.
+        checkpoint_interval_seconds: on spot devices; None: the one that wastes least.
+    """
+
+    steps: int | None = None
+    usd_per_kwh: float = 0.12
+    interruptions_per_node_hour: float = INTERRUPTIONS_PER_NODE_HOUR
+    checkpoint_interval_seconds: float | None = None
+
+
+def with_degrees(config: Config, num_devices: int) -> Config:
+    """The config with every degree a number.
+
+    Raises:
+        ConfigError: degrees that do not multiply to the device count.
+    """
+    degrees = resolve_degrees(config_degrees(config.parallel), num_devices)
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
+
+
+def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+    """Memory, time and cost of a config on a target.
+
+    Args:
+        config: the run; `auto` degrees take the target's devices.
+        target: hardware and count.
+        terms: of the cost; None: the usual ones.
+
+    Raises:
+        ConfigError: a layout that the model or the batch cannot take, or sizes that only the data knows.
+    """
+    config = with_degrees(config, target.num_devices)
+    workload = describe_workload(config)
+    tensors = model_tensors(config.model, workload)
+    degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
+    schedule = _schedule(config, degrees)
+    cut = cut_batch(config, workload, target, schedule)
+    placed = place(config, tensors, degrees)
+    state = state_bytes(config, tensors, placed, degrees)
+    memory = step_memory(config, workload, target, placed, state, cut, schedule)
+    time = step_time(config, workload, target, placed, state, cut, schedule)
+    cost = None if time is None else run_cost(config, target, state, time.seconds, terms or Terms())
+    return Estimate(
+        config=config,
+        target=target,
+        degrees=degrees,
+        workload=workload,
+        num_parameters=tensors.num_parameters,
+        memory=memory,
+        time=time,
+        cost=cost,
+        notes=_notes(config, target, workload, tensors, has_time=time is not None),
+    )
+
+
+def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
+    """The pipeline's table, as `train/parallelism.py` makes it.
+
+    Raises:
+        ConfigError: an axis that the model cannot use, or layers that do not divide.
+    """
+    model, parallel, stages = config.model, config.parallel, degrees["pipe"]
+    transformer = isinstance(model, TransformerConfig)
+    for axis, has in (
+        ("pipe", transformer),
+        ("context", transformer),
+        ("expert", isinstance(model, TransformerConfig) and model.experts is not None),
+    ):
+        if degrees[axis] > 1 and not has:
+            raise ConfigError(
+                f"parallel.{axis}={degrees[axis]}, but this {model.kind} has nothing to spread there; use 1"
+            )
+    if stages == 1:
+        if parallel.microbatches is not None:
+            raise ConfigError(
+                f"parallel.microbatches={parallel.microbatches} is for pipelines, but parallel.pipe=1; "
+                "use train.accumulation_steps"
+            )
+        return None
+    assert isinstance(model, TransformerConfig)
+    accumulation = config.train.accumulation_steps
+    microbatches = parallel.microbatches or (accumulation if accumulation > 1 else 2 * stages)
+    chunks = parallel.chunks or (2 if parallel.schedule == "interleaved_1f1b" else 1)
+    if model.num_layers % (stages * chunks):
+        raise ConfigError(
+            f"{model.num_layers} layers do not divide by pipe x chunks = {stages * chunks}; "
+            f"use {nearest_multiples(model.num_layers, stages * chunks)} layers or another parallel.pipe"
+        )
+    return make_schedule(parallel.schedule, stages, microbatches, chunks)
+
+
+def cut_batch(config: Config, workload: Workload, target: Target, schedule: Schedule | None) -> Cut:
+    """What one device gets of a batch.
+
+    Raises:
+        ConfigError: the batch or the sequence does not divide.
+    """
+    degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
+    microbatches = config.train.accumulation_steps if schedule is None else schedule.num_microbatches
+    shards = degrees["data"] * degrees["fsdp"] * degrees["expert"]
+    if workload.rows % (shards * microbatches):
+        raise ConfigError(
+            f"train.global_batch_size={workload.rows} does not divide by data x fsdp x expert x microbatches = "
+            f"{shards * microbatches}; use {nearest_multiples(workload.rows, shards * microbatches)}"
+        )
+    length = workload.sequence_length
+    parts = degrees["context"] * (degrees["tensor"] if config.parallel.sequence_parallel else 1)
+    if length is not None and length % parts:
+        raise ConfigError(
+            f"data.sequence_length={length} does not divide by the axes that spread it, {parts}; "
+            f"use {nearest_multiples(length, parts)}"
+        )
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees)
+
+
+def run_cost(config: Config, target: Target, state: StateBytes, step_seconds: float, terms: Terms) -> Cost:
+    """The cost of a whole run at a step time."""
+    hardware = target.hardware
+    return training_cost(
+        step_seconds=step_seconds,
+        steps=terms.steps or config.train.steps,
+        num_devices=target.num_devices,
+        num_nodes=target.num_hosts,
+        watts=hardware.board_watts,
+        on_demand_usd_hour=hardware.on_demand_usd_hour,
+        spot_usd_hour=hardware.spot_usd_hour,
+        purchase_usd=hardware.purchase_usd,
+        interruptions_per_node_hour=terms.interruptions_per_node_hour,
+        # All devices write at once; what is replicated is written once, by one of them.
+        save_seconds=max(_LEAST_SAVE_SECONDS, state.total / _SAVE_BYTES_PER_SECOND),
+        restart_seconds=_RESTART_SECONDS,
+        checkpoint_interval_seconds=terms.checkpoint_interval_seconds,
+        usd_per_kwh=terms.usd_per_kwh,
+    )
+
+
+def _notes(config: Config, target: Target, workload: Workload, tensors: Tensors, *, has_time: bool) -> tuple[str, ...]:
+    notes = list(workload.notes)
+    if not has_time:
+        notes.append(
+            f"{target.hardware.title} has no published rate for precision.policy={config.precision.policy}: no time"
+        )
+    return tuple(notes)

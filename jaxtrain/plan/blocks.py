@@ -1,0 +1,226 @@
+"""The blocks of a step on one device: FLOPs and bytes of each, forward, backward and recomputed. No jax here.
+
+A block is what the compiler makes one or a few kernels of. Its time is the larger of its FLOPs over the rate of the
+matmul units and its bytes over the memory's (the roofline of Williams et al. 2009).
+
+t tokens of one microbatch on one device, d width, h query and g key-value heads of width k, f MLP width, V vocabulary,
+L sequence; c bytes of the compute dtype.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import Config, RematConfig
+from jaxtrain.plan.state import COMPUTE_BYTES
+from jaxtrain.plan.workload import Workload
+
+# Gradients of inputs and of weights: twice the forward pass.
+_BACKWARD = 2
+
+
+@dataclass(frozen=True)
+class Block:
+    """One kind of block.
+
+    Attributes:
+        name: for people.
+        count: how often a device runs it in one step.
+        flops: of one forward pass.
+        bytes: of one forward pass.
+        recomputed: share of the forward pass that the backward pass repeats.
+        stage: whether it belongs to the layers that a pipeline deals out.
+    """
+
+    name: str
+    count: int
+    flops: float
+    bytes: float
+    recomputed: float = 0.0
+    stage: bool = False
+
+    @property
+    def total_flops(self) -> float:
+        """Of one step: forward, backward, recomputation."""
+        return self.count * self.flops * (1 + _BACKWARD + self.recomputed)
+
+    @property
+    def total_bytes(self) -> float:
+        """Likewise."""
+        return self.count * self.bytes * (1 + _BACKWARD + self.recomputed)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one device works on.
+
+    Attributes:
+        microbatches: of a step.
+        rows: of one microbatch on one device.
+        degrees: of the mesh.
+        fused_attention: whether scores stay inside a kernel.
+    """
+
+    microbatches: int
+    rows: float
+    degrees: Mapping[str, int]
+    fused_attention: bool = False
+
+
+def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    """The blocks of one step on one device (of a pipeline: on the last stage, which also has the output layer)."""
+    match config.model:
+        case TransformerConfig():
+            return _transformer(config.model, config, workload, cut)
+        case ResNetConfig():
+            return _resnet(config.model, config, workload, cut)
+        case MLPConfig():
+            return _mlp(config.model, config, workload, cut)
+
+
+def _recomputed(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()) -> float:
+    """Share of a block's forward pass that is run again in the backward pass."""
+    match remat.policy:
+        case "none":
+            return 0.0
+        case "full":
+            return 1.0
+        case "dots":
+            return 0.0 if matmul else 1.0
+        case _:
+            return 1 - sum(name in remat.names for name in names) / len(names) if names else 1.0
+
+
+def _transformer(model: TransformerConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    tensor, context = degrees["tensor"], degrees["context"]
+    length = workload.input_shape[0]
+    t, d = cut.rows * length / context, model.embed_dim
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    k = model.head_dim or d // heads
+    f = model.mlp_dim or 4 * d
+    assert workload.vocab_size is not None
+    vocabulary = workload.vocab_size / tensor
+    count = model.num_layers // degrees["pipe"] * cut.microbatches
+    # A stage keeps its inputs only and runs forward once more before its backward.
+    again = 1.0 if degrees["pipe"] > 1 else 0.0
+    remat = config.remat
+
+    weights = d * (2 * heads + 2 * groups) * k / tensor
+    streams = t * (2 * d + (2 * heads + 2 * groups) * k / tensor)
+    matrices = 3 if model.activation == "swiglu" else 2
+    projections = Block(
+        "attention projections",
+        count,
+        2 * t * weights,
+        size * (weights + streams),
+        _recomputed(remat, matmul=True, names=("query", "key", "value", "attention_projection")) + again,
+        stage=True,
+    )
+    pairs = t * length * heads / tensor
+    score_flops = 4 * pairs * k * (0.5 if cut.fused_attention else 1.0)
+    # Unfused: scores in float32 are written, masked, reduced and normalised, and read again for the values.
+    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + (0 if cut.fused_attention else 16 * pairs)
+    scores = Block(
+        "attention scores",
+        count,
+        score_flops,
+        score_bytes,
+        # Scores have batch dims, so that policy dots recomputes them too.
+        _recomputed(remat, matmul=False, names=("attention_output",)) + again,
+        stage=True,
+    )
+    experts = model.experts
+    active, stored = (1, 1) if experts is None else (experts.experts_per_token, experts.num_experts / degrees["expert"])
+    mlp_weights = matrices * d * f / tensor
+    mlp = Block(
+        "MLP" if experts is None else "experts",
+        count,
+        2 * t * mlp_weights * active + (0 if experts is None else 2 * t * d * experts.num_experts),
+        size * (mlp_weights * stored + active * t * (2 * d + matrices * f / tensor)),
+        _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output")) + again,
+        stage=True,
+    )
+    residual = tensor if config.parallel.sequence_parallel else 1
+    # Two norms and two sums over the residual stream, rotation of queries and keys, the nonlinearity.
+    elementwise = Block(
+        "norms, residual, activation",
+        count,
+        0.0,
+        size * t * (10 * d / residual + 4 * (heads + groups) * k / tensor + 3 * active * f / tensor),
+        _recomputed(remat, matmul=False) + again,
+        stage=True,
+    )
+    output = Block(
+        "output and loss",
+        cut.microbatches,
+        2 * t * d * vocabulary,
+        # Logits are written, read for the loss in float32 and once more for its gradient.
+        size * (d * vocabulary + t * d + 3 * t * vocabulary),
+    )
+    embed = Block("embedding", cut.microbatches, 0.0, 2 * size * t * d)
+    return [projections, scores, mlp, elementwise, embed, output]
+
+
+def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    size, rows = COMPUTE_BYTES[config.precision.policy], cut.rows
+    height, width, channels = workload.input_shape
+    blocks: list[Block] = []
+    repeat = _recomputed(config.remat, matmul=False)
+    remaining = [height, width]
+
+    def convolve(kernel: int, inputs: int, outputs: int, stride: int) -> tuple[float, float, float]:
+        """FLOPs, bytes of the convolution, bytes of its norm and nonlinearity; a norm reads twice and writes once."""
+        before = math.prod(remaining)
+        remaining[:] = [math.ceil(side / stride) for side in remaining]
+        after = math.prod(remaining)
+        weights = kernel**2 * inputs * outputs
+        flops = 2 * weights * after * rows
+        return flops, size * (weights + rows * (before * inputs + after * outputs)), 4 * size * rows * after * outputs
+
+    def add(name: str, parts: list[tuple[float, float, float]], count: int, recomputed: float) -> None:
+        flops, moved, norms = (sum(column) for column in zip(*parts, strict=True))
+        blocks.append(Block(f"{name} convolutions", count * cut.microbatches, flops, moved, recomputed))
+        blocks.append(Block(f"{name} norms", count * cut.microbatches, 0.0, norms, recomputed))
+
+    if model.stem == "imagenet":
+        add("stem", [convolve(7, channels, model.width, 2)], 1, 0.0)
+        remaining = [math.ceil(side / 2) for side in remaining]
+    else:
+        add("stem", [convolve(3, channels, model.width, 1)], 1, 0.0)
+    channels = model.width
+    for stage, count in enumerate(model.stage_blocks):
+        inner = model.width * 2**stage
+        outer = 4 * inner if model.bottleneck else inner
+
+        def one(inputs: int, stride: int, inner: int = inner, outer: int = outer) -> list[tuple[float, float, float]]:
+            if model.bottleneck:
+                parts = [convolve(1, inputs, inner, 1), convolve(3, inner, inner, stride), convolve(1, inner, outer, 1)]
+            else:
+                parts = [convolve(3, inputs, inner, stride), convolve(3, inner, outer, 1)]
+            return parts + ([convolve(1, inputs, outer, 1)] if inputs != outer or stride != 1 else [])
+
+        add(f"stage {stage} first", one(channels, 2 if stage else 1), 1, 0.0)
+        channels = outer
+        if count > 1:
+            add(f"stage {stage}", one(channels, 1), count - 1, repeat)
+    assert workload.num_outputs is not None
+    weights = channels * workload.num_outputs
+    pooled = rows * channels * math.prod(remaining)
+    blocks.append(Block("head", cut.microbatches, 2 * rows * weights, size * (weights + pooled)))
+    return blocks
+
+
+def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    size, tensor = COMPUTE_BYTES[config.precision.policy], cut.degrees["tensor"]
+    assert workload.num_outputs is not None
+    widths = (math.prod(workload.input_shape), *model.hidden_dims, workload.num_outputs)
+    blocks = []
+    for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        name = "output" if index == len(model.hidden_dims) else f"layer {index}"
+        weights = inputs * outputs / tensor
+        moved = size * (weights + cut.rows * (inputs + 3 * outputs))
+        blocks.append(Block(name, cut.microbatches, 2 * cut.rows * weights, moved))
+    return blocks

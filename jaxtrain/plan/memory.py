@@ -1,0 +1,224 @@
+"""Memory of a step on one device by part, without compiling: state exactly, the rest by what compilers keep.
+
+The constants count bytes that XLA keeps for each element of a tensor. They were fitted to what compilers said of the
+layouts in `tests/plan/compiled.json`, which the model meets within 15 %.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.plan.blocks import Cut
+from jaxtrain.plan.estimate import Memory
+from jaxtrain.plan.hardware import Target
+from jaxtrain.plan.state import COMPUTE_BYTES, PARAM_BYTES, Placed, StateBytes, local_size
+from jaxtrain.plan.workload import Workload
+from jaxtrain.rules import entry_axes
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes of one device that live inside a step, by what they are."""
+
+    kept: float
+    """Activations from the forward pass for the backward pass."""
+    block: float
+    """The most that one block needs at once in its backward pass."""
+    head: float
+    """Logits; their gradient takes their place."""
+
+
+def step_memory(
+    config: Config,
+    workload: Workload,
+    target: Target,
+    placed: Sequence[Placed],
+    state: StateBytes,
+    cut: Cut,
+    schedule: Schedule | None,
+) -> Memory:
+    """The peak of one device.
+
+    Args:
+        config: the run.
+        workload: its rows.
+        target: hardware and count.
+        placed: parameters on the mesh.
+        state: bytes of the train state.
+        cut: what a device works on.
+        schedule: of the pipeline.
+    """
+    match config.model:
+        case TransformerConfig():
+            work = _transformer(config.model, config, workload, cut, schedule)
+        case ResNetConfig():
+            work = _resnet(config.model, config, workload, cut)
+        case MLPConfig():
+            work = _mlp(config.model, config, workload, cut)
+    gradients, cast, gathered = _parameters(config, placed, cut)
+    in_head = work.head > work.block
+    parts = {
+        "parameters": state.params,
+        "optimizer state": state.optimizer,
+        "moving average": state.average,
+        "model state": state.model_state,
+        "gradients": round(gradients),
+        "parameters in compute dtype": round(cast),
+        "gathered parameters": round(gathered),
+        "activations": round(work.kept),
+        "block being computed": 0 if in_head else round(work.block),
+        "logits": round(work.head) if in_head else 0,
+        "batch": round(cut.microbatches * cut.rows * workload.row_bytes / cut.degrees["context"]),
+    }
+    hardware = target.hardware
+    capacity = hardware.memory_bytes or None
+    reserved = 0 if capacity is None or hardware.kind == "cpu" else round(_RESERVED[hardware.kind] * capacity)
+    return Memory({name: size for name, size in parts.items() if size}, state.total, capacity, reserved)
+
+
+# Of the capacity: CUDA's context, cuBLAS' and NCCL's buffers and fragmentation. libtpu's capacity is what programs get.
+_RESERVED = {"gpu": 0.06, "tpu": 0.0}
+
+
+def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[float, float, float]:
+    """Gradients, parameters cast to the compute dtype, and what is gathered from `fsdp` at once."""
+    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    stored = PARAM_BYTES.get(config.precision.policy, _FP32)
+    trained = [one for one in placed if one.trained]
+    local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
+    spread = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
+    gradients = _FP32 * local
+    if cut.microbatches > 1:
+        # The sum over microbatches, and the gradient of one as it comes and in float32.
+        gradients = _FP32 * (spread if config.parallel.zero == 2 else local) + (_FP32 + size / 2) * local
+    # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
+    outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)
+    cast = 0.0 if size == stored else size * outside
+    gathered = 0.0
+    if degrees["fsdp"] > 1:
+        alone = {**degrees, "fsdp": 1}
+        for one in placed:
+            if not any("fsdp" in entry_axes(entry) for entry in one.entries):
+                continue
+            whole = local_size(one.shape, one.entries, alone)
+            # Of a stack one layer at a time, the next one on its way, and the gradient of one.
+            layers = one.shape[0] // degrees["pipe"] if one.stacked else 1
+            gathered += size * whole / layers * (3 if one.stacked else 1)
+    return gradients, cast, gathered
+
+
+# Bytes for each score (a pair of a query and a key of one head): float32 scores, their gradient, weights in the compute
+# dtype, in the backward pass of a block; and what remat "none" keeps of them from the forward pass.
+_SCORE_WORK, _SCORE_KEPT = 9, 9
+# Tensors of the width of the residual stream that the backward pass of a block works on beside matmul results.
+_STREAMS = 6
+
+
+def _transformer(
+    model: TransformerConfig, config: Config, workload: Workload, cut: Cut, schedule: Schedule | None
+) -> Work:
+    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    tensor, context = degrees["tensor"], degrees["context"]
+    length = workload.input_shape[0]
+    t, d = cut.rows * length / context, model.embed_dim
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    k = model.head_dim or d // heads
+    active = 1 if model.experts is None else model.experts.experts_per_token
+    hidden = active * (model.mlp_dim or 4 * d) / tensor
+    matrices = 2 if model.activation == "swiglu" else 1
+    residual = tensor if config.parallel.sequence_parallel else 1
+    layers = model.num_layers // degrees["pipe"]
+
+    stream = size * t * d / residual
+    queries = size * t * (heads + 2 * groups) * k / tensor
+    scores = 0.0 if cut.fused_attention else _pairs(config, t, length, context) * heads / tensor
+    outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
+    inner = size * t * (heads * k / tensor + 2 * hidden)
+    match config.remat.policy:
+        case "full":
+            kept = stream
+        case "dots":
+            kept = stream + outputs
+        case "names":
+            sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
+            widths = {name: width / tensor for name, width in sizes.items()}
+            widths |= {"attention_projection": d / residual, "mlp_hidden": hidden, "mlp_output": d / residual}
+            kept = stream + size * t * sum(widths[name] for name in config.remat.names)
+        case _:
+            kept = 8 * stream + outputs + inner + (_SCORE_KEPT + size) * scores
+    # What is not kept is computed again, all of one block at once.
+    again = 0.0 if config.remat.policy == "none" else outputs + inner if config.remat.policy == "full" else inner
+    block = again + _STREAMS * stream + (_SCORE_WORK + size) * scores
+    if schedule is not None:
+        # Stage inputs of the microbatches under way, and all that one stage keeps while it runs backward.
+        kept = schedule.peak_live() * stream + kept * layers / schedule.num_chunks
+    else:
+        kept *= layers
+    assert workload.vocab_size is not None
+    logits = t * workload.vocab_size / tensor
+    return Work(kept, block, size * logits)
+
+
+def _pairs(config: Config, tokens: float, length: int, context: int) -> float:
+    """Pairs of a query and a key whose scores one device has at once, for each head that it works on."""
+    kind = config.parallel.context_attention
+    if context == 1:
+        return tokens * length
+    ring = kind == "ring" or (kind == "auto" and config.parallel.pipe == 1)
+    # A ring holds one block of keys at a time; the others hold all keys, of all heads or of a part of them.
+    return tokens * length / context if ring else tokens * length
+
+
+# Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the
+# result and what the compiler does not recompute of its norm; inside, all that autodiff asks for.
+_KEPT_OUTSIDE, _KEPT_SCANNED = {2: 4.2, 4: 6.4}, {2: 10.4, 4: 13.3}
+
+
+def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> Work:
+    size = COMPUTE_BYTES[config.precision.policy]
+    first, rest, residuals, largest = resnet_activations(model, workload)
+    kept = _KEPT_OUTSIDE[size] * first + size * residuals
+    if config.remat.policy == "none":
+        kept = _KEPT_OUTSIDE[size] * first + _KEPT_SCANNED[size] * rest
+    # With stacks the backward pass begins at the last blocks, which are small; without, the largest weighs.
+    return Work(cut.rows * kept, 0.0 if rest else cut.rows * largest * _KEPT_OUTSIDE[size], 0.0)
+
+
+def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, int, int, int]:
+    """Elements an image: of convolutions outside the scanned stacks, inside, their block inputs, the largest block."""
+    height, width, _ = workload.input_shape
+    remaining = (height, width)
+
+    def halve(sides: tuple[int, int]) -> tuple[int, int]:
+        return math.ceil(sides[0] / 2), math.ceil(sides[1] / 2)
+
+    first = rest = residuals = largest = 0
+    remaining = halve(remaining) if model.stem == "imagenet" else remaining
+    first += math.prod(remaining) * model.width
+    remaining = halve(remaining) if model.stem == "imagenet" else remaining
+    inputs = model.width
+    for stage, count in enumerate(model.stage_blocks):
+        inner = model.width * 2**stage
+        outer = 4 * inner if model.bottleneck else inner
+        before, remaining = math.prod(remaining), halve(remaining) if stage else remaining
+        after = math.prod(remaining)
+        block = after * (2 * inner + outer if model.bottleneck else inner + outer)
+        first += block + (after * outer if inputs != outer or stage else 0)
+        first += (before - after) * inner if model.bottleneck else 0  # the stride sits on the second convolution
+        rest += (count - 1) * block
+        residuals += (count - 1) * after * outer
+        largest = max(largest, block)
+        inputs = outer
+    return first, rest, residuals, largest
+
+
+def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> Work:
+    size, tensor = COMPUTE_BYTES[config.precision.policy], cut.degrees["tensor"]
+    widths: Mapping[int, int] = dict(enumerate(model.hidden_dims))
+    kept = 2 * size * cut.rows * sum(widths.values()) / tensor
+    return Work(kept, 2 * size * cut.rows * max([*widths.values(), math.prod(workload.input_shape)]) / tensor, 0.0)
