@@ -1,4 +1,4 @@
-"""How fast a device multiplies, and whether devices add up right: a few seconds, for `jaxtrain doctor`."""
+"""How fast a device multiplies and copies, and whether devices add up right: seconds, for `doctor` and `plan`."""
 
 import statistics
 import time
@@ -41,6 +41,28 @@ def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
         multiply(matrix).block_until_ready()
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / statistics.median(seconds)
+
+
+def memory_bytes_per_second(*, device: Any = None) -> float:
+    """The measured rate of a copy of 256 MiB, bytes read and bytes written counted.
+
+    Args:
+        device: a `jax.Device`; None: the first of this process.
+
+    Returns:
+        Median of five.
+    """
+    device = jax.local_devices()[0] if device is None else device
+    size = 2**26
+    values = jax.device_put(np.ones(size, np.float32), device)
+    copy = jax.jit(lambda x: x * np.float32(0.5))
+    copy(values).block_until_ready()
+    seconds: list[float] = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        copy(values).block_until_ready()
+        seconds.append(time.perf_counter() - started)
+    return 2 * 4 * size / statistics.median(seconds)
 
 
 def sums_over_devices() -> bool:

@@ -228,6 +228,56 @@ def _ckpt_show(arguments: argparse.Namespace) -> int:
     return run_ckpt_show(arguments.run_dir, step=arguments.step, as_json=arguments.json)
 
 
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
+    _add_overrides(parser)
+    parser.add_argument("--on", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
+    parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
+    parser.add_argument("--hardware", metavar="FILE", help="YAML with your own hardware or prices, over the shipped")
+    parser.add_argument("--analytic", action="store_true", help="do not compile, even where the compiler is installed")
+    parser.add_argument("--search", action="store_true", help="try every layout and rank those that fit by time")
+    parser.add_argument(
+        "--vary",
+        metavar="WHAT",
+        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer",
+    )
+    parser.add_argument("--top", type=_count, default=3, metavar="N", help="layouts of a search to show; default 3")
+    parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
+    parser.add_argument("--tokens", type=_number, metavar="N", help="cost of training on N tokens")
+    parser.add_argument("--epochs", type=_number, metavar="N", help="cost of N epochs, with --rows-per-epoch")
+    parser.add_argument("--rows-per-epoch", type=_count, metavar="N", help="rows of the data")
+    parser.add_argument("--usd-per-kwh", type=_number, default=0.12, metavar="USD", help="of electricity; default 0.12")
+    parser.add_argument("--checkpoint-minutes", type=_number, metavar="N", help="between saves on spot devices")
+    parser.add_argument("--interruptions-per-day", type=_number, metavar="N", help="of one spot node; default 1")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan")
+    _add_json(parser)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.plan import Wanted, run_plan
+
+    wanted = Wanted(
+        on=arguments.on,
+        hardware_file=arguments.hardware,
+        analytic=arguments.analytic,
+        search=arguments.search,
+        vary=tuple(arguments.vary.split(",")) if arguments.vary else (),
+        top=arguments.top,
+        largest_batch=arguments.largest_batch,
+        tokens=arguments.tokens,
+        epochs=arguments.epochs,
+        rows_per_epoch=arguments.rows_per_epoch,
+        usd_per_kwh=arguments.usd_per_kwh,
+        checkpoint_minutes=arguments.checkpoint_minutes,
+        interruptions_per_day=arguments.interruptions_per_day,
+        html=arguments.html,
+        config_out=arguments.config_out,
+        as_json=arguments.json,
+    )
+    return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train what a config describes, or go on where it stopped",
@@ -253,6 +303,12 @@ COMMANDS: dict[str, Command] = {
         _launch_arguments,
         _launch,
         takes_command=True,
+    ),
+    "plan": Command(
+        "memory, time and cost on hardware that need not be here",
+        "jaxtrain plan llama3_8b --on h100x8,v5p-8",
+        _plan_arguments,
+        _plan,
     ),
     "config": Command(
         "list the shipped configs, or every key of one",

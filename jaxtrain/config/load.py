@@ -75,6 +75,8 @@ class _Tree:
 
     def set(self, path: Path_, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
+        if path == ("parallel",) and value == "auto":
+            path, value = ("parallel", "auto"), True
         if isinstance(value, Mapping):
             self._yield_to(path, value, where)
             # The kind goes first: it decides which of the older keys stay.

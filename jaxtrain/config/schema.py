@@ -96,6 +96,8 @@ OptimizerConfig = Annotated[SGDConfig | AdamWConfig | LionConfig | AdafactorConf
 class ParallelConfig(Group):
     """Degrees of the six mesh axes, which multiply to the number of devices (one can be auto), and their options."""
 
+    auto: bool = False
+    """Let the planner choose degrees, ZeRO and pipeline for the devices at hand; also written parallel: auto."""
     pipe: Degree = 1
     """Pipeline stages."""
     data: Degree = "auto"

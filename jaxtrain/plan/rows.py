@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.metrics.format import format_clock, format_count, format_duration
+from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.estimate import Estimate, StepTime, Traffic
 
@@ -46,7 +46,8 @@ class _Units:
     is_single: bool
 
     def memory(self, count: float) -> str:
-        return f"{count / self.memory_bytes:,.2f} {self.memory_name}"
+        size = count / self.memory_bytes
+        return f"< 0.01 {self.memory_name}" if 0 < size < 0.005 else f"{size:,.2f} {self.memory_name}"
 
     def milliseconds(self, seconds: float) -> str:
         return f"{1e3 * seconds:,.{self.milliseconds_decimals}f} ms" if math.isfinite(seconds) else _UNKNOWN
@@ -88,7 +89,7 @@ def sections(estimates: Sequence[Estimate], *, like: Sequence[Estimate] = ()) ->
     """
     units = _units(like or estimates)
     makers = {
-        "run": _run_facts,
+        "setup": _run_facts,
         "memory of one device, at its peak": _memory_facts,
         "step, predicted": _time_facts,
         "whole run": _cost_facts,
@@ -206,7 +207,7 @@ def _memory_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     rows["total"] = part(total)
     rows["of it between steps"] = part(memory.state_bytes)
     rows["of capacity"] = _Fact(
-        _UNKNOWN if not capacity else f"{100 * total / capacity:.1f} % of {units.memory(capacity)}"
+        _UNKNOWN if not capacity else f"{100 * total / capacity:.1f} % of {_capacity(capacity)}"
     )
     if exact is not None:
         how = "compiled in" if exact.temporary_bytes is not None else "ran out of memory after"
@@ -214,10 +215,15 @@ def _memory_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         peak = f"analytic {units.memory(total)}, compiler {units.memory(exact.peak_bytes)} ({took})"
     else:
         missing = f": {estimate.exact_missing}" if estimate.exact_missing else ""
-        peak = f"analytic only{missing}"
-    rows["checked"] = _Fact(peak)
+        peak = f"{units.memory(total)}, analytic only{missing}"
+    rows["peak"] = _Fact(peak)
     rows["verdict"] = _Fact(_verdict(estimate, units))
     return rows
+
+
+def _capacity(count: float) -> str:
+    # Of a device and not of the model: in MiB where small models are, it would be a row of digits.
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else format_bytes(count)
 
 
 def _verdict(estimate: Estimate, units: _Units) -> str:
@@ -228,10 +234,10 @@ def _verdict(estimate: Estimate, units: _Units) -> str:
     fits = "fits" if estimate.fits else "does not fit"
     if exact is not None:
         capacity = exact.capacity_bytes or memory.capacity_bytes
-        return f"{fits}: {units.memory(needed)} of {units.memory(capacity)}, by the compiler"
-    left = units.memory(memory.capacity_bytes - memory.reserved_bytes)
+        return f"{fits}: {units.memory(needed)} of {_capacity(capacity)}, by the compiler"
+    left = _capacity(memory.capacity_bytes - memory.reserved_bytes)
     if memory.reserved_bytes:
-        return f"{fits}: {units.memory(needed)} of {left} ({units.memory(memory.reserved_bytes)} more is reserved)"
+        return f"{fits}: {units.memory(needed)} of {left} ({_capacity(memory.reserved_bytes)} more is reserved)"
     return f"{fits}: {units.memory(needed)} of {left}"
 
 
@@ -241,7 +247,8 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         reason = f"{_UNKNOWN}: no peak for {estimate.config.precision.policy} on this hardware"
         return {"step time": _Fact(reason)}
     ms = units.milliseconds
-    rows = {"step time": _Fact(f"{ms(time.seconds)} ({ms(time.low_seconds)} to {ms(time.high_seconds)})")}
+    span = f"{ms(time.low_seconds).removesuffix(' ms')} to {ms(time.high_seconds).removesuffix(' ms')}"
+    rows = {"step time": _Fact(f"{ms(time.seconds)} ({span})")}
     rate = estimate.tokens_per_second or estimate.rows_per_second
     if rate is not None:
         devices = estimate.target.num_devices
@@ -253,7 +260,7 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     if units.is_single:
         # Side by side they would be as many rows again; the page has them as bars.
         for block in time.blocks:
-            text = f"{ms(block.seconds):>12}, bound by {block.bound}, {block.intensity:,.0f} FLOPs a byte"
+            text = f"{ms(block.seconds):>12}, bound by {block.bound}, {_three_digits(block.intensity)} FLOPs a byte"
             rows[block.name] = _Fact(text, block.seconds / whole if whole else None)
     for traffic in time.traffic:
         label = f"traffic over {traffic.axis}"
@@ -279,6 +286,10 @@ def _utilization(time: StepTime) -> str:
     return f"{100 * likely:.1f} %{span}"
 
 
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _traffic(traffic: Traffic, units: _Units) -> str:
     sent = traffic.bytes / 2**30
     size = f"{sent:,.2f} GiB" if sent >= 0.1 else f"{1024 * sent:,.2f} MiB"
@@ -288,13 +299,13 @@ def _traffic(traffic: Traffic, units: _Units) -> str:
 
 
 def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
-    cost, hardware = estimate.cost, estimate.target.hardware
+    cost = estimate.cost
     if cost is None:
         return {"cost": _Fact(f"{_UNKNOWN}" + ("" if estimate.time else " without a step time"))}
     rows = {
         "steps": f"{cost.steps:,}",
-        "time to train": f"{hours(cost.hours)} ({format_clock(3600 * cost.hours)})",
-        "device-hours": f"{cost.device_hours:,.1f}",
+        "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
+        "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
         "on demand": dollars(cost.on_demand_usd),
         "spot": _UNKNOWN,
     }
@@ -305,8 +316,10 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         asked = format_duration(spot.checkpoint_interval_seconds)
         rows["spot checkpoints"] = f"every {asked}" + ("" if asked == recommended else f" (best: {recommended})")
         rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {spot.interruptions:,.1f} interruptions"
-    known = hardware.board_watts is not None
-    rows["energy"] = f"{cost.energy_kwh:,.1f} kWh, {dollars(cost.energy_usd)}" if known else _UNKNOWN
+    if cost.energy_kwh is None:
+        rows["energy"] = _UNKNOWN
+    else:
+        rows["energy"] = f"{_three_digits(cost.energy_kwh)} kWh, {dollars(cost.energy_usd)}"
     rows["buying the devices"] = dollars(cost.purchase_usd)
     rows["break-even"] = _break_even(cost)
     return {label: _Fact(text) for label, text in rows.items()}
@@ -321,7 +334,9 @@ def _break_even(cost: Cost) -> str:
 
 
 def hours(count: float) -> str:
-    """Hours in words."""
+    """A time of hours; in minutes and seconds where it is less than one."""
+    if count < 1:
+        return format_duration(3600 * count)
     return f"{count:,.1f} hours" if count >= 10 else f"{count:.3g} hours"
 
 
@@ -329,4 +344,6 @@ def dollars(usd: float | None) -> str:
     """An amount of US dollars, with cents where they count."""
     if usd is None:
         return _UNKNOWN
+    if 0 < usd < 0.005:
+        return "under $0.01"
     return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"

@@ -12,7 +12,9 @@ from jaxtrain.plan.rows import Section, bubble_seconds, headings, labels, remark
 
 _WIDTH = 120
 _MOST_COLUMNS = 4
-_LABEL_WIDTH = 24
+_LABEL_WIDTH = {1: 30, 2: 30, 3: 30, 4: 24}
+# Of a single estimate: shares would otherwise stand far from what they are shares of.
+_SINGLE_WIDTH = 64
 _GAP = "  "
 
 
@@ -99,7 +101,7 @@ def _lay_out(heads: Sequence[str], parts: Sequence[Section]) -> str:
     """Columns as wide as they must be, cells wrapped where all of them would be too wide together."""
     is_single = heads[-1] == "share"
     widths = _widths(heads, parts)
-    label_width = _label_width(parts)
+    label_width = _label_width(heads, parts)
     lines = _wrapped("", heads, widths, label_width)
     for section in parts:
         lines.append("")
@@ -110,14 +112,16 @@ def _lay_out(heads: Sequence[str], parts: Sequence[Section]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _label_width(parts: Sequence[Section]) -> int:
-    return min(_LABEL_WIDTH, 2 + max(len(row.label) for section in parts for row in section.rows))
+def _label_width(heads: Sequence[str], parts: Sequence[Section]) -> int:
+    return min(_LABEL_WIDTH[len(heads)], 2 + max(len(row.label) for section in parts for row in section.rows))
 
 
 def _widths(heads: Sequence[str], parts: Sequence[Section]) -> list[int]:
     columns = list(zip(heads, *(row.cells for section in parts for row in section.rows), strict=True))
     wanted = [max(len(cell) for cell in column) for column in columns]
-    left = _WIDTH - _label_width(parts) - len(heads) * len(_GAP)
+    if heads[-1] == "share":
+        wanted[0] = min(wanted[0], _SINGLE_WIDTH)
+    left = _WIDTH - _label_width(heads, parts) - len(heads) * len(_GAP)
     widths = []
     # The narrowest first: what they do not need goes to the others.
     for index, want in sorted(enumerate(wanted), key=lambda item: item[1]):

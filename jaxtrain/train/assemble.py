@@ -150,7 +150,7 @@ def build_step(
         trainable=trainable_predicate(optimizer.freeze, list(parameter_shapes(model))),
         learning_rate=schedule,
         loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
-        parallelism=Parallelism(**config.parallel.model_dump(exclude=set(AXES))),
+        parallelism=Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"})),
     )
 
 

@@ -194,7 +194,7 @@ def step_without_data(
         policy=config.precision.policy,
         ema_decay=config.optimizer.ema_decay,
         trainable=trainable_predicate(config.optimizer.freeze, list(parameter_shapes(model))),
-        parallelism=Parallelism(**config.parallel.model_dump(exclude=set(AXES))),
+        parallelism=Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"})),
     )
 
 

@@ -76,6 +76,10 @@ def run_config(
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     folder = Path(run_dir) if run_dir is not None else Path("runs") / loaded.name
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
+    if loaded.config.parallel.auto:
+        from jaxtrain.plan.auto import choose_layout
+
+        loaded = choose_layout(loaded)
     from jaxtrain.train.interrupt import Interrupt
     from jaxtrain.train.lock import RunLock
 

@@ -12,10 +12,16 @@ LOSS_TOLERANCE = 1e-5
 PARAMETER_TOLERANCE = 1e-5
 
 
-def check(name: str, where: Layout, accumulation: int, remat: str = "none") -> None:
-    """Remat changes no number, so that the reference is without it; and its rows start from the reference's state."""
+# Compiling an initialisation takes as long as compiling a step, so that some layouts prove theirs and the others start
+# from the reference's state. Between them these rows spread parameters over every axis.
+OWN_INIT = ("fsdp=8", "tensor=2,fsdp=2,data=2", "pipe=4,interleaved,data=2,zero=2", "expert=2,tensor=2,fsdp=2")
+
+
+def check(name: str, row: str, where: Layout, accumulation: int, remat: str = "none") -> None:
+    """Remat changes no number, so that the reference is without it."""
     alone = reference(name, accumulation)
-    outcome = run(name, where, accumulation, remat, start=None if remat == "none" else alone.state)
+    start = None if remat == "none" and row in OWN_INIT else alone.state
+    outcome = run(name, where, accumulation, remat, start=start)
     jax.tree.map(np.testing.assert_array_equal, outcome.state.params, alone.state.params)
     np.testing.assert_allclose(outcome.losses, alone.losses, rtol=LOSS_TOLERANCE)
     assert distance(outcome.params, alone.params) < PARAMETER_TOLERANCE
@@ -26,30 +32,30 @@ def check(name: str, where: Layout, accumulation: int, remat: str = "none") -> N
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("row", TRANSFORMERS)
 def test_transformer(row: str, remat: str) -> None:
-    check("transformer", TRANSFORMERS[row], 4, remat)
+    check("transformer", row, TRANSFORMERS[row], 4, remat)
 
 
 @pytest.mark.parametrize("row", ["data=8", "fsdp=8", "zero=1", "tensor=2,fsdp=2,data=2", "context=2,tensor=2,fsdp=2"])
 def test_transformer_in_one_go(row: str) -> None:
     """Without accumulation the step has no manual region over `data`."""
-    check("transformer", TRANSFORMERS[row], 1, "dots")
+    check("transformer", row, TRANSFORMERS[row], 1, "dots")
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("row", EXPERTS)
 def test_experts(row: str, remat: str) -> None:
-    check("experts", EXPERTS[row], 4, remat)
+    check("experts", row, EXPERTS[row], 4, remat)
 
 
 @pytest.mark.parametrize("row", ["data=8", "context=4,ring,data=2", "pipe=4,gpipe", "pipe=2,fsdp=2,tensor=2"])
 def test_gpt2_with_dropout(row: str) -> None:
-    check("gpt2", TRANSFORMERS[row], 4, "dots")
+    check("gpt2", row, TRANSFORMERS[row], 4, "dots")
 
 
 @pytest.mark.parametrize(("row", "accumulation"), [*[(row, 4) for row in EVERY_MODEL], ("data=2,fsdp=4", 1)])
 @pytest.mark.parametrize("name", ["resnet", "mlp"])
 def test_every_model(name: str, row: str, accumulation: int) -> None:
-    check(name, EVERY_MODEL[row], accumulation)
+    check(name, row, EVERY_MODEL[row], accumulation)
 
 
 @pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "pipe=2,data=2,tensor=2,zero=1", "context=4,ring"])

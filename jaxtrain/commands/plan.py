@@ -1,0 +1,222 @@
+"""`jaxtrain plan`: memory, time and cost of a config on hardware that need not be here."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtrain.commands.output import print_json, print_remark, print_text
+from jaxtrain.config import load_config
+from jaxtrain.config.load import Loaded
+from jaxtrain.config.schema import Config
+from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.analyse import Terms, analyse
+from jaxtrain.plan.cost import steps_for
+from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.hardware import Target, catalogue, hardware_json, hardware_table, parse_targets
+from jaxtrain.plan.make import analytic_plan, missing_compiler, with_compiler
+from jaxtrain.plan.search import Found, describe_layout, largest_batch, search, why_not
+from jaxtrain.plan.show import as_json, table
+from jaxtrain.plan.workload import describe_workload
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asked of a plan; see the options of `jaxtrain plan`."""
+
+    on: str | None = None
+    hardware_file: str | None = None
+    analytic: bool = False
+    search: bool = False
+    vary: tuple[str, ...] = ()
+    top: int = 3
+    largest_batch: bool = False
+    tokens: float | None = None
+    epochs: float | None = None
+    rows_per_epoch: int | None = None
+    usd_per_kwh: float = 0.12
+    checkpoint_minutes: float | None = None
+    interruptions_per_day: float | None = None
+    html: str | None = None
+    config_out: str | None = None
+    as_json: bool = False
+
+
+def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, list_hardware: bool) -> int:
+    """Print a plan, or the catalogue.
+
+    Raises:
+        ConfigError: unknown hardware, a layout that cannot be, or a missing compiler (after the analytic answer).
+    """
+    hardware = catalogue(wanted.hardware_file)
+    if list_hardware:
+        print_json(hardware_json(hardware.values())) if wanted.as_json else print_text(
+            hardware_table(hardware.values())
+        )
+        return 0
+    if config is None:
+        raise ConfigError("jaxtrain plan: CONFIG is missing; 'jaxtrain plan --list' lists the hardware")
+    loaded = load_config(config, overrides=overrides)
+    targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
+    terms = _terms(loaded.config, wanted)
+    estimates, found = [], []
+    for target in targets:
+        if wanted.search or loaded.config.parallel.auto:
+            result = _search(loaded.config, target, wanted, terms)
+            found.append((target, result))
+            estimates += _best(result, target, wanted, terms)
+        else:
+            estimates.append(_compiled(analytic_plan(loaded.config, target, terms), wanted))
+    batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
+    _answer(estimates, found, batches, wanted)
+    _write(estimates, loaded, wanted)
+    lacking = next((error for one in estimates if (error := missing_compiler(one)) is not None), None)
+    if lacking is not None:
+        raise lacking
+    return 0
+
+
+def _measured(target: Target) -> Target:
+    """The target; a CPU is measured first."""
+    if target.hardware.kind != "cpu":
+        return target
+    from jaxtrain import distributed
+
+    distributed.start(emulate=1, compilation_cache=None)
+    from jaxtrain.plan.here import measure_cpu
+
+    print_remark("measuring this machine's CPU")
+    return dataclasses.replace(target, hardware=measure_cpu(target.num_devices))
+
+
+def _terms(config: Config, wanted: Wanted) -> Terms:
+    steps = None
+    if wanted.tokens is not None or wanted.epochs is not None:
+        workload = describe_workload(config)
+        steps = steps_for(
+            tokens=wanted.tokens,
+            epochs=wanted.epochs,
+            rows_per_epoch=wanted.rows_per_epoch,
+            tokens_per_step=workload.tokens,
+            rows_per_step=workload.rows,
+        )
+    terms = Terms(steps, wanted.usd_per_kwh)
+    if wanted.checkpoint_minutes is not None:
+        terms = dataclasses.replace(terms, checkpoint_interval_seconds=wanted.checkpoint_minutes * 60)
+    if wanted.interruptions_per_day is not None:
+        terms = dataclasses.replace(terms, interruptions_per_node_hour=wanted.interruptions_per_day / 24)
+    return terms
+
+
+def _compiled(estimate: Estimate, wanted: Wanted) -> Estimate:
+    return estimate if wanted.analytic else with_compiler(estimate, print_remark)
+
+
+def _search(config: Config, target: Target, wanted: Wanted, terms: Terms) -> Found:
+    began = time.monotonic()
+    parallel = config.parallel.model_copy(update={"auto": False})
+    config = config.model_copy(update={"parallel": parallel})
+    found = (
+        search(config, target, vary=wanted.vary, terms=terms) if wanted.vary else search(config, target, terms=terms)
+    )
+    print_remark(f"tried {found.tried} layouts of {target.name} in {time.monotonic() - began:.1f} s")
+    return found
+
+
+def _best(found: Found, target: Target, wanted: Wanted, terms: Terms) -> list[Estimate]:
+    """The fastest layouts, compiled; one that the compiler finds too large makes room for the next."""
+    if not found.ranked:
+        if not found.too_large:
+            reason = found.refused[0].reason if found.refused else "there is none"
+            raise ConfigError(f"no layout of {target.name} is possible: {reason}")
+        return [analytic_plan(found.too_large[0].config, target, terms)]
+    best: list[Estimate] = []
+    for estimate in found.ranked[: 2 * wanted.top]:
+        if len(best) == wanted.top:
+            break
+        compiled = _compiled(estimate, wanted)
+        if compiled.fits is not False:
+            best.append(compiled)
+    return best or [found.ranked[0]]
+
+
+def _largest_batch(estimate: Estimate, wanted: Wanted) -> str:
+    def fits(config: Config) -> bool:
+        tried = analyse(config, estimate.target)
+        if wanted.analytic:
+            return tried.memory.fits is not False
+        compiled = with_compiler(tried, lambda line: print_remark(f"{line} with {tried.workload.rows} rows"))
+        return compiled.fits is not False
+
+    rows = largest_batch(estimate.config, fits)
+    how = "analytic" if wanted.analytic or estimate.exact is None else "by compiling"
+    if rows is None:
+        return f"{estimate.target.name}: not even the smallest batch fits ({how})"
+    return f"{estimate.target.name}: the largest global batch that fits is {rows} rows ({how})"
+
+
+def _answer(
+    estimates: Sequence[Estimate], found: Sequence[tuple[Target, Found]], batches: Sequence[str], wanted: Wanted
+) -> None:
+    if wanted.as_json:
+        answer: dict[str, object] = {"plans": [as_json(one) for one in estimates]}
+        if found:
+            answer["searches"] = [
+                {
+                    "target": target.name,
+                    "tried": one.tried,
+                    "fit": len(one.ranked),
+                    "too_large": len(one.too_large),
+                    "refused": len(one.refused),
+                    "reasons": why_not(one),
+                    "ranking": [_ranked(each) for each in one.ranked[:20]],
+                }
+                for target, one in found
+            ]
+        if batches:
+            answer["largest_batch"] = list(batches)
+        print_json(answer)
+        return
+    for target, one in found:
+        print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the fastest:")
+        for place, each in enumerate(one.ranked[:10], 1):
+            shown = _ranked(each)
+            print_text(f"  {place:>2}. {shown['step']:>10}  {shown['memory']:>10}  {shown['layout']}")
+        for line in why_not(one):
+            print_text(f"  {line}")
+        print_text("")
+    print_text(table(estimates))
+    for line in batches:
+        print_text(line)
+
+
+def _ranked(estimate: Estimate) -> dict[str, str]:
+    step = "no time" if estimate.time is None else f"{estimate.time.seconds * 1e3:,.0f} ms"
+    return {
+        "layout": describe_layout(estimate.config),
+        "step": step,
+        "memory": f"{estimate.memory.total_bytes / _GIB:.1f} GiB",
+    }
+
+
+def _write(estimates: Sequence[Estimate], loaded: Loaded, wanted: Wanted) -> None:
+    if wanted.html is not None:
+        from jaxtrain.plan.page import write_page
+
+        write_page(estimates, Path(wanted.html))
+        print_remark(f"wrote {wanted.html}")
+    if wanted.config_out is not None:
+        best = next((one for one in estimates if one.fits is not False), None)
+        if best is None:
+            raise ConfigError(f"--config {wanted.config_out}: no plan fits, so there is no config to write")
+        header = f"# {loaded.name}, planned for {best.target.name}: {describe_layout(best.config)}\n"
+        path = Path(wanted.config_out)
+        try:
+            path.write_text(header + to_yaml(best.config.model_dump(mode="json")), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--config {path}: {error.strerror}; give a file in a folder that exists") from None
+        print_remark(f"wrote {path}: jaxtrain train {path}")

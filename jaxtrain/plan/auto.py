@@ -1,0 +1,74 @@
+"""`parallel: auto`: the layout that the analytic search finds for the devices at hand, with its reasons."""
+
+import dataclasses
+
+from jaxtrain.config.load import Loaded
+from jaxtrain.config.schema import Config
+from jaxtrain.degrees import AXES
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.hardware import Target
+from jaxtrain.plan.here import this_machine
+from jaxtrain.plan.search import Found, describe_layout, search, why_not
+
+_GIB = 2**30
+# Remat, batch, precision and optimizer stay as the user wrote them.
+_VARIED = ("mesh", "zero", "schedule")
+
+
+def choose_layout(loaded: Loaded) -> Loaded:
+    """The config with the group `parallel` chosen for the devices of this process' run.
+
+    Raises:
+        ConfigError: a degree is set besides auto, the devices are not in the catalogue, or no layout fits.
+    """
+    target = this_machine()
+    if target is None:
+        import jax
+
+        raise ConfigError(
+            f"parallel.auto: the planner does not know {jax.devices()[0].device_kind!r}; set degrees, as in "
+            "parallel.fsdp=auto, or see jaxtrain plan --list"
+        )
+    config, reasons = chosen(loaded.config, target)
+    return dataclasses.replace(loaded, config=config, notes=(*loaded.notes, *reasons))
+
+
+def chosen(config: Config, target: Target) -> tuple[Config, list[str]]:
+    """The config with the fastest layout that is predicted to fit, and lines that say why.
+
+    Raises:
+        ConfigError: a degree is set besides auto, or no layout fits.
+    """
+    parallel = config.parallel
+    also = sorted({*AXES} & parallel.model_fields_set - {"auto"})
+    if also:
+        raise ConfigError(f"parallel.auto chooses every degree, but parallel.{also[0]} is set; leave one of them out")
+    found = search(config, target, vary=_VARIED)
+    if not found.ranked:
+        reasons = why_not(found)
+        raise ConfigError(
+            f"parallel.auto: no layout of {target.name} fits: {reasons[0] if reasons else 'none was possible'}; "
+            "see jaxtrain plan --search"
+        )
+    best = found.ranked[0]
+    picked = best.config.parallel.model_copy(update={"auto": False})
+    return config.model_copy(update={"parallel": picked}), _reasons(best, found)
+
+
+def _reasons(best: Estimate, found: Found) -> list[str]:
+    layout = describe_layout(best.config)
+    memory = f"{best.memory.total_bytes / _GIB:.2f} GiB"
+    time = "" if best.time is None else f", {best.time.seconds * 1e3:.0f} ms a step bound by {best.time.bound}"
+    lines = [
+        f"parallel.auto chose {layout} out of {found.tried} layouts for {best.target.name}: predicted {memory} a device"
+        f"{time}"
+    ]
+    if len(found.ranked) > 1 and best.time is not None:
+        other = found.ranked[1]
+        assert other.time is not None
+        slower = f"{other.time.seconds / best.time.seconds:.2f} x the time"
+        lines.append(f"the next: {describe_layout(other.config)}, {slower}, {other.memory.total_bytes / _GIB:.2f} GiB")
+    if found.too_large:
+        lines.append(why_not(found)[0])
+    return lines

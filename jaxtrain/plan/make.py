@@ -1,0 +1,81 @@
+"""A plan: the analytic estimate, the compiler's word beside it, and advice where it does not fit."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.advice import advise
+from jaxtrain.plan.analyse import Terms, analyse
+from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.exact import ExactMemory
+from jaxtrain.plan.hardware import Target
+
+NO_COMPILER = "no compiler for it that runs without the hardware"
+
+
+def analytic_plan(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+    """The analytic estimate, with advice where it does not fit.
+
+    Raises:
+        ConfigError: a layout that the config cannot take.
+    """
+    estimate = analyse(config, target, terms)
+    if estimate.memory.fits is False:
+        estimate = dataclasses.replace(estimate, advice=advise(estimate, terms))
+    return estimate
+
+
+def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate:
+    """The estimate with the memory that the target's own compiler gives.
+
+    The compiler runs in a process of its own: plugins of hardware that is not here stay out of this one, and what they
+    print with them.
+
+    Args:
+        estimate: analytic.
+        report: receives a line when a compile starts.
+
+    Returns:
+        The estimate with `exact`, or with the reason for its lack as `exact_missing`.
+    """
+    target = estimate.target
+    if target.topology is None and target.hardware.kind != "cpu":
+        return dataclasses.replace(estimate, exact_missing=NO_COMPILER)
+    report(f"compiling the step for {target.name}")
+    answer = _compile(estimate)
+    if "error" in answer:
+        return dataclasses.replace(estimate, exact_missing=answer["error"])
+    exact = ExactMemory(**answer)
+    after = dataclasses.replace(estimate, exact=exact)
+    if after.fits is False and not after.advice:
+        after = dataclasses.replace(after, advice=advise(estimate))
+    return after
+
+
+def _compile(estimate: Estimate) -> dict[str, Any]:
+    target = estimate.target
+    request = {
+        "config": estimate.config.model_dump(mode="json"),
+        "topology": target.topology,
+        "num_slices": target.num_hosts if target.hardware.kind == "tpu" else 1,
+        "num_devices": target.num_devices,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtrain.plan.compile_one"], input=json.dumps(request), capture_output=True, text=True
+    )
+    if done.returncode:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+        return {"error": f"the compiler failed: {last.strip()[:300]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def missing_compiler(estimate: Estimate) -> ConfigError | None:
+    """The error of an estimate that lacks the compiler's word for want of a package."""
+    if estimate.exact_missing is None or "pip install" not in estimate.exact_missing:
+        return None
+    return ConfigError(f"{estimate.exact_missing}; the figures above are analytic only (--analytic asks for no more)")
