@@ -139,8 +139,11 @@ def _pictures(estimates: Sequence[Estimate]) -> list[str]:
             "No price or no step time is known.",
         ),
     )
+    timeless = [name for name, one in zip(labels(estimates), estimates, strict=True) if one.time is None]
     found = []
     for title, picture, note, missing in drawn:
+        if timeless and title != "Memory by part":
+            note += f" Without a step time and so not shown: {_text(', '.join(timeless))}."
         shown = f"<p>{missing}</p>" if picture is None else f"<figure>{picture}</figure>"
         note = f"<p>{note}</p>" if note and picture is not None else ""
         found.append(f"<section><h2>{title}</h2>{note}{shown}</section>")

@@ -102,8 +102,8 @@ def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[C
     pipes = [degree for degree in stages if degree <= _MOST_PIPE]
     meshes = list(_meshes(config, num_devices, pipes)) if "mesh" in vary else [{}]
     for mesh in meshes:
-        pipe = mesh.get("pipe", config.parallel.pipe)
-        for options in _options(config, vary, pipe if isinstance(pipe, int) else 1):
+        pipe, data = mesh.get("pipe", config.parallel.pipe), mesh.get("data", config.parallel.data)
+        for options in _options(config, vary, pipe=pipe if isinstance(pipe, int) else 1, replicas=data != 1):
             yield _replaced(config, mesh, options)
 
 
@@ -129,11 +129,11 @@ def _meshes(config: Config, num_devices: int, pipes: Sequence[int]) -> Iterator[
                         yield dict(zip(AXES, degrees, strict=True))
 
 
-def _options(config: Config, vary: Sequence[str], pipe: int) -> Iterator[dict[str, Any]]:
+def _options(config: Config, vary: Sequence[str], *, pipe: int, replicas: bool) -> Iterator[dict[str, Any]]:
     """Options besides the mesh, as paths of the config."""
     choices: dict[str, Sequence[Any]] = {}
     if "zero" in vary:
-        choices["parallel.zero"] = (0, 1)
+        choices["parallel.zero"] = (0, 1) if replicas else (0,)
     transformer = isinstance(config.model, TransformerConfig)
     if "remat" in vary:
         choices["remat.policy"] = ("none", "dots", "full") if transformer else ("none", "full")

@@ -37,6 +37,13 @@ TIME = StepTime(
     model_flops_utilization=0.4,
     assumptions=("matmuls at 70% of the peak",),
 )
+# Traffic over a link of no known speed takes for ever.
+NO_LINK = dataclasses.replace(
+    TIME,
+    seconds=math.inf,
+    high_seconds=math.inf,
+    traffic=(Traffic("fsdp", GIB, math.inf, math.inf, "network", "gradients"),),
+)
 COST = Cost(1000, 100.0, 800.0, 2400.0, SPOT, 560.0, 67.2, 240_000.0, 4360.0)
 
 
@@ -80,7 +87,7 @@ CASES = {
     "empty memory": [with_memory(parts={})],
     "ten": [estimate_on(num_devices=8 * count) for count in range(1, 11)],
     "no prices": [estimate_on(cost=dataclasses.replace(COST, on_demand_usd=None, spot=None, energy_kwh=None))],
-    "an infinite time": [estimate_on(time=dataclasses.replace(TIME, seconds=math.inf, high_seconds=math.inf))],
+    "no link": [estimate_on(time=NO_LINK, cost=dataclasses.replace(COST, hours=math.inf, spot=None))],
 }
 
 
@@ -247,7 +254,7 @@ def fetches(page: str) -> list[str]:
         ("empty memory", 4),
         ("ten", 4),
         ("no prices", 3),
-        ("an infinite time", 4),
+        ("no link", 2),
     ],
 )
 def test_page_has_its_pictures_and_fetches_nothing(case, pictures, tmp_path):
