@@ -53,11 +53,10 @@ def write_page(estimates: Sequence[Estimate], path: Path) -> None:
 
 
 def _title(estimates: Sequence[Estimate]) -> str:
-    names = dict.fromkeys(estimate.config.name for estimate in estimates if estimate.config.name)
-    if names:
-        return ", ".join(names)
-    model = estimates[0].config.model
-    return getattr(model, "size", None) or f"a {model.kind}"
+    configs = [estimate.config for estimate in estimates]
+    return ", ".join(
+        dict.fromkeys(one.name or getattr(one.model, "size", None) or f"a {one.model.kind}" for one in configs)
+    )
 
 
 def _header(estimates: Sequence[Estimate]) -> str:

@@ -35,7 +35,7 @@ _MOST_RATIO = 6.0
 def memory_picture(estimates: Sequence[Estimate]) -> str:
     """Memory of one device by part: a bar a target, capacity as a line, the compiler's peak as a diamond."""
     parts = merged(one.memory.parts for one in estimates)
-    colors = dict(zip(parts, itertools.cycle(_PALETTE)))
+    colors = _colors(parts)
     most = max(_memory_reach(one) for one in estimates)
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
@@ -96,8 +96,9 @@ def time_picture(estimates: Sequence[Estimate]) -> str | None:
                 left += factor * taken
             time = shown[y][1].time
             assert time is not None, "only those with a time are shown"
-            low, likely, high = (_digits(scale * one) for one in (time.low_seconds, whole, time.high_seconds))
-            _end_text(axes, left, y, f"{likely} {unit} ({low} to {high})")
+            own_scale, own_unit = (1e3, "ms") if whole < 1 else (1.0, "s")
+            low, likely, high = (_digits(own_scale * one) for one in (time.low_seconds, whole, time.high_seconds))
+            _end_text(axes, left, y, f"{likely} {own_unit} ({low} to {high})")
         if as_shares:
             # No ticks above 100 %, where the times are written.
             axes.set_xticks(range(0, 101, 20))
@@ -123,7 +124,13 @@ def time_parts(time: StepTime) -> dict[str, float]:
 def block_colors(estimates: Sequence[Estimate]) -> dict[str, str]:
     """The colour of each kind of block, in every picture."""
     names = merged([block.name for block in one.time.blocks] for one in estimates if one.time)
-    return dict(zip(names, itertools.cycle(_PALETTE)))
+    return _colors(names)
+
+
+def _colors(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each name: the palette, then its tints, as a ResNet has more kinds of blocks."""
+    tints = ("#" + "".join(f"{(int(color[at : at + 2], 16) + 255) // 2:02x}" for at in (1, 3, 5)) for color in _PALETTE)
+    return dict(zip(names, itertools.cycle((*_PALETTE, *tints))))
 
 
 def _is_timed(estimate: Estimate) -> bool:
@@ -143,16 +150,16 @@ def roofline_picture(estimates: Sequence[Estimate]) -> str | None:
     colors = block_colors(estimates)
     columns = min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
-    inches = 4.4 if columns == 1 else 3.9
+    inches = 4.5 if columns == 1 else 4.0
 
     def draw(figure: Any) -> None:
         figure.get_layout_engine().set(h_pad=0.12)
         for index, (name, one, blocks, peak, bandwidth) in enumerate(shown, 1):
             axes = figure.add_subplot(rows, columns, index)
             policy = one.config.precision.policy
-            title = f"{name}: {_tera(peak)}FLOP/s in {policy}, {_tera(bandwidth)}B/s of memory, a device"
+            title = f"{name}\n{_tera(peak)}FLOP/s in {policy}, {_tera(bandwidth)}B/s of memory, a device"
             axes.set_title(title, fontsize=_FONT_POINTS, color=_INK)
-            size_points = (72 * (_WIDTH_INCHES / columns - 0.9), 72 * (inches - 0.8))
+            size_points = (72 * (_WIDTH_INCHES / columns - 0.9), 72 * (inches - 0.9))
             _draw_roof(axes, blocks, peak, bandwidth, colors, size_points)
 
     return _svg(draw, (_WIDTH_INCHES, inches * rows), title="Roofline")
@@ -175,7 +182,8 @@ def _draw_roof(
     points = sorted((block.intensity, block.flops / block.seconds, block.name) for block in blocks)
     ridge = peak / bandwidth
     left, right = min(points[0][0], ridge) / 4, max(points[-1][0], ridge) * 4
-    top, lowest = peak * 2, min(rate for _, rate, _ in points)
+    rates = [rate for _, rate, _ in points]
+    top, lowest = 2 * max(peak, *rates), min(rates)
     width, height = size_points
     letters = max(len(name) for _, _, name in points)
     band = min(0.6, (letters * _LETTER * _FONT_POINTS + 14) / height)
@@ -188,7 +196,7 @@ def _draw_roof(
     axes.plot([left, ridge, right], [left * bandwidth, peak, peak], color=_INK, linewidth=1.4)
     axes.axvline(ridge, color=_GRID, linewidth=0.9, linestyle="--")
     wanted = [math.log(x / left) / math.log(right / left) for x, _, _ in points]
-    for place, (x, y, name) in zip(_apart(wanted, 1.35 * _FONT_POINTS / width), points, strict=True):
+    for place, (x, y, name) in zip(spread(wanted, 1.35 * _FONT_POINTS / width), points, strict=True):
         line = dict(arrowstyle="-", color=colors[name], linewidth=0.8, shrinkA=0, shrinkB=0)
         axes.annotate("", (x, y), (place, band), textcoords="axes fraction", arrowprops=line)
         axes.plot(x, y, "o", color=colors[name], markeredgecolor=_PAGE, markersize=7, zorder=5)
@@ -199,17 +207,18 @@ def _draw_roof(
     _dress(axes)
 
 
-def _apart(wanted: Sequence[float], gap: float) -> list[float]:
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Places from 0 to 1 in the given order, at least a gap apart and near what is wanted."""
     gap = min(gap, 0.96 / max(len(wanted), 1))
-    places: list[float] = []
-    for want in wanted:
-        places.append(max(want, places[-1] + gap if places else 0.02))
-    limit = 0.98
-    for index in reversed(range(len(places))):
-        places[index] = min(places[index], limit)
-        limit = places[index] - gap
-    return places
+
+    def pushed(values: Sequence[float]) -> list[float]:
+        return list(itertools.accumulate(values, lambda before, value: max(value, before + gap)))
+
+    # Pushed to the right and to the left, both are at least a gap apart: so is their mean, which stays in the middle.
+    right, left = pushed(wanted), [-place for place in reversed(pushed([-want for want in reversed(wanted)]))]
+    places = [(one + other) / 2 for one, other in zip(right, left, strict=True)]
+    inside = pushed([max(place, 0.02) for place in places])
+    return [-place for place in reversed(pushed([max(-place, -0.98) for place in reversed(inside)]))]
 
 
 def cost_picture(estimates: Sequence[Estimate]) -> str | None:

@@ -1,6 +1,7 @@
 """Estimates shown as a table, as JSON and as a page: what stands there, and that nothing breaks where figures lack."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from jaxtrain.plan.estimate import BlockTime, Estimate, Memory, StepTime, Traffi
 from jaxtrain.plan.exact import ExactMemory
 from jaxtrain.plan.hardware import Hardware, Target, find, target_of
 from jaxtrain.plan.page import write_page
+from jaxtrain.plan.page_plots import spread
 from jaxtrain.plan.rows import labels, merged
 from jaxtrain.plan.show import as_json, table
 from jaxtrain.plan.workload import Workload
@@ -281,3 +283,23 @@ def test_page_escapes_what_others_wrote(tmp_path):
     # Title, heading, row and picture of the part, peak, note, advice.
     assert page.count("&lt;script&gt;") >= 7
     assert "$x_1$" in page
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param([0.1, 0.5, 0.9], id="far apart"),
+        pytest.param([0.5] * 8, id="all in one place"),
+        pytest.param([0.0, 0.01, 0.99, 1.0, 1.0], id="at both ends"),
+        pytest.param([0.3] * 60, id="more than there is room for"),
+    ],
+)
+def test_names_of_points_do_not_lie_over_each_other(wanted):
+    places = spread(wanted, 0.04)
+    gaps = [after - before for before, after in itertools.pairwise(places)]
+    # The sums of places differ from each other by rounding.
+    assert min(gaps) >= min(0.04, 0.96 / len(wanted)) - 1e-9
+    assert places[0] >= 0.02 - 1e-9
+    assert places[-1] <= 0.98 + 1e-9
+    if len(wanted) == 3:
+        assert places == pytest.approx(wanted)
