@@ -12,16 +12,16 @@ from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.format import format_bytes
 from jaxtrain.plan.analyse import Terms, analyse
+from jaxtrain.plan.auto import VARIED_BY_AUTO, check_auto
 from jaxtrain.plan.cost import steps_for
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target, catalogue, hardware_json, hardware_table, parse_targets
 from jaxtrain.plan.make import analytic_plan, missing_compiler, with_compiler
-from jaxtrain.plan.search import Found, describe_layout, largest_batch, search, why_not
+from jaxtrain.plan.search import VARIED, Found, describe_layout, largest_batch, search, why_not
 from jaxtrain.plan.show import as_json, table
 from jaxtrain.plan.workload import describe_workload
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,24 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     if config is None:
         raise ConfigError("jaxtrain plan: CONFIG is missing; 'jaxtrain plan --list' lists the hardware")
     loaded = load_config(config, overrides=overrides)
+    if loaded.config.name is None:
+        loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"name": loaded.name}))
+    _check(loaded.config, wanted)
     targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
     terms = _terms(loaded.config, wanted)
     estimates, found = [], []
     for target in targets:
-        if wanted.search or loaded.config.parallel.auto:
-            result = _search(loaded.config, target, wanted, terms)
-            found.append((target, result))
-            estimates += _best(result, target, wanted, terms)
-        else:
-            estimates.append(_compiled(analytic_plan(loaded.config, target, terms), wanted))
+        try:
+            if wanted.search or loaded.config.parallel.auto:
+                result = _search(loaded.config, target, wanted, terms)
+                found.append((target, result))
+                estimates += _best(result, target, wanted, terms)
+            else:
+                estimates.append(_compiled(analytic_plan(loaded.config, target, terms), wanted))
+        except ConfigError as error:
+            if len(targets) == 1:
+                raise
+            raise ConfigError(f"{target.name}: {error}") from None
     batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
     _answer(estimates, found, batches, wanted)
     _write(estimates, loaded, wanted)
@@ -78,6 +86,16 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     if lacking is not None:
         raise lacking
     return 0
+
+
+def _check(config: Config, wanted: Wanted) -> None:
+    """Raise where options do not belong together."""
+    if wanted.search:
+        return
+    if config.parallel.auto:
+        check_auto(config)
+    elif wanted.vary:
+        raise ConfigError(f"--vary {','.join(wanted.vary)} says what a search varies; add --search")
 
 
 def _measured(target: Target) -> Target:
@@ -120,9 +138,9 @@ def _search(config: Config, target: Target, wanted: Wanted, terms: Terms) -> Fou
     began = time.monotonic()
     parallel = config.parallel.model_copy(update={"auto": False})
     config = config.model_copy(update={"parallel": parallel})
-    found = (
-        search(config, target, vary=wanted.vary, terms=terms) if wanted.vary else search(config, target, terms=terms)
-    )
+    # A plan of `parallel: auto` shows what a run would choose.
+    vary = wanted.vary or (VARIED if wanted.search else VARIED_BY_AUTO)
+    found = search(config, target, vary=vary, terms=terms)
     print_remark(f"tried {found.tried} layouts of {target.name} in {time.monotonic() - began:.1f} s")
     return found
 
@@ -195,11 +213,12 @@ def _answer(
 
 
 def _ranked(estimate: Estimate) -> dict[str, str]:
-    step = "no time" if estimate.time is None else f"{estimate.time.seconds * 1e3:,.0f} ms"
+    milliseconds = 0.0 if estimate.time is None else estimate.time.seconds * 1e3
+    step = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
     return {
         "layout": describe_layout(estimate.config),
-        "step": step,
-        "memory": f"{estimate.memory.total_bytes / _GIB:.1f} GiB",
+        "step": "no time" if estimate.time is None else step,
+        "memory": format_bytes(estimate.memory.total_bytes),
     }
 
 
@@ -207,7 +226,10 @@ def _write(estimates: Sequence[Estimate], loaded: Loaded, wanted: Wanted) -> Non
     if wanted.html is not None:
         from jaxtrain.plan.page import write_page
 
-        write_page(estimates, Path(wanted.html))
+        try:
+            write_page(estimates, Path(wanted.html))
+        except OSError as error:
+            raise ConfigError(f"--html {wanted.html}: {error.strerror}; give a file in a folder that exists") from None
         print_remark(f"wrote {wanted.html}")
     if wanted.config_out is not None:
         best = next((one for one in estimates if one.fits is not False), None)

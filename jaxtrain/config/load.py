@@ -12,6 +12,7 @@ from jaxtrain.config.keys import locate, members, nearest
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
+from jaxtrain.degrees import AXES
 from jaxtrain.errors import ConfigError
 
 Path_ = tuple[str, ...]
@@ -76,6 +77,7 @@ class _Tree:
     def set(self, path: Path_, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
         if path == ("parallel",) and value == "auto":
+            self._drop("parallel", [axis for axis in AXES if axis in self._node(path)], f"parallel=auto ({where})")
             path, value = ("parallel", "auto"), True
         if isinstance(value, Mapping):
             self._yield_to(path, value, where)
@@ -120,13 +122,13 @@ class _Tree:
         sizes = {**TRANSFORMER_SIZES, **RESNET_SIZES}
         if isinstance(size, str) and size in sizes:
             dropped += [key for key in group if key in sizes[size]]
-        for key in dropped:
-            del group[key]
-            for known in [p for p in self.where if p[:2] == (path[0], key)]:
-                origin = self.where.pop(known)
-                self.notes.append(
-                    f"{'.'.join(known)} ({origin}) gave way to {path[0]}.{'kind' if kind else 'size'} ({where})"
-                )
+        self._drop(path[0], dropped, f"{path[0]}.{'kind' if kind else 'size'} ({where})")
+
+    def _drop(self, name: str, keys: Iterable[str], successor: str) -> None:
+        for key in keys:
+            del self.values[name][key]
+            for known in [p for p in self.where if p[:2] == (name, key)]:
+                self.notes.append(f"{'.'.join(known)} ({self.where.pop(known)}) gave way to {successor}")
 
 
 def _where(tree: _Tree, path: Path_) -> str:

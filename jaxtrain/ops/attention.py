@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.cudnn_attention import cudnn_attention, refusal
 from jaxtrain.parallel.context import context_attention
 from jaxtrain.sharding import current_layout
 
@@ -103,6 +104,8 @@ def self_attention(
         return context_attention(
             q_BLHK, k_BLGK, v_BLGK, segments_BL, causal=causal, layout=layout, local_attention=attention
         )
+    if refusal(q_BLHK, k_BLGK, segments_BL) is None:
+        return cudnn_attention(q_BLHK, k_BLGK, v_BLGK, causal=causal)
     order_L = jnp.arange(q_BLHK.shape[1])[None]
     mask_BLS = attention_mask(
         order_L, order_L, causal=causal, query_segments_BL=segments_BL, key_segments_BS=segments_BL

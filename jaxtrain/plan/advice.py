@@ -23,14 +23,11 @@ def advise(estimate: Estimate, terms: Terms | None = None) -> tuple[str, ...]:
     changes = list(_changes(estimate.config, estimate.target))
     works = [line for name, config, target in changes if (line := _try(name, config, target, estimate, terms))]
     if not works:
-        pairs = [
-            (f"{first} and {second}", config, target)
-            for first, config, target in changes
-            if target.num_devices == estimate.target.num_devices
-            for second, config, target in _changes(config, target)
-            if second != first and target.num_devices == estimate.target.num_devices
+        works = [
+            line
+            for name, config, target in _pairs(estimate.config, estimate.target)
+            if (line := _try(name, config, target, estimate, terms))
         ]
-        works = [line for name, config, target in pairs if (line := _try(name, config, target, estimate, terms))]
     if not works:
         works = [line for target in _more(estimate.target, 8) if (line := _grown(estimate, target, terms)) is not None][
             :1
@@ -86,6 +83,17 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
         yield "precision.policy=bf16_pure (no fp32 master parameters)", pure, target
 
 
+def _pairs(config: Config, target: Target) -> Iterator[tuple[str, Config, Target]]:
+    """Two changes of different keys, each two once."""
+    seen: set[frozenset[str]] = set()
+    for first, changed, _ in list(_changes(config, target)):
+        for second, both, _ in _changes(changed, target):
+            names = frozenset((first, second))
+            if first.partition("=")[0] != second.partition("=")[0] and names not in seen:
+                seen.add(names)
+                yield f"{first} and {second}", both, target
+
+
 def _more(target: Target, most: int) -> list[Target]:
     """The same hardware with up to `most` times the devices, as it is rented."""
     counts = [count for count in target.hardware.shapes if target.num_devices < count <= most * target.num_devices]
@@ -106,6 +114,12 @@ def _grown(estimate: Estimate, target: Target, terms: Terms | None) -> str | Non
     spread = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
     config = estimate.config.model_copy(update={"parallel": spread})
     name = f"{target.name} with parallel.fsdp={spread.fsdp}"
+    accumulation = estimate.config.train.accumulation_steps
+    if parallel.pipe == 1 and accumulation > 1:
+        # A microbatch keeps its rows on each device, so that there are fewer of them.
+        steps = max(1, accumulation // factor)
+        config = config.model_copy(update={"train": config.train.model_copy(update={"accumulation_steps": steps})})
+        name = f"{name} and train.accumulation_steps={steps}"
     found = _try(name, config, target, estimate, terms)
     if found is not None:
         return found

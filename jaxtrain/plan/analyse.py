@@ -52,13 +52,16 @@ def with_degrees(config: Config, num_devices: int) -> Config:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
 
 
-def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+def analyse(
+    config: Config, target: Target, terms: Terms | None = None, *, fused_attention: bool | None = None
+) -> Estimate:
     """Memory, time and cost of a config on a target.
 
     Args:
         config: the run; `auto` degrees take the target's devices.
         target: hardware and count.
         terms: of the cost; None: the usual ones.
+        fused_attention: whether attention runs in one kernel; None: where the library has one for the hardware.
 
     Raises:
         ConfigError: a layout that the model or the batch cannot take, or sizes that only the data knows.
@@ -68,7 +71,8 @@ def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estim
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
-    cut = cut_batch(config, workload, target, schedule)
+    fused = _has_fused_attention(config, target) if fused_attention is None else fused_attention
+    cut = cut_batch(config, workload, schedule, fused_attention=fused)
     placed = place(config, tensors, degrees)
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, cut, schedule)
@@ -112,18 +116,39 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
             )
         return None
     assert isinstance(model, TransformerConfig)
-    accumulation = config.train.accumulation_steps
-    microbatches = parallel.microbatches or (accumulation if accumulation > 1 else 2 * stages)
+    if parallel.microbatches is not None and config.train.accumulation_steps not in (1, parallel.microbatches):
+        raise ConfigError(
+            f"parallel.microbatches={parallel.microbatches} and train.accumulation_steps="
+            f"{config.train.accumulation_steps} differ; a pipeline's microbatches are its accumulation: set one of them"
+        )
     chunks = parallel.chunks or (2 if parallel.schedule == "interleaved_1f1b" else 1)
     if model.num_layers % (stages * chunks):
         raise ConfigError(
             f"{model.num_layers} layers do not divide by pipe x chunks = {stages * chunks}; "
             f"use {nearest_multiples(model.num_layers, stages * chunks)} layers or another parallel.pipe"
         )
-    return make_schedule(parallel.schedule, stages, microbatches, chunks)
+    return make_schedule(parallel.schedule, stages, num_microbatches(config), chunks)
 
 
-def cut_batch(config: Config, workload: Workload, target: Target, schedule: Schedule | None) -> Cut:
+def num_microbatches(config: Config) -> int:
+    """Of a step; a pipeline without a number of its own takes those of accumulation, else twice its stages."""
+    parallel, accumulation = config.parallel, config.train.accumulation_steps
+    if parallel.pipe == 1:
+        return accumulation
+    return parallel.microbatches or (accumulation if accumulation > 1 else 2 * int(parallel.pipe))
+
+
+def _has_fused_attention(config: Config, target: Target) -> bool:
+    """Whether `ops/cudnn_attention.py` takes the attention of a config on a target."""
+    model = config.model
+    if not isinstance(model, TransformerConfig) or config.parallel.context != 1:
+        return False
+    head_dim = model.head_dim or model.embed_dim // model.num_heads
+    ampere = target.hardware.title.startswith("NVIDIA") and "bf16" in target.hardware.peak_flops
+    return ampere and config.precision.policy in ("bf16", "bf16_pure", "fp16") and head_dim % 8 == 0 and head_dim <= 128
+
+
+def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, *, fused_attention: bool) -> Cut:
     """What one device gets of a batch.
 
     Raises:
@@ -144,7 +169,7 @@ def cut_batch(config: Config, workload: Workload, target: Target, schedule: Sche
             f"data.sequence_length={length} does not divide by the axes that spread it, {parts}; "
             f"use {nearest_multiples(length, parts)}"
         )
-    return Cut(microbatches, workload.rows / shards / microbatches, degrees)
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees, fused_attention)
 
 
 def run_cost(config: Config, target: Target, state: StateBytes, step_seconds: float, terms: Terms) -> Cost:

@@ -13,7 +13,7 @@ from jaxtrain.plan.search import Found, describe_layout, search, why_not
 
 _GIB = 2**30
 # Remat, batch, precision and optimizer stay as the user wrote them.
-_VARIED = ("mesh", "zero", "schedule")
+VARIED_BY_AUTO = ("mesh", "zero", "schedule")
 
 
 def choose_layout(loaded: Loaded) -> Loaded:
@@ -40,11 +40,8 @@ def chosen(config: Config, target: Target) -> tuple[Config, list[str]]:
     Raises:
         ConfigError: a degree is set besides auto, or no layout fits.
     """
-    parallel = config.parallel
-    also = sorted({*AXES} & parallel.model_fields_set - {"auto"})
-    if also:
-        raise ConfigError(f"parallel.auto chooses every degree, but parallel.{also[0]} is set; leave one of them out")
-    found = search(config, target, vary=_VARIED)
+    check_auto(config)
+    found = search(config, target, vary=VARIED_BY_AUTO)
     if not found.ranked:
         reasons = why_not(found)
         raise ConfigError(
@@ -54,6 +51,13 @@ def chosen(config: Config, target: Target) -> tuple[Config, list[str]]:
     best = found.ranked[0]
     picked = best.config.parallel.model_copy(update={"auto": False})
     return config.model_copy(update={"parallel": picked}), _reasons(best, found)
+
+
+def check_auto(config: Config) -> None:
+    """Raise where a degree is set besides auto."""
+    also = [axis for axis in AXES if axis in config.parallel.model_fields_set]
+    if also:
+        raise ConfigError(f"parallel.auto chooses every degree, but parallel.{also[0]} is set; leave one of them out")
 
 
 def _reasons(best: Estimate, found: Found) -> list[str]:

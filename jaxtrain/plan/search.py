@@ -13,7 +13,7 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, SGDConfig
 from jaxtrain.degrees import AXES
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.analyse import Terms, analyse
+from jaxtrain.plan.analyse import Terms, analyse, num_microbatches
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target
 
@@ -235,9 +235,8 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
         rows = multiple * least
         return fits(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})}))
 
-    parallel, train = config.parallel, config.train
-    microbatches = parallel.microbatches or 2 * int(parallel.pipe) if parallel.pipe != 1 else train.accumulation_steps
-    least = int(parallel.data) * int(parallel.fsdp) * int(parallel.expert) * microbatches
+    parallel = config.parallel
+    least = int(parallel.data) * int(parallel.fsdp) * int(parallel.expert) * num_microbatches(config)
     if not at(1):
         return None
     low = 1

@@ -1,0 +1,46 @@
+"""What compilers say of the memory of steps that are planned for, as JSON: the source of tests/plan/compiled.json.
+
+    python scripts/compile_memory.py h100x8 "gpt2_124m" "llama3_8b data.sequence_length=4096 train.global_batch_size=8"
+
+Takes the compilers of the targets (pip install 'jaxtrain[aot]'): half a minute a row for a GPU, two for a TPU.
+"""
+
+import json
+import sys
+from datetime import date
+
+import jax
+
+from jaxtrain import distributed
+from jaxtrain.config import load_config
+from jaxtrain.plan.exact import exact_memory
+from jaxtrain.plan.hardware import parse_targets
+from jaxtrain.plan.topology import topology_devices
+from jaxtrain.plan.workload import describe_workload
+
+
+def main() -> None:
+    """Print one row a config."""
+    distributed.start(emulate=1, compilation_cache=None)
+    target = parse_targets(sys.argv[1])[0]
+    if target.topology is None:
+        sys.exit(f"no compiler for {target.name}")
+    devices = topology_devices(target.topology)
+    for words in sys.argv[2:]:
+        name, *overrides = words.split()
+        config = load_config(name, overrides=overrides).config
+        memory = exact_memory(config, describe_workload(config), devices)
+        row = {
+            "target": f"{target.hardware.name} x {target.num_devices}",
+            "config": words,
+            "state_bytes": memory.state_bytes,
+            "peak_bytes": memory.peak_bytes,
+            "compile_seconds": round(memory.compile_seconds),
+            "jax": jax.__version__,
+            "date": date.today().isoformat(),
+        }
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
