@@ -3,9 +3,14 @@
 import os
 import signal
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from jaxtrain import distributed
+from jaxtrain.cli import main
 
 # A suite started in the background ignores Ctrl-C (and SIGHUP under nohup), and so would every process of a test.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -18,3 +23,25 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 distributed.start(emulate=8)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command left: its exit code, standard output and standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys) -> Callable[..., Answer]:
+    """Runs `jaxtrain` in this process."""
+
+    def call(*words: str) -> Answer:
+        capsys.readouterr()
+        code = main(words)
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return call

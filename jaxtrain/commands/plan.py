@@ -191,7 +191,7 @@ def _answer(
                     "too_large": len(one.too_large),
                     "refused": len(one.refused),
                     "reasons": why_not(one),
-                    "ranking": [_ranked(each) for each in one.ranked[:20]],
+                    "ranking": [_ranked(each, one.vary) for each in one.ranked[:20]],
                 }
                 for target, one in found
             ]
@@ -202,7 +202,7 @@ def _answer(
     for target, one in found:
         print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the fastest:")
         for place, each in enumerate(one.ranked[:10], 1):
-            shown = _ranked(each)
+            shown = _ranked(each, one.vary)
             print_text(f"  {place:>2}. {shown['step']:>10}  {shown['memory']:>10}  {shown['layout']}")
         for line in why_not(one):
             print_text(f"  {line}")
@@ -212,11 +212,11 @@ def _answer(
         print_text(line)
 
 
-def _ranked(estimate: Estimate) -> dict[str, str]:
+def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, str]:
     milliseconds = 0.0 if estimate.time is None else estimate.time.seconds * 1e3
     step = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
     return {
-        "layout": describe_layout(estimate.config),
+        "layout": describe_layout(estimate.config, vary),
         "step": "no time" if estimate.time is None else step,
         "memory": format_bytes(estimate.memory.total_bytes),
     }

@@ -290,6 +290,8 @@ def load_config(
         label = path.stem
         values, lines = read_yaml(path)
         tree.set((), values, path.name)
+        if values.get("parallel") == "auto":
+            lines[("parallel", "auto")] = lines[("parallel",)]
         for key_path, line in lines.items():
             if key_path in tree.where:
                 tree.where[key_path] = f"{path.name}:{line}"

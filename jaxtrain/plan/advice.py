@@ -76,7 +76,9 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
     for kind in ("lion", "adafactor"):
         if config.optimizer.kind == "adamw":
             other = config.model_copy(update={"optimizer": with_optimizer(config, kind)})
-            yield f"optimizer.kind={kind} (another optimizer: its learning rate too)", other, target
+            # Adafactor keeps a first moment where adamw's b1 stays in the config.
+            name = "optimizer.kind=lion" if kind == "lion" else "optimizer.kind=adafactor and optimizer.b1=null"
+            yield f"{name} (another optimizer: its learning rate too)", other, target
     if config.precision.policy == "bf16":
         lower = config.precision.model_copy(update={"policy": "bf16_pure"})
         pure = config.model_copy(update={"precision": lower})

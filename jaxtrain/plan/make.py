@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.exact import ExactMemory
 from jaxtrain.plan.hardware import Target
 
+# The line of a traceback that names what was raised.
+_RAISED = re.compile(r"[\w.]*(Error|Exception)\b")
 NO_COMPILER = "no compiler for it that runs without the hardware"
 
 
@@ -69,8 +72,9 @@ def _compile(estimate: Estimate) -> dict[str, Any]:
         [sys.executable, "-m", "jaxtrain.plan.compile_one"], input=json.dumps(request), capture_output=True, text=True
     )
     if done.returncode:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-        return {"error": f"the compiler failed: {last.strip()[:300]}"}
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        told = next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1] if lines else "no message")
+        return {"error": f"the compiler failed: {told[:300]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -43,11 +43,13 @@ class Found:
         ranked: layouts that fit, fastest first; of unknown capacity they count as fitting.
         too_large: layouts that do not fit, the smallest first.
         refused: layouts that the model or the batch cannot take.
+        vary: what was varied.
     """
 
     ranked: tuple[Estimate, ...]
     too_large: tuple[Estimate, ...]
     refused: tuple[Refused, ...]
+    vary: tuple[str, ...] = VARIED
 
     @property
     def tried(self) -> int:
@@ -83,12 +85,12 @@ def search(
         try:
             estimate = analyse(candidate, target, terms)
         except ConfigError as error:
-            refused.append(Refused(describe_layout(candidate), str(error)))
+            refused.append(Refused(describe_layout(candidate, vary), str(error)))
             continue
         (too_large if estimate.fits is False else ranked).append(estimate)
     ranked.sort(key=lambda one: (_seconds(one), one.memory.total_bytes) if keep_time else (one.memory.total_bytes, 0))
     too_large.sort(key=lambda one: one.memory.total_bytes)
-    return Found(tuple(ranked), tuple(too_large), tuple(refused))
+    return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
 
 
 def _seconds(estimate: Estimate) -> float:
@@ -185,8 +187,8 @@ def with_optimizer(config: Config, kind: str) -> Any:
     return kinds[kind](**{name: getattr(config.optimizer, name) for name in shared})
 
 
-def describe_layout(config: Config) -> str:
-    """A layout in a line: degrees above 1, and the options that matter on it."""
+def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
+    """A layout in a line: degrees above 1, the options that matter on it, and what else a search varied."""
     parallel, remat = config.parallel, config.remat.policy
     degrees = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) != 1] or ["one device"]
     options = [f"remat={remat}"]
@@ -196,6 +198,10 @@ def describe_layout(config: Config) -> str:
         options.append(f"{parallel.schedule} with {parallel.microbatches} microbatches")
     elif config.train.accumulation_steps > 1:
         options.append(f"accumulation={config.train.accumulation_steps}")
+    if "precision" in vary:
+        options.append(config.precision.policy)
+    if "optimizer" in vary:
+        options.append(config.optimizer.kind)
     return ", ".join([*degrees, *options])
 
 
@@ -208,7 +214,7 @@ def why_not(found: Found) -> list[str]:
         room = nearest.memory.capacity_bytes - nearest.memory.reserved_bytes
         lines.append(
             f"{len(found.too_large)} layouts need more memory than the {room / 2**30:.1f} GiB there are; the smallest "
-            f"{nearest.memory.total_bytes / 2**30:.1f} GiB: {describe_layout(nearest.config)}"
+            f"{nearest.memory.total_bytes / 2**30:.1f} GiB: {describe_layout(nearest.config, found.vary)}"
         )
         heaviest = Counter(
             max(one.memory.parts, key=lambda name: one.memory.parts[name]) for one in found.too_large

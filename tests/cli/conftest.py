@@ -1,7 +1,5 @@
-"""Two tiny runs that the commands work on, and a caller of the command line."""
+"""Two tiny runs that the commands work on."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,28 +33,6 @@ optimizer: {kind: sgd, learning_rate: 0.1, ema_decay: 0.5}
 train: {steps: 2, global_batch_size: 16}
 logging: {report: false, tensorboard: false}
 """
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command left: its exit code, standard output and standard error."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def cli(capsys) -> Callable[..., Answer]:
-    """Runs `jaxtrain` in this process."""
-
-    def call(*words: str) -> Answer:
-        capsys.readouterr()
-        code = main(words)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture(scope="session")
