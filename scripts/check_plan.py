@@ -2,8 +2,8 @@
 
     python scripts/check_plan.py bench_cpu quickstart "llama3_8b model.size=null"
 
-On a GPU or TPU that is in the catalogue it measures those; on a CPU the peak is measured first. Prints one line a config
-and the median of the ratios.
+On a GPU or TPU of the catalogue it measures those; on a CPU the peak is measured first. Prints one line a config and
+the median of the ratios.
 """
 
 import statistics

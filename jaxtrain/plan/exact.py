@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.plan.workload import Workload
 
-# libtpu, once the program is laid out: "Ran out of memory in memory space hbm. Used 50.24G of 15.75G hbm. ...", or before:
+# libtpu, once it laid the program out: "Ran out of memory in memory space hbm. Used 50.24G of 15.75G hbm.", or before:
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (20.55G) exceeds available HBM (15.75G)."
 _USED = re.compile(r"([\d.]+)([KMGT])\)? (?:of|exceeds available HBM) \(?([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -1,4 +1,4 @@
-"""The compiler's word in a plan: beside the analytic figure where it is installed, its lack told in one line where not."""
+"""The compiler in a plan: beside the analytic figure where it is installed, its lack told in one line where not."""
 
 import importlib.util
 import json
