@@ -1,0 +1,307 @@
+"""`jaxtrain plan` without a compiler: its forms, its state against that of the real step, each mistake as one line."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.plan.analyse import with_degrees
+from jaxtrain.plan.exact import sharded_bytes
+from jaxtrain.plan.hardware import catalogue
+from jaxtrain.plan.workload import describe_workload
+from jaxtrain.train.assemble import build_step
+from tests.cli.test_startup import WATCHED
+
+PLAN = ("plan", "quickstart", "--analytic", "--on")
+
+
+def plans(answer):
+    """The plans of a `--json` answer."""
+    assert (answer.code, answer.err) == (0, "")
+    return json.loads(answer.out)["plans"]
+
+
+def test_several_targets_stand_side_by_side(cli):
+    answer = cli(*PLAN, "h100,v5e-1,rtx4090")
+    assert (answer.code, answer.err) == (0, "")
+    assert re.split(r"  +", answer.out.splitlines()[0].strip()) == ["h100", "v5e-1", "rtx4090"]
+    for title in ("memory of one device, at its peak", "step, predicted", "whole run", "assumptions"):
+        assert f"\n{title}\n" in answer.out
+    assert re.search(r"parameters +1\.61M \(1,608,800\)", answer.out)
+    verdict = next(line for line in answer.out.splitlines() if "verdict" in line)
+    assert verdict.count("fits: ") == 3
+    assert max(map(len, answer.out.splitlines())) <= 120
+
+
+def test_json_holds_what_the_table_shows(cli):
+    gpu, tpu = plans(cli(*PLAN, "h100x8,v5e-8", "--json", "--tokens", "1e6"))
+    assert [one["target"]["name"] for one in (gpu, tpu)] == ["h100x8", "v5e-8"]
+    assert gpu["degrees"]["data"] == tpu["degrees"]["data"] == 8
+    for one in (gpu, tpu):
+        assert one["fits"] is True
+        assert one["exact"] is one["exact_missing"] is None
+        assert sum(one["memory"]["parts_bytes"].values()) == one["memory"]["total_bytes"]
+        assert one["time"]["low_seconds"] <= one["time"]["seconds"] <= one["time"]["high_seconds"]
+        # A million tokens in batches of 8 rows of 128, rounded up.
+        assert one["cost"]["steps"] == 977
+        assert one["cost"]["hours"] * 3600 == pytest.approx(977 * one["time"]["seconds"])
+
+
+def test_cost_follows_what_is_asked(cli):
+    def cost(*words):
+        return plans(cli(*PLAN, "h100x8", "--json", *words))[0]["cost"]
+
+    plain = cost()
+    assert plain["steps"] == 800
+    assert cost("--epochs", "2", "--rows-per-epoch", "1000")["steps"] == 250
+    assert cost("--usd-per-kwh", "0.24")["energy_usd"] == pytest.approx(2 * plain["energy_usd"])
+    assert cost("--checkpoint-minutes", "7")["spot"]["checkpoint_interval_seconds"] == 420
+    # Young's interval goes with the square root of the time between interruptions.
+    often, seldom = (cost("--interruptions-per-day", n)["spot"]["recommended_interval_seconds"] for n in ("8", "2"))
+    assert seldom == pytest.approx(2 * often)
+
+
+MIXTURE = ("model.experts.num_experts=8", "model.experts.experts_per_token=2")
+IMAGES = ("optimizer.ema_decay=0.9",)
+# id: (config, devices, overrides). The real step's abstract state has the bytes of a real run: it is what is allocated.
+STATES = {
+    "one device": ("quickstart", 1, ()),
+    "data=8": ("quickstart", 8, ()),
+    "fsdp=8": ("quickstart", 8, ("parallel.fsdp=8",)),
+    "tensor=4, data=2": ("quickstart", 8, ("parallel.tensor=4",)),
+    "pipe=2": ("quickstart", 8, ("parallel.pipe=2", "model.num_layers=4", "train.global_batch_size=32")),
+    "context=4": ("quickstart", 8, ("parallel.context=4",)),
+    "zero=1": ("quickstart", 8, ("parallel.zero=1",)),
+    "zero=2": ("quickstart", 8, ("parallel.zero=2", "parallel.tensor=2")),
+    "zero=3": ("quickstart", 8, ("parallel.zero=3",)),
+    "all at once": (
+        *("quickstart", 8),
+        ("parallel.pipe=2", "parallel.fsdp=2", "parallel.tensor=2", "model.num_layers=4", "parallel.zero=1"),
+    ),
+    "experts": ("quickstart", 8, (*MIXTURE, "parallel.expert=4", "parallel.fsdp=2")),
+    "sgd": ("quickstart", 8, ("optimizer.kind=sgd", "parallel.fsdp=8")),
+    "sgd without momentum": ("quickstart", 1, ("optimizer.kind=sgd", "optimizer.momentum=0")),
+    "lion": ("quickstart", 8, ("optimizer.kind=lion", "parallel.fsdp=8")),
+    "adafactor": ("quickstart", 1, ("optimizer.kind=adafactor",)),
+    "adafactor, fsdp=8": ("quickstart", 8, ("optimizer.kind=adafactor", "parallel.fsdp=8")),
+    "adafactor, zero=1, tensor=2": (
+        *("quickstart", 8),
+        ("optimizer.kind=adafactor", "parallel.zero=1", "parallel.tensor=2", "optimizer.b1=0.9"),
+    ),
+    "moving average": ("quickstart", 8, ("optimizer.ema_decay=0.99", "parallel.zero=1")),
+    "frozen": ("quickstart", 8, ("optimizer.freeze=['blocks/*']", "parallel.fsdp=4")),
+    "no masters": ("quickstart", 1, ("precision.policy=bf16_pure",)),
+    "loss scale": ("quickstart", 1, ("precision.policy=fp16",)),
+    "tied, learned positions": ("quickstart", 1, ("model.size=gpt2", "model.num_layers=2", "data.sequence_length=64")),
+    "resnet": ("digits_resnet", 8, IMAGES),
+    "resnet, fsdp=4, zero=1": ("digits_resnet", 8, (*IMAGES, "parallel.fsdp=4", "parallel.zero=1")),
+    "mlp": ("digits_mlp", 8, ("parallel.tensor=2", "parallel.fsdp=2")),
+    "table": ("tabular_mlp", 1, ()),
+}
+
+
+@pytest.mark.parametrize(("name", "num_devices", "overrides"), STATES.values(), ids=STATES)
+def test_state_bytes_are_those_of_the_step(cli, name, num_devices, overrides):
+    target = f"h100x{num_devices}" if num_devices > 1 else "h100"
+    (plan,) = plans(cli("plan", name, "--analytic", "--on", target, "--json", *overrides))
+    config = load_config(name, overrides=overrides).config
+    workload = describe_workload(config)
+    step = build_step(
+        with_degrees(config, num_devices),
+        input_shape=workload.input_shape,
+        vocab_size=workload.vocab_size,
+        num_outputs=workload.num_outputs,
+        devices=jax.devices()[:num_devices],
+    )
+    # What the analytic model leaves out are counters of a few bytes.
+    assert plan["memory"]["state_bytes"] == pytest.approx(sharded_bytes(step.abstract_state), rel=0.01)
+
+
+def test_search_ranks_and_explains(cli):
+    answer = cli(*PLAN, "h100x8", "--search", "--top", "2")
+    assert answer.code == 0
+    (tried,) = re.findall(r"^tried (\d+) layouts of h100x8 in [\d.]+ s\n$", answer.err)
+    fit, total = map(int, re.search(r"^h100x8: (\d+) of (\d+) layouts fit; the fastest:\n", answer.out).groups())
+    assert total == int(tried) > fit > 0
+    ranked = re.findall(r"^ +(\d+)\. +([\d.,]+) ms +([\d.]+) MiB +(\S.*)$", answer.out, re.MULTILINE)
+    assert [int(row[0]) for row in ranked] == list(range(1, 11))
+    # Not "0 ms" for a model that takes less than one.
+    times = [float(row[1]) for row in ranked]
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert re.search(r"^  \d+ refused: .*does not divide", answer.out, re.MULTILINE)
+    assert answer.out.count("NVIDIA H100 SXM 80 GB") == 2
+
+
+def test_search_as_json_tells_layouts_apart_by_what_varied(cli):
+    answer = cli(*PLAN, "h100x8", "--search", "--vary", "precision,optimizer", "--json")
+    (found,) = json.loads(answer.out)["searches"]
+    assert (found["target"], found["tried"], found["fit"]) == ("h100x8", 6, 6)
+    layouts = [one["layout"] for one in found["ranking"]]
+    assert len(set(layouts)) == 6
+    assert any(layout.endswith("bf16_pure, adafactor") for layout in layouts)
+
+
+def test_auto_is_planned_as_a_run_would_choose(cli):
+    answer = cli("plan", "llama3_8b", "parallel=auto", "--on", "h100x8", "--analytic", "--json", "--top", "1")
+    assert answer.code == 0
+    (plan,) = json.loads(answer.out)["plans"]
+    # Remat and accumulation stay as the config has them.
+    assert plan["config"]["remat"]["policy"] == "full"
+    assert plan["config"]["train"]["accumulation_steps"] == 8
+
+
+def test_the_largest_batch(cli):
+    words = ("plan", "llama3_8b", "--on", "h100x8", "--analytic", "train.accumulation_steps=1")
+    answer = cli(*words, "--largest-batch")
+    (rows,) = re.findall(r"\nh100x8: the largest global batch that fits is (\d+) rows \(analytic\)\n$", answer.out)
+    verdicts = [plans(cli(*words, "--json", f"train.global_batch_size={n}"))[0]["fits"] for n in (rows, int(rows) + 8)]
+    assert verdicts == [True, False]
+    none = cli("plan", "llama3_8b", "--on", "rtx4090", "--analytic", "parallel.fsdp=1", "--largest-batch")
+    assert none.out.endswith("\nrtx4090: not even the smallest batch fits (analytic)\n")
+
+
+def test_advice_is_shown_where_it_does_not_fit(cli):
+    answer = cli("plan", "llama3_8b", "--on", "h100x8", "--analytic", "remat.policy=none")
+    assert answer.code == 0
+    assert re.search(r"verdict +does not fit: [\d.]+ GiB of [\d.]+ GiB", answer.out)
+    assert re.search(r"^- .*remat\.policy=dots: [\d.]+ GiB, step [\d.]+ x as long$", answer.out, re.MULTILINE)
+
+
+def test_writes_a_page(cli, tmp_path):
+    page = tmp_path / "plan.html"
+    answer = cli(*PLAN, "h100,rtx4090", "--html", str(page))
+    assert (answer.code, answer.err) == (0, f"wrote {page}\n")
+    content = page.read_text()
+    assert content.startswith("<!doctype html>")
+    assert "rtx4090" in content
+    assert "<svg" in content
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("--on", "h100x8", "parallel.fsdp=8"), id="as asked"),
+        pytest.param(("--on", "h100x8", "--search", "--top", "1"), id="the best of a search"),
+        pytest.param(("--on", "v5e-8", "parallel=auto", "--top", "1"), id="auto"),
+    ],
+)
+def test_the_written_config_plans_the_same(cli, tmp_path, words):
+    path = tmp_path / "planned.yaml"
+    first = cli("plan", "quickstart", *words, "--analytic", "--json", "--config", str(path))
+    assert first.code == 0
+    assert first.err.endswith(f"wrote {path}: jaxtrain train {path}\n")
+    (planned,) = json.loads(first.out)["plans"]
+    loaded = load_config(path)
+    assert loaded.config.model_dump(mode="json") == planned["config"]
+    assert not loaded.config.parallel.auto
+    assert path.read_text().startswith(f"# quickstart, planned for {words[1]}: ")
+    (again,) = plans(cli("plan", str(path), "--on", words[1], "--analytic", "--json"))
+    assert again == planned
+
+
+def test_list_shows_all_hardware(cli):
+    answer = cli("plan", "--list")
+    assert (answer.code, answer.err) == (0, "")
+    assert set(catalogue()) <= set(answer.out.split())
+    listed = json.loads(cli("plan", "--list", "--json").out)
+    assert {entry["name"] for entry in listed} == set(catalogue())
+
+
+def test_prices_of_a_file_are_used(cli, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("h100: {on_demand_usd_hour: 1.5}\n")
+    (plan,) = plans(cli(*PLAN, "h100", "--hardware", str(path), "--json"))
+    assert plan["cost"]["on_demand_usd"] == pytest.approx(1.5 * plan["cost"]["device_hours"])
+
+
+H100X8 = "quickstart --on h100x8"
+# id: (words after `plan --analytic`, pattern of the line)
+MISTAKES = {
+    "no config": ("", r"CONFIG is missing; 'jaxtrain plan --list' lists the hardware"),
+    "unknown config": ("quikstart --on h100", r"no config 'quikstart'.*did you mean 'quickstart'\?"),
+    "unknown hardware": ("quickstart --on h101x8", r"no hardware 'h101': did you mean h100 or .*--list"),
+    "no hardware": ("quickstart --on ,", r"no hardware in ','; write NAME, NAMExN"),
+    "part of a node": ("quickstart --on h100x9", r"9 h100 are not whole nodes of 8: use h100x8 or h100x16"),
+    "no such slice": ("quickstart --on v5e-17", r"no slice of v5e has 17 devices: use v5e-16 or v5e-32"),
+    "no devices": ("quickstart --on h100x0", r"0 devices of h100: ask for 1 or more"),
+    "degrees": (
+        f"{H100X8} parallel.tensor=7",
+        r"tensor=7 makes 7, which does not divide the 8 devices there; use 4 or 8",
+    ),
+    "stages": (f"{H100X8} parallel.pipe=5", r"pipe=5 makes 5, which does not divide the 8 devices there"),
+    "layers": (f"{H100X8} parallel.pipe=2", r"3 layers do not divide by pipe x chunks = 2; use 2 or 4 layers"),
+    "heads": (f"{H100X8} parallel.tensor=8", r"heads of .* is 4, which does not divide by tensor=8"),
+    "batch": (f"{H100X8} train.global_batch_size=9", r"global_batch_size=9 does not divide by .* = 8; use 8 or 16"),
+    "experts": (f"{H100X8} parallel.expert=8", r"parallel\.expert=8, but this transformer has nothing to spread there"),
+    "microbatches without stages": (f"{H100X8} parallel.microbatches=4", r"parallel\.microbatches=4 is for pipelines"),
+    "two numbers of microbatches": (
+        f"{H100X8} parallel.pipe=8 model.num_layers=8 parallel.microbatches=4 train.accumulation_steps=8",
+        r"parallel\.microbatches=4 and train\.accumulation_steps=8 differ",
+    ),
+    "one of several targets": ("quickstart --on h100,h100x8 parallel.fsdp=8", r"h100: parallel: fsdp=8 makes 8, which"),
+    "auto and a degree": (
+        f"{H100X8} parallel=auto parallel.fsdp=8",
+        r"chooses every degree, but parallel\.fsdp is set",
+    ),
+    "unknown thing to vary": (f"{H100X8} --search --vary mesh,colour", r"cannot search over 'colour'; known: mesh, "),
+    "vary without a search": (f"{H100X8} --vary mesh", r"--vary mesh says what a search varies; add --search"),
+    "no places": (f"{H100X8} --search --top 0", r"--top: '0' is not a whole number of 1 or more"),
+    "negative tokens": (f"{H100X8} --tokens -5", r"tokens is -5\.0; give a positive number"),
+    "tokens and epochs": (f"{H100X8} --tokens 5 --epochs 1", r"tokens 5\.0 and epochs 1\.0; give one of the two"),
+    "epochs alone": (f"{H100X8} --epochs 3", r"epochs 3 without rows_per_epoch"),
+    "tokens of images": ("digits_mlp --on h100 --tokens 5", r"tokens 5 without tokens_per_step"),
+    "negative price": (f"{H100X8} --usd-per-kwh -1", r"usd_per_kwh is -1\.0; give zero or a positive number"),
+    "no interval": (f"{H100X8} --checkpoint-minutes 0", r"checkpoint_interval_seconds is 0\.0; give a positive"),
+    "key of the hardware file": (f"{H100X8} --hardware hardware.yaml", r"hardware\.yaml:1: h100: no key 'colour'"),
+    "missing hardware file": (f"{H100X8} --hardware none.yaml", r"none\.yaml: No such file"),
+    "page in no folder": (f"{H100X8} --html no/plan.html", r"--html no/plan\.html: No such file or directory; give a"),
+    "config in no folder": (f"{H100X8} --config no/x.yaml", r"--config no/x\.yaml: No such file or directory; give a"),
+    "nothing to write": ("llama3_8b --on t4 parallel.fsdp=1 --config x.yaml", r"--config x\.yaml: no plan fits"),
+    "data of unknown size": (
+        "tabular_mlp --on h100 data.path=my.csv",
+        r"a plan does not open data\.path=my\.csv; plan",
+    ),
+}
+# Where what is wrong comes after the answer.
+ANSWERED = ("page in no folder", "config in no folder", "nothing to write")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_one_line(cli, tmp_path, monkeypatch, name):
+    words, pattern = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hardware.yaml").write_text("h100: {colour: red}\n")
+    answer = cli("plan", *words.split(), "--analytic")
+    assert (answer.code, bool(answer.out)) == (2, name in ANSWERED)
+    assert answer.err.startswith("jaxtrain")
+    assert answer.err.count("\n") == 1
+    assert re.search(pattern, answer.err), answer.err
+
+
+# id: words; the first must be answered in 2 s (issue 4), for which the processor time of a whole process stands.
+WITHOUT_JAX = {
+    "405 B on 1,024 devices": [
+        *("llama3_8b", "model.size=llama3.1_405b", "--on", "h100x1024", "--analytic"),
+        *("parallel.tensor=8", "parallel.fsdp=128", "train.global_batch_size=1024"),
+    ],
+    "several": ["quickstart", "--on", "h100x8,v5e-8,rtx4090", "--analytic", "--json"],
+    "list": ["--list"],
+}
+
+
+@pytest.mark.parametrize("words", WITHOUT_JAX.values(), ids=WITHOUT_JAX)
+def test_plans_without_jax_in_two_seconds(words):
+    timed = f"import time\n{WATCHED}".replace(
+        "sys.exit(code)", "print(time.process_time(), file=sys.stderr)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", timed, "plan", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    loaded, seconds = done.stderr.splitlines()
+    assert loaded == "loaded:"
+    assert float(seconds) < 2
