@@ -116,17 +116,20 @@ def losses(run_dir: Path) -> tuple[float, float]:
     return found[0], found[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["digits_mlp", "digits_resnet"])
 def test_digits_reach_97_percent_of_the_held_out_images(name, tmp_path):
     metrics = run_config(name, run_dir=tmp_path / "run").metrics
     assert metrics["eval_accuracy"] >= 0.97
 
 
+@pytest.mark.long
 def test_tabular_mlp_reaches_what_its_header_states(tmp_path):
     metrics = run_config("tabular_mlp", run_dir=tmp_path / "run").metrics
     assert metrics["eval_accuracy"] >= 0.95
 
 
+@pytest.mark.long
 def test_quickstart_learns_from_its_first_steps_and_writes_a_sample(tmp_path):
     short = {"train.steps": 16, "optimizer.schedule.warmup_steps": 4, "evaluation.every": None}
     run_config("quickstart", overrides=short, run_dir=tmp_path / "run")

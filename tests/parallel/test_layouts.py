@@ -17,6 +17,9 @@ PARAMETER_TOLERANCE = 1e-5
 OWN_INIT = ("fsdp=8", "tensor=2,fsdp=2,data=2", "pipe=4,interleaved,data=2,zero=2", "expert=2,tensor=2,fsdp=2")
 
 
+FULL = pytest.param("full", marks=pytest.mark.long)
+
+
 def check(name: str, row: str, where: Layout, accumulation: int, remat: str = "none") -> None:
     """Remat changes no number, so that the reference is without it."""
     alone = reference(name, accumulation)
@@ -29,7 +32,7 @@ def check(name: str, row: str, where: Layout, accumulation: int, remat: str = "n
     assert alone.losses[-3:].mean() < alone.losses[:3].mean(), "a run that learns nothing would prove nothing"
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", FULL])
 @pytest.mark.parametrize("row", TRANSFORMERS)
 def test_transformer(row: str, remat: str) -> None:
     check("transformer", row, TRANSFORMERS[row], 4, remat)
@@ -41,7 +44,7 @@ def test_transformer_in_one_go(row: str) -> None:
     check("transformer", row, TRANSFORMERS[row], 1, "dots")
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", FULL])
 @pytest.mark.parametrize("row", EXPERTS)
 def test_experts(row: str, remat: str) -> None:
     check("experts", row, EXPERTS[row], 4, remat)
@@ -54,6 +57,7 @@ def test_gpt2_with_dropout(row: str) -> None:
 
 @pytest.mark.parametrize(("row", "accumulation"), [*[(row, 4) for row in EVERY_MODEL], ("data=2,fsdp=4", 1)])
 @pytest.mark.parametrize("name", ["resnet", "mlp"])
+@pytest.mark.long
 def test_every_model(name: str, row: str, accumulation: int) -> None:
     check(name, row, EVERY_MODEL[row], accumulation)
 
