@@ -50,7 +50,8 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     """Print a plan, or the catalogue.
 
     Raises:
-        ConfigError: unknown hardware, a layout that cannot be, or a missing compiler (after the analytic answer).
+        ConfigError: unknown hardware, or a layout that cannot be; after the answer where other targets have one, and
+            where a compiler is missing.
     """
     hardware = catalogue(wanted.hardware_file)
     if list_hardware:
@@ -66,7 +67,7 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     _check(loaded.config, wanted)
     targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
     terms = _terms(loaded.config, wanted)
-    estimates, found = [], []
+    estimates, found, impossible = [], [], []
     for target in targets:
         try:
             if wanted.search or loaded.config.parallel.auto:
@@ -74,18 +75,39 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
                 found.append((target, result))
                 estimates += _best(result, target, wanted, terms)
             else:
-                estimates.append(_compiled(analytic_plan(loaded.config, target, terms), wanted))
+                planned = analytic_plan if len(targets) == 1 else _compared
+                estimates.append(_compiled(planned(loaded.config, target, terms), wanted))
         except ConfigError as error:
             if len(targets) == 1:
                 raise
-            raise ConfigError(f"{target.name}: {error}") from None
+            impossible.append(f"{target.name}: {error}")
+    if not estimates:
+        raise ConfigError(impossible[0])
     batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
-    _answer(estimates, found, batches, wanted)
+    _answer(estimates, found, batches, impossible, wanted)
     _write(estimates, loaded, wanted)
     lacking = next((error for one in estimates if (error := missing_compiler(one)) is not None), None)
+    if lacking is not None and impossible:
+        print_remark(f"jaxtrain: {lacking}")
+    if impossible:
+        raise ConfigError("; ".join(impossible))
     if lacking is not None:
         raise lacking
     return 0
+
+
+def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
+    """The plan for one of several targets: where the config's layout cannot be, the best that a search finds there."""
+    try:
+        return analytic_plan(config, target, terms)
+    except ConfigError as error:
+        found = search(config, target, terms=terms)
+        fitting = found.ranked or found.too_large
+        if not fitting:
+            raise
+        chosen = analytic_plan(fitting[0].config, target, terms)
+        note = f"{error}. Planned with the layout that a search finds: {describe_layout(chosen.config)}"
+        return dataclasses.replace(chosen, notes=(*chosen.notes, note))
 
 
 def _check(config: Config, wanted: Wanted) -> None:
@@ -178,7 +200,11 @@ def _largest_batch(estimate: Estimate, wanted: Wanted) -> str:
 
 
 def _answer(
-    estimates: Sequence[Estimate], found: Sequence[tuple[Target, Found]], batches: Sequence[str], wanted: Wanted
+    estimates: Sequence[Estimate],
+    found: Sequence[tuple[Target, Found]],
+    batches: Sequence[str],
+    impossible: Sequence[str],
+    wanted: Wanted,
 ) -> None:
     if wanted.as_json:
         answer: dict[str, object] = {"plans": [as_json(one) for one in estimates]}
@@ -197,6 +223,8 @@ def _answer(
             ]
         if batches:
             answer["largest_batch"] = list(batches)
+        if impossible:
+            answer["impossible"] = list(impossible)
         print_json(answer)
         return
     for target, one in found:

@@ -65,6 +65,8 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
         shards = parallel.data * int(parallel.fsdp)
         spread = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
         yield f"parallel.fsdp={shards}", config.model_copy(update={"parallel": spread}), target
+    if isinstance(config.model, TransformerConfig):
+        yield from _inward(config, target)
     if parallel.pipe == 1:
         for factor in (2, 4, 8, 16):
             steps = train.accumulation_steps * factor
@@ -94,6 +96,21 @@ def _pairs(config: Config, target: Target) -> Iterator[tuple[str, Config, Target
             if first.partition("=")[0] != second.partition("=")[0] and names not in seen:
                 seen.add(names)
                 yield f"{first} and {second}", both, target
+
+
+def _inward(config: Config, target: Target) -> Iterator[tuple[str, Config, Target]]:
+    """Devices moved from the batch's axes to heads or sequence, for activations of few long rows."""
+    parallel = config.parallel
+    for axis in ("tensor", "context"):
+        for factor in (2, 4, 8):
+            for source in ("fsdp", "data"):
+                degree = int(getattr(parallel, source))
+                if degree % factor:
+                    continue
+                degrees = {axis: int(getattr(parallel, axis)) * factor, source: degree // factor}
+                moved = config.model_copy(update={"parallel": parallel.model_copy(update=degrees)})
+                yield " and ".join(f"parallel.{name}={size}" for name, size in degrees.items()), moved, target
+                break
 
 
 def _more(target: Target, most: int) -> list[Target]:

@@ -27,6 +27,17 @@ def measure_cpu(num_devices: int) -> Hardware:
     )
 
 
+# Of one core: what the layouts of a CPU are compared with where measuring would give every process its own answer.
+_NOMINAL_FLOPS, _NOMINAL_BANDWIDTH = 5e10, 5e9
+
+
+def nominal_cpu(num_devices: int) -> Hardware:
+    """A CPU with round figures, the same in every process; its times mean nothing, their order does."""
+    peaks = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), _NOMINAL_FLOPS)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return measured_cpu(peaks, _NOMINAL_BANDWIDTH, total // num_devices, num_devices)
+
+
 def this_machine(num_devices: int | None = None) -> Target | None:
     """The devices that jax has, as a target; None where they are not in the catalogue.
 
@@ -38,7 +49,8 @@ def this_machine(num_devices: int | None = None) -> Target | None:
     devices = jax.devices()
     if devices[0].platform == "cpu":
         count = num_devices or len(devices)
-        return Target(measure_cpu(count), count, 1)
+        alone = jax.process_count() == 1
+        return Target(measure_cpu(count) if alone else nominal_cpu(count), count, 1)
     hardware = hardware_of(devices[0].device_kind)
     if hardware is None:
         return None

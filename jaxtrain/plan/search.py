@@ -4,6 +4,7 @@ Every layout is a config, tried in the analytic model; what does not fit, or can
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
     if parallel.zero and parallel.data != 1:
         options.append(f"zero={parallel.zero}")
     if parallel.pipe != 1:
-        options.append(f"{parallel.schedule} with {parallel.microbatches} microbatches")
+        options.append(f"{parallel.schedule} with {num_microbatches(config)} microbatches")
     elif config.train.accumulation_steps > 1:
         options.append(f"accumulation={config.train.accumulation_steps}")
     if "precision" in vary:
@@ -220,8 +221,11 @@ def why_not(found: Found) -> list[str]:
             max(one.memory.parts, key=lambda name: one.memory.parts[name]) for one in found.too_large
         ).most_common(3)
         lines.append("their largest part: " + ", ".join(f"{name} ({count})" for name, count in heaviest))
-    reasons = Counter(one.reason.split(";")[0] for one in found.refused)
-    lines += [f"{count} refused: {reason}" for reason, count in reasons.most_common(3)]
+    # Reasons that differ in numbers only are one, shown by its first.
+    kinds = Counter(re.sub(r"\d+", "N", one.reason) for one in found.refused)
+    for kind, count in kinds.most_common(3):
+        example = next(one.reason for one in found.refused if re.sub(r"\d+", "N", one.reason) == kind)
+        lines.append(f"{count} refused: {example.split(';')[0]}")
     return lines
 
 
@@ -231,7 +235,7 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
     Args:
         config: the run; its batch is where the search starts.
         fits: whether a config fits, by the analytic model or by compiling; a compiler never runs out of memory itself.
-        most: rows at which to stop.
+        most: rows from which on no more are tried.
 
     Returns:
         Rows, a multiple of what the layout needs; None where not even the least batch fits.
@@ -245,10 +249,11 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
     least = int(parallel.data) * int(parallel.fsdp) * int(parallel.expert) * num_microbatches(config)
     if not at(1):
         return None
-    low = 1
-    while low * least < most and at(2 * low):
-        low *= 2
-    high = 2 * low
+    low, high = 1, 2
+    while at(high):
+        if high * least >= most:
+            return high * least
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if at(middle) else (low, middle)

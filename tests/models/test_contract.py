@@ -10,8 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.models import resnet as resnet_file
-from jaxtrain.models import transformer as transformer_file
+from jaxtrain.models.axes import RESNET, TRANSFORMER
 from jaxtrain.models.linen_model import from_linen
 from jaxtrain.models.mlp import mlp
 from jaxtrain.models.model import Model, from_functions
@@ -240,10 +239,10 @@ def hidden(count):
 
 TABLES = {
     "transformer": lambda: (
-        transformer_file.AXES,
+        TRANSFORMER,
         [make().model for make in VARIANTS.values()],
     ),
-    "resnet": lambda: (resnet_file.AXES, [MAKERS["resnet"]().model, MAKERS["resnet with bottlenecks"]().model]),
+    "resnet": lambda: (RESNET, [MAKERS["resnet"]().model, MAKERS["resnet with bottlenecks"]().model]),
     "mlp": lambda: (hidden(3).axes, [hidden(3)]),
 }
 

@@ -12,7 +12,8 @@ from jax.ad_checkpoint import print_saved_residuals
 from pydantic import ValidationError
 
 from jaxtrain.config.models import ExpertsConfig, TransformerConfig
-from jaxtrain.models.moe import AXES, MoE
+from jaxtrain.models.axes import EXPERTS
+from jaxtrain.models.moe import MoE
 from jaxtrain.ops.experts import Kernels, dense_experts, route
 from jaxtrain.sharding import path_name
 
@@ -33,7 +34,7 @@ def test_parameters_follow_the_axes_table(activation):
     assert {path: leaf.shape for path, leaf in shapes.items()} == expected
     assert {leaf.dtype for leaf in shapes.values()} == {jnp.dtype(jnp.float32)}
     for path, shape in expected.items():
-        assert len(AXES[f"blocks/mlp/{path}"]) == 1 + len(shape)
+        assert len(EXPERTS[f"blocks/mlp/{path}"]) == 1 + len(shape)
 
 
 def test_initial_values():

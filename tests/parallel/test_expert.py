@@ -16,6 +16,7 @@ from jaxtrain.config.models import ExpertsConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models import moe
+from jaxtrain.models.axes import EXPERTS
 from jaxtrain.ops.experts import Kernels, count_tokens, dense_experts, route, router_loss
 from jaxtrain.parallel.expert import expert_load, experts_mlp
 from jaxtrain.sharding import Layout, gather_parameters, parameter_shardings, parameter_spec, use_layout
@@ -25,7 +26,7 @@ NUM_EXPERTS, BATCH, LENGTH, WIDTH, HIDDEN = 8, 8, 4, 8, 16
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
 
 TOKENS = PartitionSpec(("data", "fsdp", "expert"), "context")
-AXES = {path.removeprefix("blocks/mlp/"): row[1:] for path, row in moe.AXES.items()}
+AXES = {path.removeprefix("blocks/mlp/"): row[1:] for path, row in EXPERTS.items()}
 
 MESHES = {
     "expert=4,data=2": dict(expert=4, data=2),
@@ -240,7 +241,7 @@ def test_even_routing_has_the_load_balance_loss_of_its_weight() -> None:
     ],
 )
 def test_experts_that_do_not_divide(num_experts: int, expert: int, remedy: str) -> None:
-    layout = Layout(make_mesh(expert=expert), moe.AXES)
+    layout = Layout(make_mesh(expert=expert), EXPERTS)
     with pytest.raises(ConfigError) as caught:
         parameter_spec("blocks/mlp/up/kernel", (2, num_experts, 8, 16), layout)
     assert str(caught.value) == (
