@@ -4,6 +4,7 @@ Every layout is a config, tried in the analytic model; what does not fit, or can
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -220,8 +221,11 @@ def why_not(found: Found) -> list[str]:
             max(one.memory.parts, key=lambda name: one.memory.parts[name]) for one in found.too_large
         ).most_common(3)
         lines.append("their largest part: " + ", ".join(f"{name} ({count})" for name, count in heaviest))
-    reasons = Counter(one.reason.split(";")[0] for one in found.refused)
-    lines += [f"{count} refused: {reason}" for reason, count in reasons.most_common(3)]
+    # Reasons that differ in numbers only are one, shown by its first.
+    kinds = Counter(re.sub(r"\d+", "N", one.reason) for one in found.refused)
+    for kind, count in kinds.most_common(3):
+        example = next(one.reason for one in found.refused if re.sub(r"\d+", "N", one.reason) == kind)
+        lines.append(f"{count} refused: {example.split(';')[0]}")
     return lines
 
 
