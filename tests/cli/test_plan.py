@@ -243,7 +243,7 @@ MISTAKES = {
         f"{H100X8} parallel.pipe=8 model.num_layers=8 parallel.microbatches=4 train.accumulation_steps=8",
         r"parallel\.microbatches=4 and train\.accumulation_steps=8 differ",
     ),
-    "one of several targets": ("quickstart --on h100,h100x8 parallel.fsdp=8", r"h100: parallel: fsdp=8 makes 8, which"),
+    "one of several targets": ("quickstart --on h100,h100x8 train.global_batch_size=7", r"h100x8: .* does not divide"),
     "auto and a degree": (
         f"{H100X8} parallel=auto parallel.fsdp=8",
         r"chooses every degree, but parallel\.fsdp is set",
@@ -268,7 +268,7 @@ MISTAKES = {
     ),
 }
 # Where what is wrong comes after the answer.
-ANSWERED = ("page in no folder", "config in no folder", "nothing to write")
+ANSWERED = ("one of several targets", "page in no folder", "config in no folder", "nothing to write")
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -305,3 +305,12 @@ def test_plans_without_jax_in_two_seconds(words):
     loaded, seconds = done.stderr.splitlines()
     assert loaded == "loaded:"
     assert float(seconds) < 2
+
+
+def test_a_target_that_cannot_take_the_layout_is_compared_by_another(cli) -> None:
+    answer = cli("plan", "quickstart", "--on", "h100,h100x8", "--analytic", "parallel.fsdp=8", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    one, eight = json.loads(answer.out)["plans"]
+    assert (one["degrees"]["fsdp"], eight["degrees"]["fsdp"]) == (1, 8)
+    assert "fsdp=8 makes 8" in one["notes"][-1]
+    assert "one device" in one["notes"][-1]
