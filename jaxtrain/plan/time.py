@@ -13,6 +13,7 @@ from jaxtrain.plan.estimate import BlockTime, StepTime, Traffic
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.state import COMPUTE_BYTES, Placed, StateBytes, local_size
 from jaxtrain.plan.workload import Workload
+from jaxtrain.rules import entry_axes
 
 # What matmuls and memory reach of their peaks: (likely, best, worst). GPUs and TPUs: large matmuls in bf16 reach 70 to
 # 80 % of the data sheet's peak on H100 and A100, whole steps 46 to 55 % of it (what MaxText, torchtitan and Megatron
@@ -65,6 +66,8 @@ def traffic(
 ) -> list[Sent]:
     """What one device sends in one step, by axis; ring algorithms, where a device sends (n - 1) / n of the whole."""
     degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    # A stage of a pipeline keeps its inputs only, and runs forward once more before its backward.
+    forwards = 1 if schedule is None else 2
     sent: list[Sent] = []
 
     def share(axis: str) -> float:
@@ -84,32 +87,66 @@ def traffic(
         sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, updated parameters"))
     if degrees["fsdp"] > 1:
         whole = size * sum(without(one, "fsdp") for one in placed)
-        sent.append(Sent("fsdp", 3 * cut.microbatches * whole * share("fsdp"), "parameters twice, gradients"))
+        # Gathered for every forward pass and for the backward, whose gradients are scattered.
+        volume = (forwards + 2) * cut.microbatches * whole * share("fsdp")
+        sent.append(Sent("fsdp", volume, f"parameters {'twice' if forwards == 1 else '3 times'}, gradients"))
+
+    def summed(axis: str) -> float:
+        """Sums over an axis of the gradients of what it does not spread, a microbatch at a time."""
+        whole = [one for one in trained if not any(axis in entry_axes(entry) for entry in one.entries)]
+        return 2 * cut.microbatches * size * sum(without(one) for one in whole) * share(axis)
+
     model = config.model
     if isinstance(model, TransformerConfig):
         tokens = cut.rows * workload.input_shape[0] / degrees["context"]
         stream = size * tokens * model.embed_dim
         layers = model.num_layers / degrees["pipe"] * cut.microbatches
-        again = 2 if config.remat.policy == "full" else 1
+        again = forwards + (config.remat.policy == "full")
         if degrees["tensor"] > 1:
             # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed.
-            volume = layers * (2 * again + 2) * 2 * stream * share("tensor")
-            sent.append(Sent("tensor", volume, "residual stream, 4 all-reduces a layer"))
+            count = 2 * again + 2
+            volume = layers * count * 2 * stream * share("tensor")
+            sent.append(Sent("tensor", volume, f"residual stream, {count} all-reduces a layer"))
         if degrees["context"] > 1:
-            groups = model.num_kv_heads or model.num_heads
-            head_dim = model.head_dim or model.embed_dim // model.num_heads
-            keys = size * tokens * 2 * groups * head_dim / degrees["tensor"]
-            # Keys and values go round forward (again where recomputed), and round with their gradients backward.
-            sent.append(
-                Sent("context", layers * (again + 3) * keys * (degrees["context"] - 1), "keys, values, gradients")
-            )
+            volume = layers * _attention_traffic(config, model, tokens * size, degrees, again)
+            sent.append(Sent("context", volume + summed("context"), "keys, values, gradients of all parameters"))
         if degrees["expert"] > 1 and model.experts is not None:
             volume = layers * 2 * (again + 1) * stream * model.experts.experts_per_token * share("expert")
-            sent.append(Sent("expert", volume, "tokens to experts and back"))
+            kind = "tokens to experts and back, gradients of other parameters"
+            sent.append(Sent("expert", volume + summed("expert"), kind))
         if schedule is not None:
             chunks = max(schedule.num_chunks, 1)
             sent.append(Sent("pipe", 2 * cut.microbatches * chunks * stream, "activations, their gradients"))
     return sent
+
+
+def _attention_traffic(
+    config: Config, model: TransformerConfig, column_bytes: float, degrees: Mapping[str, int], forwards: int
+) -> float:
+    """Bytes that one device sends over `context` for the attention of one layer and microbatch.
+
+    Args:
+        config: the run.
+        model: its model.
+        column_bytes: of one number for each of the device's tokens.
+        degrees: of the mesh.
+        forwards: forward passes, those that are run again included.
+    """
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    head_bytes = column_bytes * (model.head_dim or model.embed_dim // heads) / degrees["tensor"]
+    others = degrees["context"] - 1
+    kind = config.parallel.context_attention
+    if kind == "auto" and degrees["pipe"] > 1:
+        kind = "gather" if heads % (degrees["tensor"] * degrees["context"]) else "all_to_all"
+    match kind:
+        case "all_to_all":
+            # Queries, keys and values to the devices of their heads, and outputs back; the gradients likewise.
+            return (forwards + 1) * 2 * (heads + groups) * head_bytes * others / degrees["context"]
+        case "gather":
+            return (forwards + 1) * 2 * groups * head_bytes * others
+        case _:
+            # Keys and values go round, and backward once more with their gradients in float32.
+            return (forwards + 3) * 2 * groups * head_bytes * others
 
 
 def step_time(
