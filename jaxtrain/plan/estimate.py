@@ -32,11 +32,14 @@ class Memory:
         return sum(self.parts.values())
 
     @property
+    def usable_bytes(self) -> int | None:
+        """What is left of the capacity for a step; None where that is not known."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.reserved_bytes
+
+    @property
     def fits(self) -> bool | None:
         """Whether the peak is within what is left of the capacity; None where that is not known."""
-        if self.capacity_bytes is None:
-            return None
-        return self.total_bytes <= self.capacity_bytes - self.reserved_bytes
+        return None if self.usable_bytes is None else self.total_bytes <= self.usable_bytes
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class Estimate:
         """By the compiler where it was asked, else by the analytic model; None where the capacity is not known."""
         if self.exact is None or self.memory.capacity_bytes is None:
             return self.memory.fits
-        return self.exact.peak_bytes <= (self.exact.capacity_bytes or self.memory.capacity_bytes)
+        return self.exact.peak_bytes <= (self.exact.capacity_bytes or self.memory.usable_bytes or 0)
 
     @property
     def tokens_per_second(self) -> float | None:

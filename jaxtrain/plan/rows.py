@@ -233,7 +233,7 @@ def _verdict(estimate: Estimate, units: _Units) -> str:
         return f"takes {units.memory(needed)}; the capacity is {_UNKNOWN}"
     fits = "fits" if estimate.fits else "does not fit"
     if exact is not None:
-        capacity = exact.capacity_bytes or memory.capacity_bytes
+        capacity = exact.capacity_bytes or memory.capacity_bytes - memory.reserved_bytes
         return f"{fits}: {units.memory(needed)} of {_capacity(capacity)}, by the compiler"
     left = _capacity(memory.capacity_bytes - memory.reserved_bytes)
     if memory.reserved_bytes:

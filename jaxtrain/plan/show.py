@@ -50,7 +50,6 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         Nested objects; units are in the keys, and infinities are null.
     """
     memory, time, cost = estimate.memory, estimate.time, estimate.cost
-    usable = None if memory.capacity_bytes is None else memory.capacity_bytes - memory.reserved_bytes
     return strict_json(
         {
             "target": {"name": estimate.target.name, **dataclasses.asdict(estimate.target)},
@@ -70,7 +69,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
                 "state_bytes": memory.state_bytes,
                 "capacity_bytes": memory.capacity_bytes,
                 "reserved_bytes": memory.reserved_bytes,
-                "usable_bytes": usable,
+                "usable_bytes": memory.usable_bytes,
                 "capacity_fraction": memory.total_bytes / memory.capacity_bytes if memory.capacity_bytes else None,
                 "fits": memory.fits,
             },

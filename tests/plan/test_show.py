@@ -110,7 +110,7 @@ def row(text: str, label: str) -> str:
         pytest.param("total", r"20.00 GiB +100.0 %", id="total"),
         pytest.param("of capacity", "25.0 % of 80.00 GiB", id="of capacity"),
         pytest.param("peak", "analytic 20.00 GiB, compiler 22.00 GiB (compiled in 12.3 s)", id="both peaks"),
-        pytest.param("verdict", "fits: 22.00 GiB of 80.00 GiB, by the compiler", id="verdict"),
+        pytest.param("verdict", "fits: 22.00 GiB of 76.00 GiB, by the compiler", id="verdict"),
         pytest.param("step time", "1,250.0 ms (1,000.0 to 2,500.0)", id="step with its range"),
         pytest.param("tokens/s", "210k (26.2k a device)", id="64 x 4096 / 1.25"),
         pytest.param("MFU", "40.0 % (20.0 to 50.0 %)", id="MFU with its range"),
