@@ -33,7 +33,7 @@ _NOMINAL_FLOPS, _NOMINAL_BANDWIDTH = 5e10, 5e9
 
 def nominal_cpu(num_devices: int) -> Hardware:
     """A CPU with round figures, the same in every process; its times mean nothing, their order does."""
-    peaks = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), _NOMINAL_FLOPS)
+    peaks: dict[str, float] = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), _NOMINAL_FLOPS)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return measured_cpu(peaks, _NOMINAL_BANDWIDTH, total // num_devices, num_devices)
 
