@@ -42,12 +42,21 @@ def _try(name: str, config: Config, target: Target, before: Estimate, terms: Ter
         after = analyse(config, target, terms)
     except ConfigError:
         return None
-    if not after.memory.fits:
+    if not _fits(after, before):
         return None
     slower = ""
     if before.time is not None and after.time is not None:
         slower = f", step {after.time.seconds / before.time.seconds:.2f} x as long"
     return f"{name}: {after.memory.total_bytes / _GIB:.1f} GiB{slower}"
+
+
+def _fits(after: Estimate, before: Estimate) -> bool:
+    """Whether a change fits; where a compiler asked for more than the model said, by so much more."""
+    exact, usable = before.exact, after.memory.usable_bytes
+    if exact is None or usable is None:
+        return bool(after.memory.fits)
+    more = max(1.0, exact.peak_bytes / before.memory.total_bytes)
+    return after.memory.total_bytes * more <= (exact.capacity_bytes or usable)
 
 
 def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Target]]:

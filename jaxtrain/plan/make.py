@@ -55,9 +55,7 @@ def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate
         return dataclasses.replace(estimate, exact_missing=answer["error"])
     exact = ExactMemory(**answer)
     after = dataclasses.replace(estimate, exact=exact)
-    if after.fits is False and not after.advice:
-        after = dataclasses.replace(after, advice=advise(estimate))
-    return after
+    return dataclasses.replace(after, advice=advise(after) if after.fits is False else ())
 
 
 def _compile(estimate: Estimate) -> dict[str, Any]:
