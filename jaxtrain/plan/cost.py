@@ -18,6 +18,8 @@ from jaxtrain.errors import ConfigError
 # (cloud.google.com/compute/docs/instances/preemptible), while AWS's Spot Instance Advisor sorts instance types by the
 # share of instances taken within a month, with "above 20 %" as its worst class.
 INTERRUPTIONS_PER_NODE_HOUR = 1 / 24
+# Below it a run on spot devices does not end in practice: 100 times as long as without interruptions.
+_LEAST_EFFICIENCY = 0.01
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Spot:
     hours: float
     usd: float
     interruptions: float
+
+    @property
+    def is_sensible(self) -> bool:
+        """Whether enough work is kept for the figures to mean anything."""
+        return self.efficiency >= _LEAST_EFFICIENCY
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def _cards(estimates: Sequence[Estimate]) -> str:
         if rents:
             name, usd = min(rents, key=lambda item: item[1])
             cards.append((f"cheapest that fits, on demand: {dollars(usd)}", name))
-        spots = [(name, cost.spot.usd) for name, cost in fitting if cost.spot is not None]
+        spots = [(name, cost.spot.usd) for name, cost in fitting if cost.spot is not None and cost.spot.is_sensible]
         if spots:
             name, usd = min(spots, key=lambda item: item[1])
             cards.append((f"cheapest that fits, spot: {dollars(usd)}", name))
@@ -109,7 +109,7 @@ def _single_cards(estimate: Estimate) -> list[tuple[str, str]]:
         cards.append(("time to train", hours(cost.hours).replace(" hours", " h")))
         if cost.on_demand_usd is not None:
             cards.append(("on demand", dollars(cost.on_demand_usd)))
-        if cost.spot is not None:
+        if cost.spot is not None and cost.spot.is_sensible:
             cards.append(("spot", dollars(cost.spot.usd)))
     return cards
 

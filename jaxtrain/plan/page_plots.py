@@ -228,7 +228,8 @@ def cost_picture(estimates: Sequence[Estimate]) -> str | None:
         name = name if one.fits is not False else f"{name} (does not fit)"
         cost = one.cost
         points = [] if cost is None else [("o", cost.hours, cost.on_demand_usd)]
-        points += [("D", cost.spot.hours, cost.spot.usd)] if cost is not None and cost.spot is not None else []
+        spot = None if cost is None else cost.spot
+        points += [("D", spot.hours, spot.usd)] if spot is not None and spot.is_sensible else []
         points = [
             (mark, hours, usd) for mark, hours, usd in points if usd and 0 < usd < math.inf and 0 < hours < math.inf
         ]

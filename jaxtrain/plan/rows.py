@@ -310,7 +310,10 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         "spot": _UNKNOWN,
     }
     spot = cost.spot
-    if spot is not None:
+    if spot is not None and not spot.is_sensible:
+        between = format_duration(3600 * spot.hours / spot.interruptions)
+        rows["spot"] = f"not sensible: interrupted every {between}"
+    elif spot is not None:
         rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
         recommended = format_duration(spot.recommended_interval_seconds)
         asked = format_duration(spot.checkpoint_interval_seconds)
