@@ -23,6 +23,9 @@ _SAVE_BYTES_PER_SECOND = 1e9
 # A new machine, the program compiled or read from the cache, the state read.
 _RESTART_SECONDS = 300.0
 _LEAST_SAVE_SECONDS = 5.0
+# Float32 scores are written, masked, reduced and normalised: 16 bytes for each. The exponentials of a CPU take four times
+# as long as those bytes (sequences of 1,024 tokens on 2 cores of an AMD EPYC).
+_SCORE_BYTES = {"cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ def analyse(
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
     fused = _has_fused_attention(config, target) if fused_attention is None else fused_attention
-    cut = cut_batch(config, workload, schedule, fused_attention=fused)
+    cut = cut_batch(
+        config, workload, schedule, fused_attention=fused, score_bytes=_SCORE_BYTES.get(target.hardware.kind, 16)
+    )
     placed = place(config, tensors, degrees)
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, cut, schedule)
@@ -148,7 +153,9 @@ def _has_fused_attention(config: Config, target: Target) -> bool:
     return ampere and config.precision.policy in ("bf16", "bf16_pure", "fp16") and head_dim % 8 == 0 and head_dim <= 128
 
 
-def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, *, fused_attention: bool) -> Cut:
+def cut_batch(
+    config: Config, workload: Workload, schedule: Schedule | None, *, fused_attention: bool, score_bytes: int
+) -> Cut:
     """What one device gets of a batch.
 
     Raises:
@@ -169,7 +176,7 @@ def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, *, 
             f"data.sequence_length={length} does not divide by the axes that spread it, {parts}; "
             f"use {nearest_multiples(length, parts)}"
         )
-    return Cut(microbatches, workload.rows / shards / microbatches, degrees, fused_attention)
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees, fused_attention, score_bytes)
 
 
 def run_cost(config: Config, target: Target, state: StateBytes, step_seconds: float, terms: Terms) -> Cost:

@@ -61,12 +61,14 @@ class Cut:
         rows: of one microbatch on one device.
         degrees: of the mesh.
         fused_attention: whether scores stay inside a kernel.
+        score_bytes: moved for each score where they do not.
     """
 
     microbatches: int
     rows: float
     degrees: Mapping[str, int]
     fused_attention: bool = False
+    score_bytes: int = 16
 
 
 def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
@@ -122,7 +124,9 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
     pairs = t * length * heads / tensor
     score_flops = 4 * pairs * k * (0.5 if cut.fused_attention else 1.0)
     # Unfused: scores in float32 are written, masked, reduced and normalised, and read again for the values.
-    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + (0 if cut.fused_attention else 16 * pairs)
+    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + (
+        0 if cut.fused_attention else cut.score_bytes * pairs
+    )
     scores = Block(
         "attention scores",
         count,
