@@ -4,11 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxtrain.config.schema import ParallelConfig
+from jaxtrain.config.schema import AXES, ParallelConfig
 from jaxtrain.errors import ConfigError
-
-# Outermost first: what talks least crosses the slowest links.
-AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 
 def _divisors(number: int) -> list[int]:

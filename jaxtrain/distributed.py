@@ -121,6 +121,11 @@ def cache_folder(setting: str | None) -> Path | None:
     return Path(home).expanduser() / "jaxtrain" / "compiled"
 
 
+# Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
+# CUDA's context need a few GiB. XLA_PYTHON_CLIENT_MEM_FRACTION, where it is set, says otherwise.
+GPU_MEMORY_FRACTION = 0.92
+
+
 def start(*, emulate: int | None = None, compilation_cache: str | None = "auto") -> None:
     """Prepare jax: emulated devices, cache and, where a cluster is detected, `jax.distributed`.
 
@@ -136,6 +141,8 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     """
     import jax
 
+    # Read when jax first uses a GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     if emulate is not None:
         if emulate < 1:
             raise ConfigError(f"--emulate {emulate}: use 1 or more devices")

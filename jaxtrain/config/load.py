@@ -10,9 +10,8 @@ from pydantic import ValidationError
 
 from jaxtrain.config.keys import locate, members, nearest
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
-from jaxtrain.degrees import AXES
 from jaxtrain.errors import ConfigError
 
 Path_ = tuple[str, ...]

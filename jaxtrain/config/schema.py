@@ -8,6 +8,9 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
 
+# The axes of the mesh, outermost first: what talks least crosses the slowest links.
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+
 Degree = PositiveInt | Literal["auto"]
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -4,6 +4,7 @@ Shapes as in `attention.py`: B batch, L positions, H query heads, G key-value he
 """
 
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None)
     return None
 
 
-def _capability(device: jax.Device) -> tuple[int, int] | None:
+def _capability(device: Any) -> tuple[int, int] | None:
     """Major and minor version; None where the device does not say (compile-only ones on some versions)."""
     text = str(getattr(device, "compute_capability", ""))
     major, dot, minor = text.partition(".")

@@ -13,18 +13,19 @@ from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.memory import step_memory
 from jaxtrain.plan.parameters import Tensors, model_tensors
-from jaxtrain.plan.state import StateBytes, place, state_bytes
+from jaxtrain.plan.state import place, state_bytes
 from jaxtrain.plan.time import step_time
 from jaxtrain.plan.workload import Workload, describe_workload
 from jaxtrain.rules import nearest_multiples
 
-# A device writes its share of the state through its host: what cloud disks and object stores take of one host.
+# What cloud disks and object stores take of one host. Saves are written while training goes on, so this is the most
+# that one can cost.
 _SAVE_BYTES_PER_SECOND = 1e9
 # A new machine, the program compiled or read from the cache, the state read.
 _RESTART_SECONDS = 300.0
 _LEAST_SAVE_SECONDS = 5.0
-# Float32 scores are written, masked, reduced and normalised: 16 bytes for each. The exponentials of a CPU take four times
-# as long as those bytes (sequences of 1,024 tokens on 2 cores of an AMD EPYC).
+# Float32 scores are written, masked, reduced and normalised: 16 bytes for each. The exponentials of a CPU take four
+# times as long as those bytes (sequences of 1,024 tokens on 2 cores of an AMD EPYC).
 _SCORE_BYTES = {"cpu": 64}
 
 
@@ -82,7 +83,9 @@ def analyse(
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, cut, schedule)
     time = step_time(config, workload, target, placed, state, cut, schedule)
-    cost = None if time is None else run_cost(config, target, state, time.seconds, terms or Terms())
+    alone: dict[str, int] = {axis: 1 for axis in AXES}
+    saved = state_bytes(config, tensors, place(config, tensors, alone), alone).total
+    cost = None if time is None else run_cost(config, target, saved, time.seconds, terms or Terms())
     return Estimate(
         config=config,
         target=target,
@@ -179,8 +182,8 @@ def cut_batch(
     return Cut(microbatches, workload.rows / shards / microbatches, degrees, fused_attention, score_bytes)
 
 
-def run_cost(config: Config, target: Target, state: StateBytes, step_seconds: float, terms: Terms) -> Cost:
-    """The cost of a whole run at a step time."""
+def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
+    """The cost of a whole run at a step time, with checkpoints of so many bytes."""
     hardware = target.hardware
     return training_cost(
         step_seconds=step_seconds,
@@ -192,8 +195,8 @@ def run_cost(config: Config, target: Target, state: StateBytes, step_seconds: fl
         spot_usd_hour=hardware.spot_usd_hour,
         purchase_usd=hardware.purchase_usd,
         interruptions_per_node_hour=terms.interruptions_per_node_hour,
-        # All devices write at once; what is replicated is written once, by one of them.
-        save_seconds=max(_LEAST_SAVE_SECONDS, state.total / _SAVE_BYTES_PER_SECOND),
+        # All hosts write at once, each its part; what is replicated is written once.
+        save_seconds=max(_LEAST_SAVE_SECONDS, saved_bytes / target.num_hosts / _SAVE_BYTES_PER_SECOND),
         restart_seconds=_RESTART_SECONDS,
         checkpoint_interval_seconds=terms.checkpoint_interval_seconds,
         usd_per_kwh=terms.usd_per_kwh,

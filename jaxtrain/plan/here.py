@@ -12,16 +12,19 @@ def measure_cpu(num_devices: int) -> Hardware:
         num_devices: devices that the run makes of it; each gets an equal share of cores, memory and rates.
     """
     # The measuring parts are above the planner, and load jax.
+    import jax
+
     from jaxtrain.bench.device import matmul_flops_per_second, memory_bytes_per_second
 
-    fp32 = matmul_flops_per_second("float32")
+    device = jax.local_devices(backend="cpu")[0]
+    fp32 = matmul_flops_per_second("float32", device=device)
     # Every 16-bit format is computed in float32 on CPUs without units for it, and casts cost besides.
-    bf16 = min(matmul_flops_per_second("bfloat16"), fp32)
+    bf16 = min(matmul_flops_per_second("bfloat16", device=device), fp32)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     peaks = {"fp32": fp32, "tf32": fp32, "bf16": bf16, "fp16": bf16}
     return measured_cpu(
         {name: rate / num_devices for name, rate in peaks.items()},
-        memory_bytes_per_second() / num_devices,
+        memory_bytes_per_second(device=device) / num_devices,
         total // num_devices,
         num_devices,
     )

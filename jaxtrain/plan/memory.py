@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.distributed import GPU_MEMORY_FRACTION
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.blocks import Cut
 from jaxtrain.plan.estimate import Memory
@@ -81,8 +82,8 @@ def step_memory(
     return Memory({name: size for name, size in parts.items() if size}, state.total, capacity, reserved)
 
 
-# Of the capacity: CUDA's context, cuBLAS' and NCCL's buffers and fragmentation. libtpu's capacity is what programs get.
-_RESERVED = {"gpu": 0.06, "tpu": 0.0}
+# Of the capacity: what jax leaves to CUDA's context, cuBLAS and NCCL. libtpu's capacity is what programs get.
+_RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION, "tpu": 0.0}
 
 
 def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[float, float, float]:
