@@ -5,7 +5,6 @@ import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,6 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 os.environ.setdefault("JAXTRAIN_CACHE_DIR", tempfile.mkdtemp(prefix="jaxtrain-tests-"))
 os.environ["JAX_PLATFORMS"] = "cpu"
 distributed.start(emulate=8)
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from test_startup import WATCHED
 
 from jaxtrain.config import load_config
 from jaxtrain.plan.analyse import with_degrees
@@ -14,7 +15,6 @@ from jaxtrain.plan.exact import sharded_bytes
 from jaxtrain.plan.hardware import catalogue
 from jaxtrain.plan.workload import describe_workload
 from jaxtrain.train.assemble import build_step
-from tests.cli.test_startup import WATCHED
 
 PLAN = ("plan", "quickstart", "--analytic", "--on")
 

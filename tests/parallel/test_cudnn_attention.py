@@ -55,6 +55,7 @@ def test_cpu_is_refused() -> None:
     assert cudnn_attention.refusal(q, q, None) == "the platform is cpu"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "pipe=2,data=2,tensor=2,zero=1"])
 def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, row: str) -> None:
     """Inside the regions of accumulation (manual over data) and of pipelines too; float32 sums in another order."""

@@ -73,6 +73,7 @@ def numbers(row: Row, degrees: dict[str, int], parallelism: Parallelism) -> np.n
     return np.array([*jax.device_get(found), evaluation["eval_loss"]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_numbers_of_one_device(name: str) -> None:
     row = ROWS[name]

@@ -50,6 +50,7 @@ def test_experts(row: str, remat: str) -> None:
     check("experts", row, EXPERTS[row], 4, remat)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ["data=8", "context=4,ring,data=2", "pipe=4,gpipe", "pipe=2,fsdp=2,tensor=2"])
 def test_gpt2_with_dropout(row: str) -> None:
     check("gpt2", row, TRANSFORMERS[row], 4, "dots")
@@ -62,6 +63,7 @@ def test_every_model(name: str, row: str, accumulation: int) -> None:
     check(name, row, EVERY_MODEL[row], accumulation)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "pipe=2,data=2,tensor=2,zero=1", "context=4,ring"])
 def test_bf16(row: str) -> None:
     """Within the rounding of bf16.

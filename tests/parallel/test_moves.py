@@ -26,6 +26,7 @@ MOVES: dict[str, tuple[Layout, Layout, str, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", MOVES)
 def test_state_and_next_losses_are_the_same(row: str, tmp_path: Path) -> None:
     """Every array bit for bit; the losses after the move are those of staying, within rounding (see test_layouts)."""

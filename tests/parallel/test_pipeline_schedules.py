@@ -4,6 +4,7 @@ import importlib.util
 import re
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from jaxtrain.errors import ConfigError
 from jaxtrain.parallel.draw_schedule import draw_text
 from jaxtrain.parallel.schedules import SCHEDULES, Schedule, check, make_schedule
-from tests.conftest import REPOSITORY
 
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "show_schedule.py"
 PLAIN = [(name, p, m, 1) for name in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 16, 32)]
 INTERLEAVED = [("interleaved_1f1b", p, p * g, v) for p in (1, 2, 3, 4, 8) for g in (1, 2, 4) for v in (2, 3, 4)]
 CASES = PLAIN + INTERLEAVED
@@ -258,7 +259,7 @@ def test_text_goes_on_below_where_the_terminal_ends():
 
 
 def show_schedule():
-    spec = importlib.util.spec_from_file_location("show_schedule", REPOSITORY / "scripts" / "show_schedule.py")
+    spec = importlib.util.spec_from_file_location("show_schedule", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -25,6 +25,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(folder / "run")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_same_losses(row: str, alone: dict[int, float], tmp_path: Path) -> None:
     config = write_config(tmp_path, train__steps=6, evaluation={"max_batches": 2})
