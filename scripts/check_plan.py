@@ -1,6 +1,6 @@
 """The planner against the truth on this machine: state bytes and step time of configs, predicted and measured.
 
-    python scripts/check_plan.py bench_cpu quickstart "llama3_8b model.size=null"
+    python scripts/check_plan.py bench_cpu quickstart "quickstart precision.policy=bf16"
 
 On a GPU or TPU of the catalogue it measures those; on a CPU the peak is measured first. Prints one line a config and
 the median of the ratios.

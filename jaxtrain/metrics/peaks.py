@@ -69,7 +69,8 @@ _PEAKS: dict[str, dict[str, float]] = {
     "TPU7x": dict(bf16=1153.5),
 }
 
-_FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16"}
+# Precision policy -> number format of its matmuls.
+FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16"}
 
 
 def peak_flops(device_kind: str, policy: str) -> float | None:
@@ -82,5 +83,5 @@ def peak_flops(device_kind: str, policy: str) -> float | None:
     Returns:
         FLOP/s, or None where the device (CPUs among them) or its figure for this format is not known.
     """
-    tera = _PEAKS.get(device_kind, {}).get(_FORMATS.get(policy, ""))
+    tera = _PEAKS.get(device_kind, {}).get(FORMATS.get(policy, ""))
     return None if tera is None else tera * _TERA

@@ -120,6 +120,11 @@ class Schedule:
         return _assign(self)
 
 
+def num_microbatches(microbatches: int | None, num_stages: int, *, accumulation_steps: int) -> int:
+    """Microbatches of a pipeline: those asked for, else the accumulation steps, else two a stage."""
+    return microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
+
+
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Lays out a schedule and checks it.
 

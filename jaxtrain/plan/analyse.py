@@ -6,13 +6,13 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.errors import ConfigError
-from jaxtrain.parallel.schedules import Schedule, make_schedule
+from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
 from jaxtrain.plan.blocks import Cut
 from jaxtrain.plan.cost import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.memory import step_memory
-from jaxtrain.plan.parameters import Tensors, model_tensors
+from jaxtrain.plan.parameters import model_tensors
 from jaxtrain.plan.state import place, state_bytes
 from jaxtrain.plan.time import step_time
 from jaxtrain.plan.workload import Workload, describe_workload
@@ -95,7 +95,7 @@ def analyse(
         memory=memory,
         time=time,
         cost=cost,
-        notes=_notes(config, target, workload, tensors, has_time=time is not None),
+        notes=_notes(config, target, workload, has_time=time is not None),
     )
 
 
@@ -135,15 +135,15 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
             f"{model.num_layers} layers do not divide by pipe x chunks = {stages * chunks}; "
             f"use {nearest_multiples(model.num_layers, stages * chunks)} layers or another parallel.pipe"
         )
-    return make_schedule(parallel.schedule, stages, num_microbatches(config), chunks)
+    return make_schedule(parallel.schedule, stages, microbatches_of(config), chunks)
 
 
-def num_microbatches(config: Config) -> int:
-    """Of a step; a pipeline without a number of its own takes those of accumulation, else twice its stages."""
+def microbatches_of(config: Config) -> int:
+    """Microbatches of a step, of accumulation or of a pipeline."""
     parallel, accumulation = config.parallel, config.train.accumulation_steps
     if parallel.pipe == 1:
         return accumulation
-    return parallel.microbatches or (accumulation if accumulation > 1 else 2 * int(parallel.pipe))
+    return num_microbatches(parallel.microbatches, int(parallel.pipe), accumulation_steps=accumulation)
 
 
 def _has_fused_attention(config: Config, target: Target) -> bool:
@@ -203,7 +203,7 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
     )
 
 
-def _notes(config: Config, target: Target, workload: Workload, tensors: Tensors, *, has_time: bool) -> tuple[str, ...]:
+def _notes(config: Config, target: Target, workload: Workload, *, has_time: bool) -> tuple[str, ...]:
     notes = list(workload.notes)
     if not has_time:
         notes.append(

@@ -5,7 +5,7 @@ layouts in `tests/plan/compiled.json`, which the model meets within 15 %.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
@@ -222,6 +222,6 @@ def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, in
 
 def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> Work:
     size, tensor = COMPUTE_BYTES[config.precision.policy], cut.degrees["tensor"]
-    widths: Mapping[int, int] = dict(enumerate(model.hidden_dims))
-    kept = 2 * size * cut.rows * sum(widths.values()) / tensor
-    return Work(kept, 2 * size * cut.rows * max([*widths.values(), math.prod(workload.input_shape)]) / tensor, 0.0)
+    kept = 2 * size * cut.rows * sum(model.hidden_dims) / tensor
+    widest = max([*model.hidden_dims, math.prod(workload.input_shape)])
+    return Work(kept, 2 * size * cut.rows * widest / tensor, 0.0)

@@ -14,7 +14,7 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, SGDConfig
 from jaxtrain.degrees import AXES
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.analyse import Terms, analyse, num_microbatches
+from jaxtrain.plan.analyse import Terms, analyse, microbatches_of
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target
 
@@ -64,7 +64,6 @@ def search(
     *,
     vary: Sequence[str] = VARIED,
     terms: Terms | None = None,
-    keep_time: bool = True,
 ) -> Found:
     """Try every layout.
 
@@ -73,7 +72,6 @@ def search(
         target: hardware and count.
         vary: out of `VARIED` and `ASKED_FOR`.
         terms: of the cost.
-        keep_time: rank by time; False where only memory matters.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
@@ -89,7 +87,7 @@ def search(
             refused.append(Refused(describe_layout(candidate, vary), str(error)))
             continue
         (too_large if estimate.fits is False else ranked).append(estimate)
-    ranked.sort(key=lambda one: (_seconds(one), one.memory.total_bytes) if keep_time else (one.memory.total_bytes, 0))
+    ranked.sort(key=lambda one: (_seconds(one), one.memory.total_bytes))
     too_large.sort(key=lambda one: one.memory.total_bytes)
     return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
 
@@ -196,7 +194,7 @@ def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
     if parallel.zero and parallel.data != 1:
         options.append(f"zero={parallel.zero}")
     if parallel.pipe != 1:
-        options.append(f"{parallel.schedule} with {num_microbatches(config)} microbatches")
+        options.append(f"{parallel.schedule} with {microbatches_of(config)} microbatches")
     elif config.train.accumulation_steps > 1:
         options.append(f"accumulation={config.train.accumulation_steps}")
     if "precision" in vary:
@@ -246,7 +244,7 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
         return fits(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})}))
 
     parallel = config.parallel
-    least = int(parallel.data) * int(parallel.fsdp) * int(parallel.expert) * num_microbatches(config)
+    least = int(parallel.data) * int(parallel.fsdp) * int(parallel.expert) * microbatches_of(config)
     if not at(1):
         return None
     low, high = 1, 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.degrees import AXES
+from jaxtrain.metrics.peaks import FORMATS
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.estimate import BlockTime, StepTime, Traffic
@@ -26,7 +27,6 @@ _EFFICIENCY = {
 }
 # Traffic that the compiler starts early: (likely, best, worst) share of the compute that it can hide behind.
 _OVERLAP = {"data": (0.5, 1.0, 0.0), "fsdp": (0.7, 1.0, 0.0), "context": (0.5, 1.0, 0.0), "pipe": (0.5, 1.0, 0.0)}
-_FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16"}
 _LIKELY, _BEST, _WORST = 0, 1, 2
 
 
@@ -45,7 +45,7 @@ def peak_rate(target: Target, policy: str) -> float | None:
     TPUs multiply in bf16 and emulate float32 by six passes of it (jax's precision "highest"), tf32 by three.
     """
     peaks = target.hardware.peak_flops
-    known = peaks.get(_FORMATS[policy])
+    known = peaks.get(FORMATS[policy])
     if known is None and target.hardware.kind == "tpu" and "bf16" in peaks and policy in ("fp32", "tf32"):
         return peaks["bf16"] / (6 if policy == "fp32" else 3)
     return known

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from jaxtrain.config.data import (
     DigitsData,
     ImageFolderData,
-    MixtureData,
     SyntheticData,
     TableData,
-    TextData,
     TokenData,
     TokenizerConfig,
 )
@@ -65,7 +63,7 @@ def _vocabulary(tokenizer: TokenizerConfig) -> tuple[int | None, str]:
     if tokenizer.kind == "byte":
         return 256, ""
     if tokenizer.kind == "bpe":
-        return tokenizer.vocab_size, f"a full vocabulary of {tokenizer.vocab_size:,} merges"
+        return tokenizer.vocab_size, f"a full vocabulary of {tokenizer.vocab_size:,} token ids"
     return None, ""
 
 
@@ -111,8 +109,6 @@ def describe_workload(config: Config) -> Workload:
                     vocab_size, note = data.vocab_size, ""
                 case TokenData():
                     vocab_size, note = None, ""
-                case MixtureData() | TextData():
-                    vocab_size, note = _vocabulary(data.tokenizer)
                 case _:
                     vocab_size, note = _vocabulary(data.tokenizer)
             if model.vocab_size is None and vocab_size is None:

@@ -255,7 +255,7 @@ def _dividing_batch(config: Config) -> tuple[Config, list[str]]:
     import jax
 
     from jaxtrain.degrees import config_degrees, resolve_degrees
-    from jaxtrain.train.parallelism import num_microbatches
+    from jaxtrain.parallel.schedules import num_microbatches
 
     degrees = resolve_degrees(config_degrees(config.parallel), len(jax.devices()))
     shards = degrees["data"] * degrees["fsdp"] * degrees["expert"]

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
-from jaxtrain.parallel.schedules import make_schedule
+from jaxtrain.parallel.schedules import make_schedule, num_microbatches
 from jaxtrain.parallel.stage import Pipeline, check_layers
 from jaxtrain.rules import DEFAULT_RULES
 from jaxtrain.sharding import Layout
@@ -68,11 +68,6 @@ def make_layout(
         chosen["residual_sequence"] = ("context", "tensor")
     stack = None if model.parts is None else model.parts.stack
     return Layout(mesh, model.axes, chosen, stack=stack, context_attention=parallelism.context_attention)
-
-
-def num_microbatches(microbatches: int | None, num_stages: int, *, accumulation_steps: int) -> int:
-    """Microbatches of a pipeline: those asked for, else the accumulation steps, else two a stage."""
-    return microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
 
 
 def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumulation_steps: int) -> Pipeline | None:

@@ -1,6 +1,7 @@
 """The analytic memory against what compilers said of the same steps: state within 1 %, the peak within 15 %.
 
-`compiled.json` holds what `scripts/compile_memory.py` printed; `test_portability.py` compiles anew.
+`compiled.json` holds what compilers said on one day; `scripts/compile_memory.py` makes such rows, and `test_exact.py`
+compiles anew.
 """
 
 import json
