@@ -1,10 +1,8 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -15,26 +13,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.model import Model
-from jaxtrain.parallel.gradients import Gradients, compute_gradients, constrain_gradients
+from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
 from jaxtrain.rules import nearest_multiples
 from jaxtrain.sharding import (
     Layout,
-    check_replicated,
     gather_parameters,
     logical_spec,
-    optimizer_shardings,
-    parameter_shardings,
     path_name,
     use_layout,
 )
-from jaxtrain.tasks import Batch, Sums, Task
+from jaxtrain.tasks import Batch, Task
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
 from jaxtrain.train.pipelined import step_gradients
+from jaxtrain.train.placement import state_shardings
 from jaxtrain.train.state import SkippedSteps, TrainState, merge_leaves, select_leaves
-
-Metrics = dict[str, jax.Array]
+from jaxtrain.train.update import Metrics, StepSettings, update_state
 
 
 class BatchSource(Protocol):
@@ -43,20 +38,6 @@ class BatchSource(Protocol):
     def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]: ...
 
     def load(self, k: int, shardings: Mapping[str, Any]) -> dict[str, jax.Array]: ...
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """What a step does besides model, task and optimizer; see `make_train_step` for each."""
-
-    policy: Policy
-    accumulation_steps: int
-    clip_norm: float | None
-    ema_decay: float | None
-    trainable: Callable[[str], bool] | None
-    learning_rate: optax.Schedule | None
-    loss_scaling: LossScaling
-    parallelism: Parallelism
 
 
 class TrainStep:
@@ -82,26 +63,16 @@ class TrainStep:
         self.model, self.task, self.mesh = model, task, layout.mesh
         self.policy = settings.policy
         self.layout, self.pipeline = layout, pipeline
-        self._settings, self._zero = settings, settings.parallelism.zero % 3  # ZeRO-3 is the fsdp axis
+        self._settings = settings
         self._optimizer = optimizer
         shapes = jax.eval_shape(self._create, jax.eval_shape(lambda: jax.random.key(0)))
-        params = parameter_shardings(shapes.params, layout)
-        # ZeRO-1: optimizer state (and the moving average) is spread over `data` besides `fsdp`.
-        also = ("data",) if self._zero in (1, 2) else ()
-        check_replicated(shapes.params, params, self.mesh, settings.parallelism.max_replicated_fraction)
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        everywhere: TrainState = jax.tree.map(lambda _: whole, shapes)
-        self.state_shardings: TrainState = dataclasses.replace(
-            everywhere,
-            params=params,
-            optimizer_state=optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=also),
-            ema=None if shapes.ema is None else parameter_shardings(shapes.ema, layout, also=also),
-        )
+        self.state_shardings: TrainState = state_shardings(shapes, layout, settings.parallelism)
         self.abstract_state: TrainState = jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             shapes,
             self.state_shardings,
         )
+        whole = NamedSharding(self.mesh, PartitionSpec())
         self._jitted = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
         self._initialize = jax.jit(self._create, out_shardings=self.state_shardings)
         self._compiled: jax.stages.Compiled | None = None
@@ -277,7 +248,7 @@ class TrainStep:
                 batch,
                 step_key,
                 scale=scale,
-                zero=self._zero,
+                zero=settings.zero,
             )
         else:
             gradients = compute_gradients(
@@ -289,64 +260,12 @@ class TrainStep:
                 step_key,
                 accumulation_steps=settings.accumulation_steps,
                 layout=self.layout,
-                zero=self._zero,
+                zero=settings.zero,
             )
         with jax.named_scope("optimizer"):
-            return self._update(state, trained, gradients, scale)
-
-    def _update(
-        self, state: TrainState, trained: Any, gradients: Gradients, scale: jax.Array
-    ) -> tuple[TrainState, Metrics]:
-        settings = self._settings
-        unscaled = jax.tree.map(lambda g: g / scale, gradients.tree) if state.loss_scale is not None else gradients.tree
-        grad_norm = optax.tree.norm(unscaled)
-        loss = gradients.loss_sum / jnp.maximum(gradients.weight, 1e-9)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        if settings.clip_norm is not None:
-            factor = settings.clip_norm / jnp.maximum(grad_norm, settings.clip_norm)
-            unscaled = jax.tree.map(lambda g: g * factor, unscaled)
-        unscaled, trained = (constrain_gradients(tree, self.layout, self._zero) for tree in (unscaled, trained))
-        updates, optimizer_state = self._optimizer.update(unscaled, state.optimizer_state, trained)
-        trained = optax.apply_updates(trained, updates)
-        params = merge_leaves(trained, state.params)
-        ema = state.ema
-        if settings.ema_decay is not None:
-            decay = settings.ema_decay
-            ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(jnp.float32), ema, trained)
-
-        def keep(new: Any, old: Any) -> Any:
-            # A select, not a product with zero: NaN times zero is NaN. The dtype of the state never changes, whatever
-            # an optimizer makes of it.
-            return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
-
-        # While a loss scale still falls, a skip is its search and no sign of divergence.
-        settled = state.loss_scale is None or state.loss_scale.scale <= settings.loss_scaling.minimum
-        skipped = state.skipped.count(finite, settled=settled)
-        new_state = TrainState(
-            step=state.step + 1,
-            params=keep(params, state.params),
-            optimizer_state=keep(optimizer_state, state.optimizer_state),
-            model_state=keep(gradients.model_state, state.model_state),
-            loss_scale=None if state.loss_scale is None else state.loss_scale.move(finite, settings.loss_scaling),
-            key=state.key,
-            skipped=skipped,
-            ema=keep(ema, state.ema),
-        )
-        metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "weight": gradients.weight,
-            "skipped_steps": skipped.total,
-            "skipped_in_a_row": skipped.in_a_row,
-            **mean_metrics(gradients.metrics),
-        }
-        if settings.learning_rate is not None:
-            # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
-            rate = settings.learning_rate(state.step - state.skipped.total)
-            metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
-        if state.loss_scale is not None:
-            metrics["loss_scale"] = state.loss_scale.scale
-        return new_state, metrics
+            return update_state(
+                state, trained, gradients, scale, optimizer=self._optimizer, layout=self.layout, settings=settings
+            )
 
 
 def _shapes(batch: Any) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -374,11 +293,6 @@ class StepContext:
     def __exit__(self, *error: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*error)
-
-
-def mean_metrics(sums: Sums) -> Metrics:
-    """name -> sum / weight."""
-    return {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in sums.items()}
 
 
 def make_train_step(
