@@ -19,6 +19,10 @@ POLICIES = {
     "dots": Remat("dots"),
     "one name": Remat("names", ("attention_projection",)),
     "every name": Remat("names", TENSOR_NAMES),
+    # Three layers are one segment of two and a rest of one.
+    "sqrt": Remat("sqrt"),
+    "block inputs offloaded": Remat("full", offload=("block_input",)),
+    "one name offloaded, one kept": Remat("names", ("attention_output",), ("mlp_hidden",)),
 }
 
 
@@ -63,6 +67,7 @@ def test_policies_keep_less():
     kept = {name: kept_bytes(remat, shapes) for name, remat in POLICIES.items()}
     assert kept["full"] < kept["one name"] < kept["every name"] < kept["none"]
     assert kept["full"] < kept["dots"] < kept["none"]
+    assert kept["sqrt"] < kept["full"]
     # One tensor [layers, batch, length, width] in fp32 more than the block inputs.
     assert kept["one name"] - kept["full"] == 3 * 2 * 8 * 16 * 4
 
@@ -73,7 +78,7 @@ KNOWN = "query, key, value, attention_output, attention_projection, mlp_hidden, 
 @pytest.mark.parametrize(
     ("policy", "names", "message"),
     [
-        pytest.param("sqrt", (), "unknown remat.policy 'sqrt'; known: none, full, dots, names", id="policy"),
+        pytest.param("some", (), "unknown remat.policy 'some'; known: none, full, dots, sqrt, names", id="policy"),
         pytest.param("names", ("mlp",), f"remat.names: no tensor 'mlp'; known: {KNOWN}", id="name"),
         pytest.param("names", (), f"remat.policy=names needs remat.names; known: {KNOWN}", id="no names"),
     ],

@@ -152,10 +152,12 @@ class PrecisionConfig(Group):
 class RematConfig(Group):
     """Which activations of a block are kept for the backward pass."""
 
-    policy: Literal["none", "full", "dots", "names"] = "dots"
-    """none: keep all; full: keep block inputs; dots: keep results of weight matmuls; names: keep those listed."""
+    policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
+    """none: keep all; full: block inputs; dots: results of weight matmuls; sqrt: inputs of sqrt(N) segments; names."""
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tensors to keep under policy names."""
+    offload: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tensors to keep in host memory under policies full and names: block_input, or one of remat.names."""
 
 
 class TrainConfig(Group):

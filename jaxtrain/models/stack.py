@@ -1,6 +1,5 @@
 """Equal blocks, stacked along a leading layer dim and scanned: a 48-layer model compiles like a 6-layer one."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -62,18 +61,6 @@ def scan_stack(
         return carry, (output, to_dict(nnx.state(module, nnx.Not(nnx.Param))))
 
     layers = (stacked_params, stacked_rest, first_layer + jnp.arange(num_layers), per_layer)
-    if platform() in unroll_on:
-        carry, (outputs, changed) = _unrolled(remat.wrap(block), carry, layers, num_layers)
-    else:
-        carry, (outputs, changed) = jax.lax.scan(remat.wrap(block), carry, layers)
+    carry, (outputs, changed) = remat.scan(block, carry, layers, unroll=platform() in unroll_on)
     nnx.update(stack, from_dict(rest, changed))
     return carry, outputs
-
-
-def _unrolled(block: Callable[..., tuple[Any, Any]], carry: Any, layers: Any, num_layers: int) -> tuple[Any, Any]:
-    """What `lax.scan` computes, without a loop in the program."""
-    outputs = []
-    for index in range(num_layers):
-        carry, output = block(carry, jax.tree.map(operator.itemgetter(index), layers))
-        outputs.append(output)
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)

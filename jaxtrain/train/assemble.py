@@ -133,7 +133,7 @@ def build_step(
             input_shape=input_shape,
             vocab_size=vocab_size,
             num_outputs=num_outputs,
-            remat=Remat(config.remat.policy, config.remat.names),
+            remat=Remat(config.remat.policy, config.remat.names, config.remat.offload),
         )
     optimizer = config.optimizer
     schedule = build_schedule(optimizer.schedule, peak=optimizer.learning_rate, steps=config.train.steps)
