@@ -4,15 +4,21 @@ A loss is a (weighted sum, weight) pair, normalised once by the global weight, s
 every mesh give the same number. Shapes: B batch, L sequence, V vocabulary, C classes, O targets.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.schema import Config, LossConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.ops.cross_entropy import cross_entropy, cross_entropy_sums
+
 Batch = Mapping[str, Any]
 Sums = dict[str, tuple[jax.Array, jax.Array]]
+Loss = Callable[[Any, Batch], tuple[jax.Array, jax.Array, Sums]]
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,20 @@ class Task:
         loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); metrics are name -> (sum,
             weight) pairs of their own.
         batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest whole.
+        evaluation_loss: the same for evaluation, where training adds what measures no quality (z-loss); None: loss.
+        takes_deferred_logits: whether the losses take `DeferredLogits` where outputs hold logits.
     """
 
     name: str
-    loss: Callable[[Any, Batch], tuple[jax.Array, jax.Array, Sums]]
+    loss: Loss
     batch_axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    evaluation_loss: Loss | None = None
+    takes_deferred_logits: bool = False
+
+    @property
+    def evaluation(self) -> Loss:
+        """What evaluation computes."""
+        return self.evaluation_loss or self.loss
 
 
 def _weights(batch: Batch, shape: tuple[int, ...]) -> jax.Array:
@@ -36,37 +51,53 @@ def _weights(batch: Batch, shape: tuple[int, ...]) -> jax.Array:
     return jnp.ones(shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Negative log-likelihood in float32: logits [..., V], int targets [...] -> [...]."""
-    logits = logits.astype(jnp.float32)
-    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    # A masked sum instead of a gather: the compiler keeps it sharded when the vocabulary is.
-    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-    target_logits = jnp.sum(jnp.where(chosen, shifted, 0.0), axis=-1)
-    return jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - target_logits
-
-
-def language_modeling() -> Task:
-    """Next-token prediction: logits [B, L, V], `targets` int32 [B, L], optional `weights` [B, L].
+def language_modeling(
+    *,
+    z_loss: float | None = None,
+    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
+    block: int | None = None,
+) -> Task:
+    """Next-token prediction: logits [B, L, V] or deferred, `targets` int32 [B, L], optional `weights` [B, L].
 
     A model with experts gives a dict: `logits`, `router_loss` [B, L] (added to the loss of each token, in training) and
     numbers that are reported as they are.
-    """
 
-    def loss(outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+    Args:
+        z_loss: weight of the squared logsumexp, in training; None: none.
+        logits: how deferred logits are cut (`loss_blocks.py`); auto: by their sizes.
+        block: tokens or ids at once; None: from the sizes.
+
+    Raises:
+        ConfigError: a block of whole logits.
+    """
+    if block is not None and logits in ("auto", "whole"):
+        raise ConfigError(f"loss.block={block} says nothing of loss.logits={logits}; use tokens or vocabulary")
+
+    def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
         weights = _weights(batch, batch["targets"].shape)
         weight = jnp.sum(weights)
-        total = jnp.sum(cross_entropy(more.pop("logits"), batch["targets"]) * weights)
-        metrics: Sums = {}
+        by = None if logits == "auto" else logits
+        sums = cross_entropy_sums(more.pop("logits"), batch["targets"], weights, z_loss=z_loss, by=by, size=block)
+        total, metrics = sums.total, {}
+        if z_loss is not None:
+            metrics["z_loss"] = (sums.z_loss, weight)
         if "router_loss" in more:
             router_loss = jnp.sum(more.pop("router_loss") * weights)
-            metrics = {"cross_entropy": (total, weight), "router_loss": (router_loss, weight)}
+            metrics["router_loss"] = (router_loss, weight)
             total = total + router_loss
+        if metrics:
+            metrics["cross_entropy"] = (sums.cross_entropy, weight)
         return total, weight, {**metrics, **{name: (value, jnp.float32(1)) for name, value in more.items()}}
 
     axes = {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")}
-    return Task("language_modeling", loss, axes)
+    return Task(
+        "language_modeling",
+        functools.partial(loss_with, z_loss),
+        axes,
+        evaluation_loss=functools.partial(loss_with, None),
+        takes_deferred_logits=True,
+    )
 
 
 def classification() -> Task:
@@ -93,6 +124,22 @@ def regression() -> Task:
         return jnp.sum(jnp.mean(jnp.square(outputs - targets), axis=-1) * weights), jnp.sum(weights), {}
 
     return Task("regression", loss)
+
+
+def build_task(config: Config) -> Task:
+    """The task that a config describes.
+
+    Raises:
+        ConfigError: options of a loss that the task does not have.
+    """
+    if config.task == "language_modeling":
+        return language_modeling(z_loss=config.loss.z_loss, logits=config.loss.logits, block=config.loss.block)
+    for name, value in config.loss:
+        if value != getattr(LossConfig(), name):
+            raise ConfigError(
+                f"loss.{name}={value} is for task=language_modeling, but task={config.task}; leave it out"
+            )
+    return TASKS[config.task]()
 
 
 TASKS: Mapping[str, Callable[[], Task]] = {

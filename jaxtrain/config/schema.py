@@ -45,6 +45,8 @@ class _Optimizer(Group):
     """Keep an exponential moving average of the parameters and evaluate it; null: none."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Parameters that stay as they are: path patterns such as 'blocks/*'."""
+    offload: bool = False
+    """Keep the state of the optimizer in the host's memory between steps; it passes by the device in slices."""
 
 
 class SGDConfig(_Optimizer):
@@ -160,6 +162,17 @@ class RematConfig(Group):
     """Tensors to keep in host memory under policies full and names: block_input, or one of remat.names."""
 
 
+class LossConfig(Group):
+    """The loss of language models."""
+
+    z_loss: Annotated[float, Field(gt=0)] | None = None
+    """Weight of the squared logsumexp, added in training (PaLM: 1e-4); null: none."""
+    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto"
+    """In memory at once: whole, some tokens' or some ids' (less memory, a matmul more); auto: by their sizes."""
+    block: PositiveInt | None = None
+    """Tokens or ids at once; null: from the sizes."""
+
+
 class TrainConfig(Group):
     """The training run."""
 
@@ -240,6 +253,8 @@ class Config(Group):
     """What the outputs are compared with."""
     compilation_cache: str | None = "auto"
     """Folder of compiled programs; auto: the user's cache folder; null: none."""
+    compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it
+    """Options for XLA, over those that its backend gets by itself (docs/bench.md)."""
     model: ModelConfig = TransformerConfig()
     """The network."""
     data: DataConfig = TextData()
@@ -252,6 +267,8 @@ class Config(Group):
     """Number formats."""
     remat: RematConfig = RematConfig()
     """Activation memory against compute."""
+    loss: LossConfig = LossConfig()
+    """The loss of language models."""
     train: TrainConfig = TrainConfig()
     """Length and batch."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.ops.cross_entropy import compute_logits
 from jaxtrain.sharding import path_name
 
 Params = dict[str, Any]
@@ -64,7 +65,10 @@ class Layers(Protocol):
 
 
 class Head(Protocol):
-    """`head(params, carry, *, train) -> outputs`; `params` without the stack."""
+    """`head(params, carry, *, train) -> outputs`; `params` without the stack.
+
+    The outputs may hold `DeferredLogits` where logits belong: a task that takes them never has whole logits in memory.
+    """
 
     def __call__(self, params: Params, carry: Any, /, *, train: bool) -> Any: ...
 
@@ -114,18 +118,31 @@ class Model:
     has_experts: bool = False
 
 
-def apply_parts(parts: Parts) -> Apply:
-    """The whole model as the composition of its parts; it has no model_state."""
+@dataclass(frozen=True)
+class PartsApply:
+    """The whole model as the composition of its parts; it has no model_state.
 
-    def apply(
-        params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    Calling it gives logits, as everybody expects of `Model.apply`. The step asks for `deferred` outputs where its task
+    takes them. The two are one object: a model whose `apply` somebody wraps is never applied without the wrapper.
+    """
+
+    parts: Parts
+
+    def __call__(
+        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
+        outputs, model_state = self.deferred(params, model_state, inputs, key=key, train=train)
+        return compute_logits(outputs), model_state
+
+    def deferred(
+        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        """Outputs as the head gives them: `DeferredLogits` in place of logits, where the model has them."""
+        parts = self.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
         carry = parts.embed(rest, inputs, key=key, train=train)
         carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=key, train=train)
         return parts.head(rest, carry, train=train), model_state
-
-    return apply
 
 
 def from_functions(
@@ -161,7 +178,7 @@ def from_functions(
         assert apply is not None
         return apply(params, inputs), model_state
 
-    whole = apply_model if parts is None else apply_parts(parts)
+    whole = apply_model if parts is None else PartsApply(parts)
     return Model(name, lambda key: (init(key), {}), whole, axes or {}, parts=parts)
 
 

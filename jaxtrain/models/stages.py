@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, Params, Parts, apply_parts
+from jaxtrain.models.model import Model, Params, Parts, PartsApply
 from jaxtrain.models.nnx_model import from_dict, to_dict
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat import Remat
@@ -36,7 +36,8 @@ def from_stages(
         stack: attribute of the module that holds the stack.
         embed: (module, inputs, key, train) -> carry, a tree of arrays.
         block: (block, carry, inputs, key, train) -> carry of the same shapes and dtypes.
-        head: (module, carry, train) -> outputs. In `embed` and `head` the stack of the module must not be used.
+        head: (module, carry, train) -> outputs, which may hold `DeferredLogits`. In `embed` and `head` the stack of the
+            module must not be used.
         axes: see `Model.axes`; rows of the stack begin with "layers".
         remat: what the backward pass keeps of each block; None: everything.
         name: for people; None: the class name.
@@ -86,5 +87,5 @@ def from_stages(
         return to_dict(nnx.split(make(nnx.Rngs(key)))[1]), {}
 
     parts = Parts(stack, num_layers, run_embed, run_layers, run_head)
-    apply = apply_parts(parts)
+    apply = PartsApply(parts)
     return Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself=(stack,), parts=parts)

@@ -23,8 +23,8 @@ from jaxtrain.models.nnx_model import from_dict
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.models.stages import from_stages
 from jaxtrain.ops.attention import attention, attention_mask, self_attention
+from jaxtrain.ops.cross_entropy import DeferredLogits
 from jaxtrain.ops.embedding import embedding_lookup
-from jaxtrain.ops.linear import linear
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import constrain
 
@@ -168,12 +168,13 @@ class Transformer(nnx.Module):
             x_BLD = dropout(x_BLD, self.config.dropout, key)
             return constrain(x_BLD, *RESIDUAL)
 
-    def head(self, x_BLD: jax.Array) -> jax.Array:
-        """Final norm and logits [B, L, V] in the compute dtype; losses raise them to float32."""
+    def head(self, x_BLD: jax.Array) -> DeferredLogits:
+        """Final norm, and the logits [B, L, V] that the output layer would give."""
         with jax.named_scope("output"):
             x_BLD = self.output_norm(x_BLD)
-            output = self.embedding[...].T if self.output is None else self.output[...]
-            return constrain(linear(x_BLD, output), "batch", "sequence", "activation_vocab")
+            if self.output is None:
+                return DeferredLogits(x_BLD, self.embedding[...], tied=True)
+            return DeferredLogits(x_BLD, self.output[...])
 
     def check_length(self, length: int) -> None:
         """Raise where learned positions run out."""
@@ -191,7 +192,7 @@ class Transformer(nnx.Module):
 
         x_BTD = self.embed(tokens_BT, positions_BT, None)
         x_BTD, cache = scan_stack(self.blocks, call, x_BTD, path="blocks", remat=Remat(), per_layer=cache)
-        return self.head(x_BTD), cache
+        return self.head(x_BTD).logits(), cache
 
 
 def _inputs(inputs: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:

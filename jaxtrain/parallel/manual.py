@@ -73,6 +73,35 @@ def run_manually(
     return call(arguments, constants)
 
 
+def on_shards(function: Callable[..., Any], layout: Layout, in_specs: Specs, out_specs: Specs) -> Callable[..., Any]:
+    """The function on the local shards of every mesh axis that no enclosing region holds; not differentiable.
+
+    For the two halves of a `jax.custom_vjp`, which run on shards one after the other without being differentiated.
+
+    Args:
+        function: of local shards; collectives as in `run_manually`.
+        layout: of the code that calls this.
+        in_specs, out_specs: a `PartitionSpec` (or tree of them) for each argument and result.
+    """
+    axes = frozenset(layout.mesh.axis_names)
+    inside = dataclasses.replace(layout, manual=axes)
+
+    def local(*args: Any) -> Any:
+        with use_layout(inside):
+            return function(*args)
+
+    # Unchecked: the check serves differentiation, and would ask for casts of every scan's first carry.
+    entered = jax.shard_map(
+        local,
+        mesh=jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes - layout.manual,
+        check_vma=False,
+    )
+    return _opaque(entered) if layout.manual else entered
+
+
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as one operation that a scan cannot take loop constants out of.
 

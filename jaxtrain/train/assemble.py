@@ -17,7 +17,7 @@ from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.precision import LossScaling
 from jaxtrain.remat import Remat
-from jaxtrain.tasks import TASKS, Task
+from jaxtrain.tasks import Task, build_task
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep, make_train_step
 
@@ -140,7 +140,7 @@ def build_step(
     scale = config.precision.loss_scale
     return make_train_step(
         model,
-        task or TASKS[config.task](),
+        task or build_task(config),
         build_optimizer(optimizer, schedule, axes=model.axes),
         mesh=mesh,
         policy=config.precision.policy,
@@ -151,6 +151,8 @@ def build_step(
         learning_rate=schedule,
         loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
         parallelism=Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"})),
+        offload_optimizer=optimizer.offload,
+        compiler_options=config.compiler_options,
     )
 
 

@@ -31,8 +31,9 @@ class Evaluator:
                     step.pipeline, step.model, step.task, step.policy, params, batch
                 )
             else:
-                outputs, _ = step.apply_model(params, model_state, batch["inputs"], key=None, train=False)
-                loss_sum, weight, metrics = step.task.loss(outputs, batch)
+                inputs = batch["inputs"]
+                outputs, _ = step.apply_for_loss(params, model_state, inputs, key=None, train=False)
+                loss_sum, weight, metrics = step.task.evaluation(outputs, batch)
         return {"loss": (loss_sum, weight), **metrics}
 
     def __call__(self, state: TrainState, batches: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -181,14 +181,14 @@ def step_without_data(
     from jaxtrain.models.build import build_model
     from jaxtrain.models.model import parameter_shapes
     from jaxtrain.optim.masks import trainable_predicate
-    from jaxtrain.tasks import TASKS
+    from jaxtrain.tasks import build_task
     from jaxtrain.train.parallelism import Parallelism
     from jaxtrain.train.step import make_train_step
 
     model = build_model(config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
     return make_train_step(
         model,
-        TASKS[config.task](),
+        build_task(config),
         optax.identity(),
         mesh=make_mesh(**config_degrees(config.parallel), devices=None),
         policy=config.precision.policy,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxtrain.models.model import Model, Parts
+from jaxtrain.ops.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Gradients
 from jaxtrain.parallel.pipeline import pipeline_gradients
 from jaxtrain.parallel.pipeline_forward import pipeline_sums
@@ -36,8 +37,9 @@ class _ModelStages:
 
     def loss(self, outer: Any, carry: Any, rows: Batch) -> tuple[jax.Array, jax.Array, Sums]:
         outputs = self.parts.head(outer, carry, train=self.train)
+        outputs = outputs if self.task.takes_deferred_logits else compute_logits(outputs)
         with jax.named_scope("loss"):
-            loss_sum, weight, metrics = self.task.loss(outputs, rows)
+            loss_sum, weight, metrics = (self.task.loss if self.train else self.task.evaluation)(outputs, rows)
         return loss_sum, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(metrics)
 
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.compiler_options import CompilerOptions, Value, choose_options
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import Apply, Model, PartsApply
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
@@ -49,6 +50,7 @@ class TrainStep:
     Attributes:
         mesh: the mesh it runs on.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
+        compiler_options: what every program of the step is compiled with, however it comes about.
     """
 
     def __init__(
@@ -59,21 +61,30 @@ class TrainStep:
         layout: Layout,
         settings: StepSettings,
         pipeline: Pipeline | None,
+        compiler_options: CompilerOptions,
     ):
         self.model, self.task, self.mesh = model, task, layout.mesh
         self.policy = settings.policy
         self.layout, self.pipeline = layout, pipeline
+        self.compiler_options = compiler_options
         self._settings = settings
         self._optimizer = optimizer
         shapes = jax.eval_shape(self._create, jax.eval_shape(lambda: jax.random.key(0)))
-        self.state_shardings: TrainState = state_shardings(shapes, layout, settings.parallelism)
+        self.state_shardings: TrainState = state_shardings(
+            shapes, layout, settings.parallelism, offload_optimizer=settings.offload_optimizer
+        )
         self.abstract_state: TrainState = jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             shapes,
             self.state_shardings,
         )
         whole = NamedSharding(self.mesh, PartitionSpec())
-        self._jitted = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
+        self._jitted = jax.jit(
+            self._step,
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, whole),
+            compiler_options={**compiler_options.used} or None,
+        )
         self._initialize = jax.jit(self._create, out_shardings=self.state_shardings)
         self._compiled: jax.stages.Compiled | None = None
         self._batch_spec: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -139,11 +150,9 @@ class TrainStep:
         self._batch_spec = _shapes(specs)
         return self._jitted.lower(self.abstract_state, specs)
 
-    def compile(
-        self, batch: Mapping[str, Any], *, compiler_options: Mapping[str, Any] | None = None
-    ) -> jax.stages.Compiled:
+    def compile(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         """Compile for a batch of these global shapes and keep the result: later calls run exactly this program."""
-        return self.use(self.lower(batch).compile(compiler_options=dict(compiler_options or {}) or None))
+        return self.use(self.lower(batch).compile())
 
     def use(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
         """Run this compiled program from now on (the result of `lower(batch).compile(...)`).
@@ -208,9 +217,23 @@ class TrainStep:
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, Any]:
         """The model in the compute dtype, its parameters gathered from their `fsdp` shards."""
+        return self._apply(self.model.apply, params, model_state, inputs, key=key, train=train)
+
+    def apply_for_loss(
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Any]:
+        """The same for the task's loss: with `DeferredLogits` in place of logits where model and task know them."""
+        apply = self.model.apply
+        if self.task.takes_deferred_logits and isinstance(apply, PartsApply):
+            apply = apply.deferred
+        return self._apply(apply, params, model_state, inputs, key=key, train=train)
+
+    def _apply(
+        self, apply: Apply, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Any]:
         compute = self.policy.compute_dtype
         params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
-        return self.model.apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
+        return apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
 
     def context(self) -> "StepContext":
         """Layout and matmul precision for whatever is traced inside."""
@@ -230,7 +253,7 @@ class TrainStep:
         ) -> tuple[jax.Array, Any]:
             frozen, scale = fixed
             params = merge_leaves(trained, frozen)
-            outputs, model_state = self.apply_model(params, model_state, rows["inputs"], key=key, train=True)
+            outputs, model_state = self.apply_for_loss(params, model_state, rows["inputs"], key=key, train=True)
             with jax.named_scope("loss"):
                 loss_sum, weight, metrics = self.task.loss(outputs, rows)
             weight = jax.lax.stop_gradient(weight)
@@ -310,6 +333,8 @@ def make_train_step(
     loss_scaling: LossScaling | None = None,
     rules: Mapping[str, tuple[str, ...]] | None = None,
     parallelism: Parallelism | None = None,
+    compiler_options: Mapping[str, Value] | None = None,
+    offload_optimizer: bool = False,
 ) -> TrainStep:
     """A train step for any model, task and optimizer, on any mesh.
 
@@ -328,6 +353,8 @@ def make_train_step(
         loss_scaling: how the fp16 loss scale moves.
         rules: logical axes -> mesh axes; None: `rules.DEFAULT_RULES`.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
+        compiler_options: over those of `jaxtrain/compiler_options.py`.
+        offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
 
     Returns:
         A `TrainStep`.
@@ -354,6 +381,8 @@ def make_train_step(
         learning_rate=learning_rate,
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
+        offload_optimizer=offload_optimizer,
     )
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    return TrainStep(model, task, optimizer, layout, settings, pipeline)
+    options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
+    return TrainStep(model, task, optimizer, layout, settings, pipeline, options)
