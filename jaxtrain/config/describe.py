@@ -39,7 +39,7 @@ def value_text(value: Any) -> str:
         return value if _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple | list):
         return json.dumps([_plain(item) for item in value], ensure_ascii=False)
-    if isinstance(value, Group):
+    if isinstance(value, Group | dict):
         return json.dumps(_plain(value), ensure_ascii=False)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -65,7 +65,9 @@ def _origin(origins: dict[str, str], path: str) -> str:
     """Where the key, or the nearest group above it, was set."""
     parts = path.split(".")
     known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((origins[prefix] for prefix in known if prefix in origins), "default")
+    # A map may be set key by key.
+    below = (where for key, where in origins.items() if key.startswith(f"{path}."))
+    return next((origins[prefix] for prefix in known if prefix in origins), next(below, "default"))
 
 
 def describe(loaded: Loaded) -> list[DescribedGroup]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.compiler_options import out_of_cache
 from jaxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,19 +93,10 @@ def compile_for(device: Any, lowered: "jax.stages.Lowered") -> "jax.stages.Compi
         jax.errors.JaxRuntimeError: the program does not fit into the memory of a TPU (RESOURCE_EXHAUSTED). Of a GPU it
             is not an error: compare with the card.
     """
-    import jax
-
     # Kernels are chosen by running them, and there is no card to run them on.
     options: dict[str, str | bool] | None = {"xla_gpu_autotune_level": "0"} if device.platform == "gpu" else None
-    # A program that is in the cache would be loaded onto devices, and there are none: jax warns and compiles again. So
-    # none may come into it.
-    # Attributes of jax.config are made at run time.
-    kept_from = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
-    try:
+    with out_of_cache():
         return lowered.compile(compiler_options=options)
-    finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", kept_from)
 
 
 def _tpu_devices(name: str, num_chips: int, num_slices: int) -> list[Any]:

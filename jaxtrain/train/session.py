@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxtrain import distributed
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.compiler_options import option_notes
 from jaxtrain.config import Loaded
 from jaxtrain.degrees import config_degrees
 from jaxtrain.errors import PreemptedError
@@ -134,6 +135,7 @@ class Session:
             f"run directory: {self.run_dir}",
             *mesh_notes(mesh),
             *pipeline_notes(run.step.pipeline),
+            *option_notes(run.step.compiler_options),
             *notes,
         ]
         unused = distributed.unused_accelerator(jax.devices()[0].platform)
