@@ -13,6 +13,9 @@ from jaxtrain.segments import segment_layers
 
 # Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
 TENSOR_NAMES = ("query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output")
+# What a fused attention's backward pass needs besides queries, keys and values: its result and the statistics of its
+# softmax. Kept (or offloaded) where the attention output is, and under "dots", which would otherwise attend again.
+KERNEL_RESIDUALS = "attention_kernel"
 # What flows into a block; every policy keeps it, so that it can only be offloaded.
 BLOCK_INPUT = "block_input"
 
@@ -77,17 +80,19 @@ class Remat:
         if self.policy == "none":
             return block
         policies = jax.checkpoint_policies
-        names = self.names if self.policy == "names" else ()
+        names = _with_residuals(self.names) if self.policy == "names" else ()
         keep = {
             "full": policies.nothing_saveable,
             # Weight matmuls have no batch dims; attention scores do, and are recomputed.
-            "dots": policies.dots_with_no_batch_dims_saveable,
+            "dots": policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(KERNEL_RESIDUALS)
+            ),
             "names": policies.save_only_these_names(*names),
         }[self.policy]
         if self.offload:
             keep = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(names),
-                names_which_can_be_offloaded=list(self.offload),
+                names_which_can_be_offloaded=list(_with_residuals(self.offload)),
                 offload_src="device",
                 offload_dst="pinned_host",
             )
@@ -99,6 +104,10 @@ class Remat:
             return jax.checkpoint(named, policy=keep, prevent_cse=False)
         # A scan already keeps forward and backward apart, so the barrier against CSE would only cost time.
         return jax.checkpoint(block, policy=keep, prevent_cse=False)
+
+
+def _with_residuals(names: tuple[str, ...]) -> tuple[str, ...]:
+    return (*names, KERNEL_RESIDUALS) if "attention_output" in names else names
 
 
 def _scan_segments(block: Block, carry: Any, layers: Any) -> tuple[Any, Any]:

@@ -160,6 +160,14 @@ class TransformerConfig(Group):
     """Biases in linear layers and LayerNorm."""
     dropout: Fraction = 0.0
     """Dropout on embeddings and on each block's two outputs."""
+    causal: bool = True
+    """A position sees itself and what stands before it; false: an encoder, for tasks and data of your own."""
+    sliding_window: PositiveInt | None = None
+    """A position sees this many positions back (itself counted; ahead too if not causal); null: all."""
+    attention_softcap: Annotated[float, Field(gt=0)] | None = None
+    """Scores are squashed to this bound with a tanh (Gemma 2); null: they are not."""
+    attention: Literal["auto", "cudnn", "splash", "blockwise", "reference"] = "auto"
+    """What computes attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -22,7 +22,7 @@ from jaxtrain.models.moe import MoE, Routing
 from jaxtrain.models.nnx_model import from_dict
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.models.stages import from_stages
-from jaxtrain.ops.attention import attention, attention_mask, self_attention
+from jaxtrain.ops.attention import self_attention
 from jaxtrain.ops.cross_entropy import DeferredLogits
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.remat import Remat
@@ -39,7 +39,7 @@ def _norm(config: TransformerConfig) -> Norm:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped-query heads."""
+    """Self-attention with grouped-query heads."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         width, heads = config.embed_dim, config.num_heads
@@ -71,17 +71,26 @@ class Attention(nnx.Module):
         q_BLHK = checkpoint_name(constrain(q_BLHK, "batch", "sequence", "activation_heads", None), "query")
         k_BSGK = checkpoint_name(constrain(k_BSGK, "batch", "sequence", "activation_kv_heads", None), "key")
         v_BSGK = checkpoint_name(constrain(v_BSGK, "batch", "sequence", "activation_kv_heads", None), "value")
+        window, softcap = self.config.sliding_window, self.config.attention_softcap
         if cache is None:
-            y_BLHK = self_attention(q_BLHK, k_BSGK, v_BSGK, segments_BL, causal=True)
+            y_BLHK = self_attention(
+                q_BLHK,
+                k_BSGK,
+                v_BSGK,
+                segments_BL,
+                causal=self.config.causal,
+                window=window,
+                softcap=softcap,
+                implementation=self.config.attention,
+            )
         else:
             rows = jnp.arange(x_BLD.shape[0])[:, None]
             k_BSGK = cache["key"].at[rows, positions_BL].set(k_BSGK)
             v_BSGK = cache["value"].at[rows, positions_BL].set(v_BSGK)
             cache = {"key": k_BSGK, "value": v_BSGK}
-            mask_BLS = attention_mask(positions_BL, jnp.arange(k_BSGK.shape[1])[None], causal=True)
-            y_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS)
+            mask_BLS = attention_mask(positions_BL, jnp.arange(k_BSGK.shape[1])[None], causal=True, window=window)
+            y_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=softcap)
         y_BLHK = constrain(y_BLHK, "batch", "sequence", "activation_heads", None)
-        y_BLHK = checkpoint_name(y_BLHK, "attention_output")
         return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
 
 

@@ -1,113 +1,155 @@
-"""Dot-product attention: one signature, and the plain reference behind it.
+"""Attention behind one signature: an ordered table of implementations a platform, which ends in the plain reference.
 
-Shapes: B batch, L query positions, S key positions, H query heads, G key-value heads, R = H / G, K head dim.
+The first implementation that takes the case runs; what one cannot do it refuses with a reason, and never drops. A new
+kernel is a file with a refusal and a function, and a line in the table.
+
+Shapes: B batch, L sequence, H query heads, G key-value heads, K head dim.
 """
 
-import math
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.cudnn_attention import cudnn_attention, refusal
+from jaxtrain.errors import ConfigError
+from jaxtrain.ops import blockwise_attention as blockwise
+from jaxtrain.ops import cudnn_attention as cudnn
+from jaxtrain.ops import splash_attention as splash
+from jaxtrain.ops.choice import note_choice
+from jaxtrain.ops.reference_attention import AttentionForm, attention, reference_attention
 from jaxtrain.parallel.context import context_attention
-from jaxtrain.sharding import current_layout
+from jaxtrain.sharding import current_layout, platform
 
-# Large and finite: a row that may see nothing gives a uniform softmax instead of NaN.
-MASKED = -1e30
+Segments = jax.Array | None
+Refusal = Callable[[jax.Array, jax.Array, Segments, AttentionForm], str | None]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Segments, AttentionForm], jax.Array]
 
 
-def attention_mask(
-    query_positions_BL: jax.Array,
-    key_positions_BS: jax.Array,
-    *,
-    causal: bool,
-    query_segments_BL: jax.Array | None = None,
-    key_segments_BS: jax.Array | None = None,
-) -> jax.Array:
-    """Which keys a query may see: bool [B, L, S] (or [1, L, S]).
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute attention.
 
-    Args:
-        query_positions_BL, key_positions_BS: int positions; causal queries see keys at or before their own.
-        causal: whether order matters.
-        query_segments_BL, key_segments_BS: packed documents; a query sees only its own segment.
+    Attributes:
+        name: as in `model.attention`.
+        refusal: (q, k, segments, form) -> why it cannot or should not run here; None: it runs.
+        attend: (q, k, v, segments, form) -> [B, L, H, K].
+        keeps_output: names what its backward pass needs for the remat policies, the result among it.
     """
-    mask = jnp.ones((1, query_positions_BL.shape[-1], key_positions_BS.shape[-1]), bool)
-    if causal:
-        mask = mask & (key_positions_BS[:, None, :] <= query_positions_BL[:, :, None])
-    if query_segments_BL is not None and key_segments_BS is not None:
-        mask = mask & (query_segments_BL[:, :, None] == key_segments_BS[:, None, :])
-    return mask
+
+    name: str
+    refusal: Refusal
+    attend: Attend
+    keeps_output: bool = False
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Float32 products of queries [B, L, G, R, K] and keys [B, S, G, K]: [B, G, R, L, S]."""
-    return jnp.einsum("blgrk,bsgk->bgrls", q, k, preferred_element_type=jnp.float32)
+CUDNN = Implementation("cudnn", cudnn.refusal, lambda q, k, v, segments, form: cudnn.cudnn_attention(q, k, v, form))
+SPLASH = Implementation(
+    "splash",
+    lambda q, k, segments, form: splash.refusal(q, k, segments),
+    splash.splash_attention,
+    keeps_output=True,
+)
+BLOCKWISE = Implementation(
+    "blockwise",
+    lambda q, k, segments, form: blockwise.refusal(q),
+    blockwise.blockwise_attention,
+    keeps_output=True,
+)
+REFERENCE = Implementation("reference", lambda *_: None, reference_attention)
+
+# Platform of the step -> implementations in the order in which they are tried.
+TABLE: Mapping[str, tuple[Implementation, ...]] = {
+    "gpu": (CUDNN, BLOCKWISE, REFERENCE),
+    "tpu": (SPLASH, BLOCKWISE, REFERENCE),
+    "cpu": (BLOCKWISE, REFERENCE),
+}
+_ALL = {row.name: row for row in (CUDNN, SPLASH, BLOCKWISE, REFERENCE)}
+# Advice, not inability: a user who names the implementation gets it.
+_ADVICE = ("blockwise",)
 
 
-@jax.custom_vjp
-def _low_precision_scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """The same for bf16 and fp16, with the gradient in their dtype; autodiff's would be slower float32 matmuls."""
-    return _scores(q, k)
+def choose(
+    q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: Segments, form: AttentionForm, *, wanted: str = "auto"
+) -> Implementation:
+    """The implementation that runs on the platform of the step, noted with the reasons against those before it.
 
-
-def _scores_forward(q: jax.Array, k: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _scores(q, k), (q, k)
-
-
-def _scores_backward(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q, k = inputs
-    gradient = gradient.astype(q.dtype)
-    return jnp.einsum("bgrls,bsgk->blgrk", gradient, k), jnp.einsum("bgrls,blgrk->bsgk", gradient, q)
-
-
-_low_precision_scores.defvjp(_scores_forward, _scores_backward)
-
-
-def attention(q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BLS: jax.Array) -> jax.Array:
-    """Softmax attention with grouped key-value heads; scores and softmax in float32.
-
-    Args:
-        q_BLHK: queries, any float dtype.
-        k_BSGK, v_BSGK: keys and values; H must be a multiple of G.
-        mask_BLS: bool, True where a query may see a key; its batch dim may be 1.
-
-    Returns:
-        [B, L, H, K] in the dtype of q.
+    Raises:
+        ConfigError: a wanted implementation that is unknown or cannot take the case.
     """
-    batch, length, heads, head_dim = q_BLHK.shape
-    groups = k_BSGK.shape[2]
-    q = q_BLHK.reshape(batch, length, groups, heads // groups, head_dim)
-    # In float32 autodiff's own gradient is up to 5 % of a step faster on CPU than the one above.
-    score = _scores if q.dtype == jnp.float32 else _low_precision_scores
-    scores = score(q, k_BSGK) * (1 / math.sqrt(head_dim))
-    scores = jnp.where(mask_BLS[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)
-    out = jnp.einsum("bgrls,bsgk->blgrk", weights, v_BSGK)
-    return out.reshape(batch, length, heads, head_dim)
+    if wanted != "auto":
+        if wanted not in _ALL:
+            raise ConfigError(f"unknown model.attention={wanted!r}; known: auto, {', '.join(_ALL)}")
+        why = None if wanted in _ADVICE else _ALL[wanted].refusal(q_BLHK, k_BLGK, segments_BL, form)
+        if why is not None:
+            raise ConfigError(f"model.attention={wanted} cannot run: {why}; use model.attention=auto")
+        note_choice("attention", wanted, [])
+        return _ALL[wanted]
+    refused: list[tuple[str, str]] = []
+    for row in TABLE.get(platform(), (BLOCKWISE, REFERENCE)):
+        why = row.refusal(q_BLHK, k_BLGK, segments_BL, form)
+        if why is None:
+            note_choice("attention", row.name, refused)
+            return row
+        refused.append((row.name, why))
+    raise AssertionError("the reference refuses nothing")
 
 
 def self_attention(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None, *, causal: bool
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: Segments = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
 ) -> jax.Array:
     """Attention of a sequence to itself, in the order of the sequence dim, on whatever mesh the step has.
 
     Args:
         q_BLHK, k_BLGK, v_BLGK: global arrays; H must be a multiple of G.
         segments_BL: packed documents that do not see each other; None: one document a row.
-        causal: whether a position sees only itself and what stands before it.
+        causal, window, softcap: see `AttentionForm`.
+        implementation: auto, or a name from the table; a sequence that is spread over `context` takes the ways of
+            `parallel/context.py`.
 
     Returns:
-        [B, L, H, K] in the dtype of q.
+        [B, L, H, K] in the dtype of q, named "attention_output" for the remat policies.
+
+    Raises:
+        ConfigError: an implementation that cannot take the case.
     """
+    form = AttentionForm(causal, window, softcap)
     layout = current_layout()
     if layout is not None and layout.degree("context") > 1:
-        return context_attention(
-            q_BLHK, k_BLGK, v_BLGK, segments_BL, causal=causal, layout=layout, local_attention=attention
+        if implementation != "auto":
+            raise ConfigError(
+                f"model.attention={implementation} takes whole sequences, but parallel.context="
+                f"{layout.degree('context')} spreads them; use model.attention=auto and parallel.context_attention"
+            )
+        out = context_attention(
+            q_BLHK,
+            k_BLGK,
+            v_BLGK,
+            segments_BL,
+            form=form,
+            layout=layout,
+            local_attention=functools.partial(attention, softcap=softcap),
+            whole_attention=functools.partial(_attend_whole, form=form),
         )
-    if refusal(q_BLHK, k_BLGK, segments_BL) is None:
-        return cudnn_attention(q_BLHK, k_BLGK, v_BLGK, causal=causal)
-    order_L = jnp.arange(q_BLHK.shape[1])[None]
-    mask_BLS = attention_mask(
-        order_L, order_L, causal=causal, query_segments_BL=segments_BL, key_segments_BS=segments_BL
-    )
-    return attention(q_BLHK, k_BLGK, v_BLGK, mask_BLS)
+        return checkpoint_name(out, "attention_output")
+    row = choose(q_BLHK, k_BLGK, segments_BL, form, wanted=implementation)
+    with jax.named_scope(f"{row.name}_attention"):
+        out = row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form)
+    return out if row.keeps_output else checkpoint_name(out, "attention_output")
+
+
+def _attend_whole(
+    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: Segments, *, form: AttentionForm
+) -> jax.Array:
+    """Whole sequences on one device, some of the heads: what `all_to_all` attends with."""
+    row = choose(q_BLHK, k_BLGK, segments_BL, form)
+    return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.reference_attention import AttentionForm
 from jaxtrain.parallel.manual import divides, run_manually, spec_of
 from jaxtrain.sharding import current_layout
 
@@ -21,12 +22,13 @@ _QUERIES = ("batch", "sequence", "activation_heads", None)
 _KEYS = ("batch", "sequence", "activation_kv_heads", None)
 
 
-def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None) -> str | None:
+def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None, form: AttentionForm) -> str | None:
     """Why cuDNN cannot take these queries where the step runs, or None.
 
     Args:
         q_BLHK, k_BLGK: queries and keys.
         segments_BL: packed documents, which the kernel knows by their ends only.
+        form: who sees whom.
     """
     layout = current_layout()
     device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
@@ -36,6 +38,10 @@ def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None)
         return f"the dtype is {q_BLHK.dtype.name}, it takes bfloat16 and float16"
     if segments_BL is not None:
         return "documents are packed"
+    if form.softcap is not None:
+        return "scores are capped"
+    if form.window is not None and not form.causal:
+        return "the window looks ahead"
     if layout is not None and not (divides(layout, q_BLHK, *_QUERIES) and divides(layout, k_BLGK, *_KEYS)):
         return "batch or heads do not divide by the mesh"
     capability = _capability(device)
@@ -58,14 +64,18 @@ def _capability(device: Any) -> tuple[int, int] | None:
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
 
 
-def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, causal: bool) -> jax.Array:
+def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, form: AttentionForm) -> jax.Array:
     """Softmax attention of a sequence to itself: [B, L, H, K] in the dtype of q; softmax in float32 inside."""
+    # jax counts the keys before a query, the form that query too.
+    window = None if form.window is None else (form.window - 1, 0)
 
     def local(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(q_BLHK, k_BLGK, v_BLGK, is_causal=causal, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q_BLHK, k_BLGK, v_BLGK, is_causal=form.causal, local_window_size=window, implementation="cudnn"
+        )
 
     layout = current_layout()
-    if layout is None or layout.mesh.size == 1:
+    if layout is None or layout.manual == frozenset(layout.mesh.axis_names) or layout.mesh.size == 1:
         return local(q_BLHK, k_BLGK, v_BLGK)
     # On the shards: jax's own partitioning of the kernel does not work inside a region that is manual over some axes
     # (an assertion in custom_partitioning, jax 0.10.2), which accumulation over `data` and pipelines are.

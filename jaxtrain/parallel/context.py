@@ -14,12 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.ops.reference_attention import CAUSAL, AttentionForm, attention_mask
 from jaxtrain.parallel.manual import run_manually, spec_of
-from jaxtrain.parallel.ring import AXIS, ring_attention, visible
+from jaxtrain.parallel.ring import AXIS, ring_attention
 from jaxtrain.sharding import Layout
 
-# (q_BLHK, k_BSGK, v_BSGK, mask_BLS) -> out_BLHK, as `jaxtrain.ops.attention.attention`.
+# (q_BLHK, k_BSGK, v_BSGK, mask_BLS) -> out_BLHK, as `jaxtrain.ops.reference_attention.attention`.
 LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q_BLHK, k_BLGK, v_BLGK, segments_BL or None) -> out_BLHK, of whole sequences.
+WholeAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def _repeat_heads(x_BLGK: jax.Array, multiple: int) -> jax.Array:
@@ -39,13 +42,17 @@ def _mask(
     key_positions_S: jax.Array,
     query_segments_BL: jax.Array | None,
     key_segments_BS: jax.Array | None,
-    *,
-    causal: bool,
+    form: AttentionForm,
 ) -> jax.Array:
     """bool [B or 1, L, S], as `LocalAttention` wants it."""
-    positions = (query_positions_L, key_positions_S) if causal else (None, None)
-    mask = visible(*positions, query_segments_BL, key_segments_BS)
-    return jnp.ones((1, query_positions_L.size, key_positions_S.size), bool) if mask is None else mask
+    return attention_mask(
+        query_positions_L[None],
+        key_positions_S[None],
+        causal=form.causal,
+        window=form.window,
+        query_segments_BL=query_segments_BL,
+        key_segments_BS=key_segments_BS,
+    )
 
 
 def _ring(
@@ -54,12 +61,13 @@ def _ring(
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
     *,
-    causal: bool,
+    form: AttentionForm,
     local_attention: LocalAttention,
+    whole_attention: WholeAttention,
 ) -> jax.Array:
-    """Keys and values travel from device to device; the blocks are its own, so `local_attention` is not called."""
-    del local_attention
-    return ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, causal=causal)
+    """Keys and values travel from device to device; the blocks are its own, and know neither window nor softcap."""
+    del local_attention, whole_attention
+    return ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, causal=form.causal)
 
 
 def _all_to_all(
@@ -68,8 +76,9 @@ def _all_to_all(
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
     *,
-    causal: bool,
+    form: AttentionForm,
     local_attention: LocalAttention,
+    whole_attention: WholeAttention,
 ) -> jax.Array:
     """Each device exchanges its part of the sequence for all of it on fewer heads, and back.
 
@@ -81,10 +90,9 @@ def _all_to_all(
         return jax.lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
     k_BSGK, v_BSGK = (to_heads(_repeat_heads(x, size)) for x in (k_BLGK, v_BLGK))
+    del form, local_attention
     segments_BS = None if segments_BL is None else _whole(segments_BL)
-    order_S = jnp.arange(k_BSGK.shape[1], dtype=jnp.int32)
-    mask_BSS = _mask(order_S, order_S, segments_BS, segments_BS, causal=causal)
-    out_BSHK = local_attention(to_heads(q_BLHK), k_BSGK, v_BSGK, mask_BSS)
+    out_BSHK = whole_attention(to_heads(q_BLHK), k_BSGK, v_BSGK, segments_BS)
     return jax.lax.all_to_all(out_BSHK, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
@@ -94,16 +102,18 @@ def _gather(
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
     *,
-    causal: bool,
+    form: AttentionForm,
     local_attention: LocalAttention,
+    whole_attention: WholeAttention,
 ) -> jax.Array:
     """Every device holds all keys and values, and the scores of its own queries with them."""
+    del whole_attention
     k_BSGK, v_BSGK = _whole(k_BLGK), _whole(v_BLGK)
     segments_BS = None if segments_BL is None else _whole(segments_BL)
     length = q_BLHK.shape[1]
     positions_L = jax.lax.axis_index(AXIS) * length + jnp.arange(length, dtype=jnp.int32)
     order_S = jnp.arange(k_BSGK.shape[1], dtype=jnp.int32)
-    mask_BLS = _mask(positions_L, order_S, segments_BL, segments_BS, causal=causal)
+    mask_BLS = _mask(positions_L, order_S, segments_BL, segments_BS, form)
     return local_attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS)
 
 
@@ -112,7 +122,8 @@ class Implementation:
     """One way to attend over a spread sequence.
 
     Attributes:
-        attend: of local shards (q, k, v, segments, *, causal, local_attention).
+        attend: of local shards (q, k, v, segments, *, form, local_attention, whole_attention).
+        plain: knows neither window nor softcap.
         with_pipe: may run inside a pipeline. A collective-permute that only some stages reach waits forever, because
             its rendezvous is among all devices; the other collectives have groups.
         splits_heads: the heads must divide by `context` as well.
@@ -123,11 +134,12 @@ class Implementation:
     with_pipe: bool
     splits_heads: bool
     halves: bool
+    plain: bool = False
 
 
 # In the order in which "auto" tries them: ring moves least and needs least memory, gather runs on any heads.
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    "ring": Implementation(_ring, with_pipe=False, splits_heads=False, halves=True),
+    "ring": Implementation(_ring, with_pipe=False, splits_heads=False, halves=True, plain=True),
     "all_to_all": Implementation(_all_to_all, with_pipe=True, splits_heads=True, halves=False),
     "gather": Implementation(_gather, with_pipe=True, splits_heads=False, halves=False),
 }
@@ -139,9 +151,14 @@ def _nearest(value: int, divisor: int) -> str:
     return " or ".join(str(n) for n in (low, low + divisor) if n)
 
 
-def _problem(name: str, layout: Layout, *, num_heads: int, num_kv_heads: int) -> str | None:
+def _problem(name: str, layout: Layout, *, num_heads: int, num_kv_heads: int, form: AttentionForm) -> str | None:
     """Why an implementation cannot run on this mesh with these heads; None: it can."""
     way, mesh = IMPLEMENTATIONS[name], layout.mesh.shape
+    if way.plain and (form.window is not None or form.softcap is not None):
+        return (
+            f"parallel.context_attention={name} knows neither model.sliding_window nor model.attention_softcap; "
+            "use all_to_all, gather or auto"
+        )
     if num_heads % num_kv_heads:
         return f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}"
     if not way.with_pipe and mesh["pipe"] > 1:
@@ -172,30 +189,31 @@ def _head_parts(layout: Layout) -> int:
     return math.prod(layout.degree(axis) for axis in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
-def choose_context(layout: Layout, num_heads: int, num_kv_heads: int) -> str:
+def choose_context(layout: Layout, num_heads: int, num_kv_heads: int, form: AttentionForm = CAUSAL) -> str:
     """The implementation that runs: ring, all_to_all or gather.
 
     Args:
         layout: its `context_attention` names one, or is auto: the first of `IMPLEMENTATIONS` that can run.
         num_heads, num_kv_heads: of the model.
+        form: who sees whom.
 
     Raises:
         ConfigError: an unknown name, or an implementation that cannot run on this mesh with these heads.
     """
-    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    case = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, form=form)
     wanted = layout.context_attention
     if wanted != "auto" and wanted not in IMPLEMENTATIONS:
         raise ConfigError(f"unknown parallel.context_attention={wanted!r}; known: auto, {', '.join(IMPLEMENTATIONS)}")
     problem = None
     for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
-        problem = _problem(name, layout, **heads)
+        problem = _problem(name, layout, **case)
         if problem is None:
             return name
     raise ConfigError(str(problem))
 
 
 def check_context(
-    layout: Layout, *, num_heads: int, num_kv_heads: int, sequence_length: int, causal: bool = True
+    layout: Layout, *, num_heads: int, num_kv_heads: int, sequence_length: int, form: AttentionForm = CAUSAL
 ) -> None:
     """Fail before anything is traced if attention cannot run on a sequence spread over `context`.
 
@@ -203,7 +221,7 @@ def check_context(
         layout: mesh and implementation.
         num_heads, num_kv_heads: of the model.
         sequence_length: tokens a row.
-        causal: whether order matters.
+        form: who sees whom.
 
     Raises:
         ConfigError: sizes that do not divide, or a ring inside a pipeline; names sizes that work.
@@ -211,8 +229,8 @@ def check_context(
     size = layout.mesh.shape[AXIS]
     if size == 1:
         return
-    name = choose_context(layout, num_heads, num_kv_heads)
-    halves = causal and IMPLEMENTATIONS[name].halves
+    name = choose_context(layout, num_heads, num_kv_heads, form)
+    halves = form.causal and IMPLEMENTATIONS[name].halves
     chunks = size * 2 if halves else size
     if sequence_length % chunks:
         shown = f"2 x parallel.context={size} (causal ring attention)" if halves else f"parallel.context={size}"
@@ -230,9 +248,10 @@ def context_attention(
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None = None,
     *,
-    causal: bool,
+    form: AttentionForm,
     layout: Layout,
     local_attention: LocalAttention,
+    whole_attention: WholeAttention,
 ) -> jax.Array:
     """Self-attention of arrays whose sequence is spread over `context` in true order, and heads over `tensor`.
 
@@ -243,9 +262,10 @@ def context_attention(
         q_BLHK: queries, any float dtype.
         k_BLGK, v_BLGK: keys and values; H must be a multiple of G.
         segments_BL: packed documents; a query sees only its own. None: all are one.
-        causal: queries see keys at or before their own position.
+        form: who sees whom.
         layout: of the code that calls this; names the implementation (see `choose_context`).
-        local_attention: `jaxtrain.ops.attention.attention` or one like it.
+        local_attention: `jaxtrain.ops.reference_attention.attention` or one like it.
+        whole_attention: what attends over whole sequences where a device has some of the heads (all_to_all).
 
     Returns:
         [B, L, H, K] in the dtype of q, laid out like q.
@@ -257,10 +277,9 @@ def context_attention(
     batch, length, heads, _ = q_BLHK.shape
     groups = k_BLGK.shape[2]
     if layout.mesh.shape[AXIS] == 1:
-        order_L = jnp.arange(length, dtype=jnp.int32)
-        return local_attention(q_BLHK, k_BLGK, v_BLGK, _mask(order_L, order_L, segments_BL, segments_BL, causal=causal))
-    check_context(layout, num_heads=heads, num_kv_heads=groups, sequence_length=length, causal=causal)
-    name = choose_context(layout, heads, groups)
+        return whole_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL)
+    check_context(layout, num_heads=heads, num_kv_heads=groups, sequence_length=length, form=form)
+    name = choose_context(layout, heads, groups, form)
     attend = IMPLEMENTATIONS[name].attend
     spec = _fitting_spec(layout, batch)
     # Keys and values lie as the queries do, so that a device's query heads meet their own key-value heads.
@@ -268,7 +287,9 @@ def context_attention(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         with jax.named_scope(f"context_{name}"):
-            return attend(q, k, v, segments, causal=causal, local_attention=local_attention)
+            return attend(
+                q, k, v, segments, form=form, local_attention=local_attention, whole_attention=whole_attention
+            )
 
     constants: tuple[Any, ...] = () if segments_BL is None else (segments_BL,)
     return run_manually(

@@ -22,6 +22,7 @@ def run_manually(
     in_specs: tuple[Specs, ...],
     constant_specs: tuple[Specs, ...] = (),
     out_specs: Specs,
+    check_vma: bool = True,
 ) -> Any:
     """`function(*arguments, *constants)` on the local shards of every mesh axis, differentiable in `arguments`.
 
@@ -37,6 +38,8 @@ def run_manually(
         constants: trees of arrays without gradients (positions, segments).
         in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree of them) for each; axes that `layout.manual`
             already holds must not appear.
+        check_vma: let jax follow over which axes values vary. Without it every axis of more than one device must be in
+            every spec, or gradients of what is not spread over it miss a sum.
     """
     axes = frozenset(layout.mesh.axis_names)
     mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
@@ -47,7 +50,9 @@ def run_manually(
             return function(*args)
 
     def enter(f: Callable[..., Any], ins: Specs, outs: Specs) -> Callable[..., Any]:
-        return jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=axes - layout.manual)
+        return jax.shard_map(
+            f, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=axes - layout.manual, check_vma=check_vma
+        )
 
     forward = enter(local, (*in_specs, *constant_specs), out_specs)
     if not layout.manual:

@@ -64,9 +64,14 @@ def open_run_data(config: Config) -> "Data":
     return open_data(config.data, sequence_length=length, seed=config.seed)
 
 
-def check_kinds(config: Config) -> None:
+def check_kinds(config: Config, *, own_task: bool = False) -> None:
     """Raise where the kinds of task, model and data do not belong together; looks at the config alone."""
     kind = config.data.kind
+    if config.model.kind == "transformer" and not config.model.causal and not own_task:
+        raise ConfigError(
+            "model.causal=false would let task=language_modeling read its targets; set model.causal=true, "
+            "or bring a task of your own (Python)"
+        )
     tokens = kind in ("text", "jsonl", "tokens", "mixture") or getattr(config.data, "task", None) == "tokens"
     if tokens != (config.task == "language_modeling"):
         works = "language_modeling" if tokens else "classification or regression"
@@ -80,9 +85,9 @@ def check_kinds(config: Config) -> None:
         raise ConfigError(f"model.kind=transformer takes tokens, but data.kind={kind} gives examples; use another")
 
 
-def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct) -> None:
+def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, own_task: bool) -> None:
     """Raise where task, model and data do not belong together."""
-    check_kinds(config)
+    check_kinds(config, own_task=own_task)
     tokens = data.unit == "tokens"
     integers = np.issubdtype(targets.dtype, np.integer)
     if config.task == "classification" and not integers:
@@ -141,7 +146,7 @@ def build_step(
     return make_train_step(
         model,
         task or build_task(config),
-        build_optimizer(optimizer, schedule, axes=model.axes),
+        build_optimizer(optimizer, schedule, axes=model.axes, stack=None if model.parts is None else model.parts.stack),
         mesh=mesh,
         policy=config.precision.policy,
         accumulation_steps=config.train.accumulation_steps,
@@ -183,7 +188,7 @@ def assemble(
     batches = Batches(data.train, config.train.global_batch_size, seed=config.seed, shuffle=True)
     spec = batches.spec()
     if model is None:
-        _check_fit(config, data, spec["targets"])
+        _check_fit(config, data, spec["targets"], own_task=task is not None)
     step = build_step(
         config,
         input_shape=data.input_shape,

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
-from jaxtrain.ops.attention import attention, attention_mask
+from jaxtrain.ops.reference_attention import AttentionForm, attention, attention_mask, reference_attention
 from jaxtrain.parallel.context import check_context, choose_context, context_attention
 from jaxtrain.parallel.ring import home, own_blocks, passing_blocks, score_elements
 from jaxtrain.sharding import Layout, use_layout
@@ -24,6 +24,20 @@ BATCH, LENGTH, HEADS, HEAD_DIM = 4, 32, 8, 4
 # a token, so that every block but the diagonal is masked as a whole.
 PACKED = np.stack([np.repeat(np.arange(len(sizes)), sizes) for sizes in ((3, 14, 15), (16, 16), (1, 30, 1), (9, 23))])
 ALONE = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
+
+
+def spread_attention(q, k, v, segments, form, layout):
+    """`context_attention` with the plain formula for what a device has of it."""
+    return context_attention(
+        q,
+        k,
+        v,
+        segments,
+        form=form,
+        layout=layout,
+        local_attention=functools.partial(attention, softcap=form.softcap),
+        whole_attention=functools.partial(reference_attention, form=form),
+    )
 
 
 def layout(name, **degrees):
@@ -65,7 +79,7 @@ def plain(causal):
 
 def spread(layout, causal):
     def attend(q, k, v, segments):
-        return context_attention(q, k, v, segments, causal=causal, layout=layout, local_attention=attention)
+        return spread_attention(q, k, v, segments, AttentionForm(causal=causal), layout)
 
     return output_and_gradients(attend)
 
@@ -235,7 +249,7 @@ def test_a_scan_over_layers_keeps_no_masks_of_the_ring():
 
     def loss(x, segments):
         def layer(x, _):
-            return context_attention(x, x, x, segments, causal=True, layout=there, local_attention=attention), None
+            return spread_attention(x, x, x, segments, AttentionForm(), there), None
 
         return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
 
@@ -336,13 +350,13 @@ def test_errors(name, degrees, heads, groups, length, message):
     assert str(caught.value) == message
     q, k = (jax.ShapeDtypeStruct((8, length, h, HEAD_DIM), jnp.float32) for h in (heads, groups))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        jax.eval_shape(
-            lambda q, k: context_attention(q, k, k, causal=True, layout=there, local_attention=attention), q, k
-        )
+        jax.eval_shape(lambda q, k: spread_attention(q, k, k, None, AttentionForm(), there), q, k)
 
 
 def test_what_works():
     for name in ("ring", "all_to_all", "gather", "auto"):
         check_context(layout(name, context=4, tensor=2), num_heads=16, num_kv_heads=1, sequence_length=8)
-    check_context(layout("ring", context=8), num_heads=3, num_kv_heads=3, sequence_length=24, causal=False)
+    check_context(
+        layout("ring", context=8), num_heads=3, num_kv_heads=3, sequence_length=24, form=AttentionForm(causal=False)
+    )
     check_context(layout("ring", data=4, pipe=2), num_heads=3, num_kv_heads=1, sequence_length=7)  # nothing is spread

@@ -1,0 +1,251 @@
+"""Attention a block of queries at a time, with its own backward pass: memory linear in the sequence, on any backend.
+
+A block of queries meets all the keys that it may see at once, so its softmax is a plain one; keys that no query of a
+group of blocks sees are never multiplied. The backward pass recomputes the weights from the log of their sum, which is
+all that the forward pass keeps besides its result (Dao et al. 2022; Rabe and Staats 2021).
+
+Shapes: B batch, L sequence, H query heads, G key-value heads, R = H / G, K head dim, Q queries of a block, S keys that a
+block meets.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.ops.reference_attention import MASKED, AttentionForm, attention_mask, capped
+from jaxtrain.remat import KERNEL_RESIDUALS
+from jaxtrain.sharding import constrain, platform
+
+# Queries of a block. On CPU small blocks skip more of the future and stay in the cache; accelerators want larger products.
+_BLOCK = {"cpu": 64}
+_LARGE_BLOCK = 256
+# Groups of blocks, each with its own keys: 8 leave 1/16 of the products above the causal diagonal's half.
+_MAX_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Blocks of `size` queries from `start` on; block i meets keys [first(i), first(i) + width)."""
+
+    start: int
+    size: int
+    blocks: int
+    first_key: int
+    width: int
+    window: int | None
+
+    def first(self, start: Any, length: int) -> Any:
+        """The first key of the block that starts at query `start` (int or int32 [])."""
+        if self.window is None:
+            return self.first_key
+        return jnp.clip(start - (self.window - 1), 0, length - self.width)
+
+
+def refusal(q_BLHK: jax.Array) -> str | None:
+    """Why blocks would not help, or None; they can always compute it."""
+    block = _BLOCK.get(platform(), _LARGE_BLOCK)
+    return f"the sequence is one block of {block}" if q_BLHK.shape[1] <= block else None
+
+
+def _groups(length: int, block: int, form: AttentionForm) -> list[_Group]:
+    """The blocks of a sequence, grouped by the keys that they meet."""
+    block = min(block, length)
+    if form.window is not None:
+        width = form.window - 1 + block + (0 if form.causal else form.window - 1)
+        if width < length:
+            rows = [(0, length // block, block), (length - length % block, 1, length % block)]
+            return [_Group(start, size, count, 0, width, form.window) for start, count, size in rows if size]
+    full = length // block
+    num_groups = min(full, _MAX_GROUPS) if form.causal else 1
+    bounds = [full * index // num_groups for index in range(num_groups + 1)]
+    rows = [(low * block, high - low, block) for low, high in zip(bounds, bounds[1:], strict=False)]
+    rows += [(full * block, 1, length % block)] if length % block else []
+    return [
+        _Group(start, size, count, 0, start + count * size if form.causal else length, None)
+        for start, count, size in rows
+    ]
+
+
+def _keys(x: jax.Array, first: Any, width: int, dim: int) -> jax.Array:
+    """`width` keys from `first` on; nothing is copied where that is all of them."""
+    if isinstance(first, int):
+        return jax.lax.slice_in_dim(x, first, first + width, axis=dim)
+    return jax.lax.dynamic_slice_in_dim(x, first, width, axis=dim)
+
+
+def _scores(
+    q_BGRQK: jax.Array, k_BGSK: jax.Array, mask: jax.Array, softcap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Scaled (and capped) scores, and the same with what is not seen masked: float32 [B, G, R, Q, S]."""
+    scores = jnp.einsum("bgrqk,bgsk->bgrqs", q_BGRQK, k_BGSK, preferred_element_type=jnp.float32)
+    scores = capped(scores * (1 / math.sqrt(q_BGRQK.shape[-1])), softcap)
+    return scores, jnp.where(mask[:, None, None], scores, MASKED)
+
+
+def _mask(group: _Group, start: Any, first: Any, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
+    """bool [B or 1, Q, S] of the block that starts at query `start`."""
+    queries, keys = start + jnp.arange(group.size), first + jnp.arange(group.width)
+    own = None if segments_BL is None else _keys(segments_BL, start, group.size, 1)
+    seen = None if segments_BL is None else _keys(segments_BL, first, group.width, 1)
+    return attention_mask(
+        queries[None],
+        keys[None],
+        causal=form.causal,
+        window=form.window,
+        query_segments_BL=own,
+        key_segments_BS=seen,
+    )
+
+
+def _each_block(group: _Group, body: Any, carry: Any) -> tuple[Any, Any]:
+    """`body(carry, start)` for every block of a group; results are stacked along a leading dim [blocks]."""
+    if group.blocks == 1:
+        carry, out = body(carry, group.start)
+        return carry, jax.tree.map(lambda x: x[None], out)
+    return jax.lax.scan(body, carry, group.start + group.size * jnp.arange(group.blocks))
+
+
+def _rows(blocks: jax.Array) -> jax.Array:
+    """[blocks, B, G, R, Q, ...] -> [B, G, R, blocks * Q, ...]."""
+    moved = jnp.moveaxis(blocks, 0, 3)
+    return moved.reshape(*moved.shape[:3], -1, *moved.shape[5:])
+
+
+def _split(q_BLHK: jax.Array, groups: int) -> jax.Array:
+    batch, length, heads, head_dim = q_BLHK.shape
+    return q_BLHK.reshape(batch, length, groups, heads // groups, head_dim).transpose(0, 2, 3, 1, 4)
+
+
+def _join(x_BGRLK: jax.Array) -> jax.Array:
+    batch, groups, repeats, length, head_dim = x_BGRLK.shape
+    return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(batch, length, groups * repeats, head_dim)
+
+
+def _swap(x_BLGK: jax.Array) -> jax.Array:
+    return x_BLGK.transpose(0, 2, 1, 3)
+
+
+def _forward(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    form: AttentionForm,
+    block: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The result [B, L, H, K] and the log of the sum of exponentials, float32 [B, G, R, L, 1]."""
+    length = q_BLHK.shape[1]
+    q, k, v = _split(q_BLHK, k_BLGK.shape[2]), _swap(k_BLGK), _swap(v_BLGK)
+    outs, statistics = [], []
+    for group in _groups(length, block, form):
+
+        def attend(carry: None, start: Any, group: _Group = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
+            first = group.first(start, length)
+            keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
+            mask = _mask(group, start, first, segments_BL, form)
+            _, scores = _scores(_keys(q, start, group.size, 3), keys, mask, form.softcap)
+            largest = jnp.max(scores, axis=-1, keepdims=True)
+            weights = jnp.exp(scores - largest)
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            out = jnp.einsum("bgrqs,bgsk->bgrqk", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+            return carry, ((out / total).astype(q.dtype), largest + jnp.log(total))
+
+        _, (out, statistic) = _each_block(group, attend, None)
+        outs.append(_rows(out))
+        statistics.append(_rows(statistic))
+    return _join(jnp.concatenate(outs, 3)), jnp.concatenate(statistics, 3)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    form: AttentionForm,
+    block: int,
+) -> jax.Array:
+    return _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block)[0]
+
+
+def _attend_forward(q: Any, k: Any, v: Any, segments: Any, form: AttentionForm, block: int) -> tuple[Any, Any]:
+    out, statistics = _forward(q, k, v, segments, form, block)
+    out = checkpoint_name(out, KERNEL_RESIDUALS)
+    return out, (q, k, v, segments, out, checkpoint_name(statistics, KERNEL_RESIDUALS))
+
+
+def _attend_backward(form: AttentionForm, block: int, saved: Any, gradient_BLHK: jax.Array) -> tuple[Any, ...]:
+    q_BLHK, k_BLGK, v_BLGK, segments_BL, out_BLHK, statistics = saved
+    length, groups = q_BLHK.shape[1], k_BLGK.shape[2]
+    q, k, v = _split(q_BLHK, groups), _swap(k_BLGK), _swap(v_BLGK)
+    out, gradient = _split(out_BLHK, groups), _split(gradient_BLHK, groups)
+    scale = 1 / math.sqrt(q.shape[-1])
+    # The softmax's own term: the same for all keys of a query.
+    own = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    # From k, so that inside `jax.shard_map` they are known to vary over the axes that the sums will vary over.
+    zeros = constrain(jnp.where(k == k, jnp.float32(0), jnp.float32(0)), "batch", "activation_kv_heads", None, None)
+    sums, d_queries = (zeros, zeros), []
+    for group in reversed(_groups(length, block, form)):
+
+        def pull(sums: Any, start: Any, group: _Group = group) -> tuple[Any, jax.Array]:
+            first = group.first(start, length)
+            keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
+            queries, d_out, statistic, own_term = (
+                _keys(x, start, group.size, 3) for x in (q, gradient, statistics, own)
+            )
+            mask = _mask(group, start, first, segments_BL, form)
+            plain, scores = _scores(queries, keys, mask, form.softcap)
+            weights = jnp.exp(scores - statistic)
+            d_weights = jnp.einsum("bgrqk,bgsk->bgrqs", d_out, values, preferred_element_type=jnp.float32)
+            d_scores = weights * (d_weights - own_term)
+            if form.softcap is not None:
+                d_scores = d_scores * (1 - jnp.square(plain / form.softcap))
+            # In the dtype of the inputs, or autodiff's float32 products would cost a multiple of theirs.
+            d_scores, weights = (d_scores * scale).astype(q.dtype), weights.astype(q.dtype)
+            d_query = jnp.einsum("bgrqs,bgsk->bgrqk", d_scores, keys)
+            parts = (
+                jnp.einsum("bgrqs,bgrqk->bgsk", d_scores, queries, preferred_element_type=jnp.float32),
+                jnp.einsum("bgrqs,bgrqk->bgsk", weights, d_out, preferred_element_type=jnp.float32),
+            )
+            return tuple(_add(total, part, first) for total, part in zip(sums, parts, strict=True)), d_query
+
+        sums, d_query = _each_block(group, pull, sums)
+        d_queries.append(_rows(d_query))
+    d_key, d_value = (_swap(total).astype(k.dtype) for total in sums)
+    return _join(jnp.concatenate(d_queries[::-1], 3)), d_key, d_value, None
+
+
+def _add(total_BGSK: jax.Array, part: jax.Array, first: Any) -> jax.Array:
+    """The total with `part` added to the keys from `first` on."""
+    if part.shape == total_BGSK.shape:
+        return total_BGSK + part
+    old = _keys(total_BGSK, first, part.shape[2], 2)
+    return jax.lax.dynamic_update_slice_in_dim(total_BGSK, old + part, first, axis=2)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def blockwise_attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    form: AttentionForm,
+    *,
+    block: int | None = None,
+) -> jax.Array:
+    """Attention of a sequence to itself: [B, L, H, K] in the dtype of q; scores and softmax in float32.
+
+    Args:
+        q_BLHK, k_BLGK, v_BLGK: any float dtype; H must be a multiple of G.
+        segments_BL: packed documents that do not see each other; None: one a row.
+        form: who sees whom.
+        block: queries of a block; None: what suits the platform.
+    """
+    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block or _BLOCK.get(platform(), _LARGE_BLOCK))

@@ -1,0 +1,193 @@
+"""Every implementation of attention on one table of cases against the plain formula: forward and gradients."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.ops import attention as attention_table
+from jaxtrain.ops.attention import self_attention
+from jaxtrain.ops.blockwise_attention import blockwise_attention
+from jaxtrain.ops.choice import record_choices
+from jaxtrain.ops.cudnn_attention import cudnn_attention, refusal
+from jaxtrain.ops.reference_attention import AttentionForm, reference_attention
+from jaxtrain.ops.splash_attention import splash_attention
+
+HEADS, HEAD_DIM = 4, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is attended: who sees whom, key-value heads (of 4), packed or not, dtype, length."""
+
+    form: AttentionForm = AttentionForm()
+    groups: int = 4
+    packed: bool = False
+    dtype: str = "float32"
+    length: int = 128
+
+
+CASES = {
+    "causal": Case(),
+    "full": Case(AttentionForm(causal=False)),
+    "window": Case(AttentionForm(window=20)),
+    "window, full": Case(AttentionForm(causal=False, window=9)),
+    "window of one": Case(AttentionForm(window=1)),
+    "window wider than the sequence": Case(AttentionForm(window=500)),
+    "packed": Case(packed=True),
+    "packed, full": Case(AttentionForm(causal=False), packed=True),
+    "packed, window": Case(AttentionForm(window=20), packed=True),
+    "grouped": Case(groups=2),
+    "one key-value head, packed": Case(groups=1, packed=True),
+    "softcap": Case(AttentionForm(softcap=2.0)),
+    "softcap, window, packed, grouped": Case(AttentionForm(window=33, softcap=5.0), groups=2, packed=True),
+    "bf16": Case(dtype="bfloat16"),
+    "bf16, all together": Case(AttentionForm(window=33, softcap=5.0), groups=2, packed=True, dtype="bfloat16"),
+}
+
+
+def inputs(case):
+    rng = np.random.default_rng(1)
+    shapes = [(2, case.length, heads, HEAD_DIM) for heads in (HEADS, case.groups, case.groups)]
+    # Scores of a few units, so that the softmax is neither flat nor one key.
+    q, k, v = (jnp.asarray(rng.normal(size=shape), case.dtype) for shape in shapes)
+    lengths = [(30, 50, case.length - 80), (case.length - 1, 1)]
+    segments = np.stack([np.repeat(np.arange(len(row)), row) for row in lengths])
+    return q, k, v, jnp.asarray(segments, jnp.int32) if case.packed else None
+
+
+def outputs_and_gradients(attend, case):
+    q, k, v, segments = inputs(case)
+
+    def loss(q, k, v):
+        out = attend(q, k, v, segments, case.form)
+        weights = jnp.cos(jnp.arange(out[0].size, dtype=jnp.float32)).reshape(out.shape[1:])
+        return jnp.sum(out.astype(jnp.float32) * weights), out
+
+    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+
+
+@functools.cache
+def expected(case):
+    return outputs_and_gradients(reference_attention, case)
+
+
+# A few roundings of 6e-8 of the largest value in sums of 128; in bf16 one of 4e-3 of the weights and one of the result.
+TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
+
+
+def assert_same(found, case):
+    for name, value in expected(case).items():
+        one, other = (np.asarray(x, np.float64) for x in (found[name], value))
+        assert found[name].dtype == value.dtype
+        limit = TOLERANCE[case.dtype] * max(np.abs(other).max(), 1)
+        np.testing.assert_allclose(one, other, rtol=0, atol=limit, err_msg=name)
+
+
+# Blocks of 16 make 8 groups of one block at 128 positions; 8 make groups of two, in a loop; 48 leave a rest.
+BLOCKS = [(name, 16) for name in CASES] + [
+    (name, block) for name in ("full", "softcap, window, packed, grouped", "bf16") for block in (8, 48)
+]
+
+
+@pytest.mark.parametrize(("case", "block"), BLOCKS)
+def test_blockwise(case, block):
+    case = CASES[case]
+    assert_same(outputs_and_gradients(functools.partial(blockwise_attention, block=block), case), case)
+
+
+@pytest.mark.parametrize("length", [100, 130])
+def test_blockwise_of_a_length_that_no_block_divides(length):
+    case = Case(AttentionForm(window=40), length=length, packed=True)
+    assert_same(outputs_and_gradients(functools.partial(blockwise_attention, block=16), case), case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_splash(case):
+    """The kernel's own steps, as plain operations; a head dim of 64 is scaled by a power of two."""
+    found = outputs_and_gradients(functools.partial(splash_attention, interpret=True), case)
+    assert_same(found, case)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_cudnn_is_asked_for_what_the_form_says_or_refuses(case, monkeypatch):
+    """With XLA's attention in the kernel's place: what is passed on means the same."""
+    monkeypatch.setattr("jaxtrain.ops.cudnn_attention.current_layout", lambda: _gpu())
+    monkeypatch.setattr("jaxtrain.ops.cudnn_attention.importlib.util.find_spec", lambda name: object())
+    q, k, _, segments = inputs(dataclasses.replace(case, dtype="bfloat16"))
+    why = refusal(q, k, segments, case.form)
+    two_sided = case.form.window is not None and not case.form.causal
+    assert (why is not None) == (case.packed or case.form.softcap is not None or two_sided), why
+    monkeypatch.undo()
+    if why is None:
+        plain = jax.nn.dot_product_attention
+        monkeypatch.setattr(
+            jax.nn, "dot_product_attention", lambda *a, **k: plain(*a, **{**k, "implementation": "xla"})
+        )
+        assert_same(outputs_and_gradients(lambda q, k, v, _, form: cudnn_attention(q, k, v, form), case), case)
+
+
+def _gpu():
+    from types import SimpleNamespace
+
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    rules = {"batch": (), "sequence": (), "activation_heads": (), "activation_kv_heads": ()}
+    mesh = SimpleNamespace(devices=np.array([device]), shape={}, size=1)
+    return SimpleNamespace(mesh=mesh, rules=rules, degree=lambda axis: 1)
+
+
+def temporaries(attend, length):
+    shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+
+    def loss(q, k, v):
+        return jnp.sum(attend(q, k, v, None, AttentionForm()) ** 2)
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_blocks_grows_as_the_sequence_and_that_of_the_formula_as_its_square():
+    blockwise, plain = (
+        [temporaries(attend, length) for length in (1024, 2048)]
+        for attend in (blockwise_attention, reference_attention)
+    )
+    assert blockwise[1] / blockwise[0] < 2.3  # twice, and what does not grow
+    assert plain[1] / plain[0] > 3.5  # four times, less what grows as the sequence
+    assert blockwise[1] < plain[1] / 4
+
+
+def chosen(case, **options):
+    q, k, v, segments = inputs(case)
+    with record_choices() as notes:
+        jax.eval_shape(functools.partial(self_attention, **dataclasses.asdict(case.form), **options), q, k, v, segments)
+    return notes
+
+
+def test_the_choice_is_told_once_with_its_reasons():
+    assert chosen(Case()) == ["attention: blockwise"]
+    assert chosen(Case(), implementation="reference") == ["attention: reference"]
+    short = Case(length=128, dtype="bfloat16")
+    q = jnp.zeros((1, 32, 4, 64))
+    with record_choices() as notes:
+        for _ in range(2):
+            jax.eval_shape(self_attention, q, q, q)
+    assert notes == ["attention: reference, not blockwise (the sequence is one block of 64)"]
+    with pytest.raises(ConfigError, match=r"model\.attention=cudnn cannot run: the platform is cpu; use"):
+        chosen(short, implementation="cudnn")
+    with pytest.raises(ConfigError, match=r"unknown model\.attention='flash'; known: auto, cudnn, splash"):
+        chosen(short, implementation="flash")
+
+
+def test_every_table_ends_in_the_reference_which_refuses_nothing():
+    for rows in attention_table.TABLE.values():
+        assert rows[-1].name == "reference"
+        assert rows[-1].refusal(*inputs(Case())[:2], None, AttentionForm()) is None
+    names = [row.name for row in itertools.chain(*attention_table.TABLE.values())]
+    assert set(names) == {"cudnn", "splash", "blockwise", "reference"}
