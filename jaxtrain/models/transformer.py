@@ -25,6 +25,7 @@ from jaxtrain.models.stages import from_stages
 from jaxtrain.ops.attention import self_attention
 from jaxtrain.ops.cross_entropy import DeferredLogits
 from jaxtrain.ops.embedding import embedding_lookup
+from jaxtrain.ops.reference_attention import attention, attention_mask
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import constrain
 

@@ -4,11 +4,12 @@ A block of queries meets all the keys that it may see at once, so its softmax is
 group of blocks sees are never multiplied. The backward pass recomputes the weights from the log of their sum, which is
 all that the forward pass keeps besides its result (Dao et al. 2022; Rabe and Staats 2021).
 
-Shapes: B batch, L sequence, H query heads, G key-value heads, R = H / G, K head dim, Q queries of a block, S keys that a
-block meets.
+Shapes: B batch, L sequence, H query heads, G key-value heads, R = H / G, K head dim, Q queries of a block, S keys that
+a block meets.
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from jaxtrain.ops.reference_attention import MASKED, AttentionForm, attention_ma
 from jaxtrain.remat import KERNEL_RESIDUALS
 from jaxtrain.sharding import constrain, platform
 
-# Queries of a block. On CPU small blocks skip more of the future and stay in the cache; accelerators want larger products.
+# Queries of a block. On CPU small ones skip more of the future and stay in the cache; accelerators want large products.
 _BLOCK = {"cpu": 64}
 _LARGE_BLOCK = 256
 # Groups of blocks, each with its own keys: 8 leave 1/16 of the products above the causal diagonal's half.
@@ -63,7 +64,7 @@ def _groups(length: int, block: int, form: AttentionForm) -> list[_Group]:
     full = length // block
     num_groups = min(full, _MAX_GROUPS) if form.causal else 1
     bounds = [full * index // num_groups for index in range(num_groups + 1)]
-    rows = [(low * block, high - low, block) for low, high in zip(bounds, bounds[1:], strict=False)]
+    rows = [(low * block, high - low, block) for low, high in itertools.pairwise(bounds)]
     rows += [(full * block, 1, length % block)] if length % block else []
     return [
         _Group(start, size, count, 0, start + count * size if form.causal else length, None)

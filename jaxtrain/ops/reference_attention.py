@@ -1,4 +1,4 @@
-"""What attention is: who sees whom, and the plain formula with all scores at once, which every kernel is tested against.
+"""What attention is: who sees whom, and the plain formula, all scores at once, that every kernel is tested against.
 
 Shapes: B batch, L query positions, S key positions, H query heads, G key-value heads, R = H / G, K head dim.
 """

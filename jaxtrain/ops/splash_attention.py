@@ -4,6 +4,7 @@ Shapes as in `attention.py`: B batch, L positions, H query heads, G key-value he
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def _segment_ids(segments_L: jax.Array) -> object:
     return splash_attention_kernel.SegmentIds(segments_L, segments_L)
 
 
-def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool):  # noqa: ANN202 (a type of Pallas)
+def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool) -> Any:
     """The kernel for one row: q [H, L, K], k and v [G, L, K] -> [H, L, K]."""
     # Imported here: Pallas costs 0.3 s of start-up that only TPUs need.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash

@@ -15,7 +15,7 @@ from jaxtrain.ops.attention import self_attention
 from jaxtrain.ops.blockwise_attention import blockwise_attention
 from jaxtrain.ops.choice import record_choices
 from jaxtrain.ops.cudnn_attention import cudnn_attention, refusal
-from jaxtrain.ops.reference_attention import AttentionForm, reference_attention
+from jaxtrain.ops.reference_attention import CAUSAL, AttentionForm, reference_attention
 from jaxtrain.ops.splash_attention import splash_attention
 
 HEADS, HEAD_DIM = 4, 64
@@ -25,7 +25,7 @@ HEADS, HEAD_DIM = 4, 64
 class Case:
     """What is attended: who sees whom, key-value heads (of 4), packed or not, dtype, length."""
 
-    form: AttentionForm = AttentionForm()
+    form: AttentionForm = CAUSAL
     groups: int = 4
     packed: bool = False
     dtype: str = "float32"
@@ -127,9 +127,9 @@ def test_cudnn_is_asked_for_what_the_form_says_or_refuses(case, monkeypatch):
     assert (why is not None) == (case.packed or case.form.softcap is not None or two_sided), why
     monkeypatch.undo()
     if why is None:
-        plain = jax.nn.dot_product_attention
+        in_xla = jax.nn.dot_product_attention
         monkeypatch.setattr(
-            jax.nn, "dot_product_attention", lambda *a, **k: plain(*a, **{**k, "implementation": "xla"})
+            jax.nn, "dot_product_attention", lambda *a, **k: in_xla(*a, **k | {"implementation": "xla"})
         )
         assert_same(outputs_and_gradients(lambda q, k, v, _, form: cudnn_attention(q, k, v, form), case), case)
 
@@ -154,10 +154,8 @@ def temporaries(attend, length):
 
 
 def test_memory_of_blocks_grows_as_the_sequence_and_that_of_the_formula_as_its_square():
-    blockwise, plain = (
-        [temporaries(attend, length) for length in (1024, 2048)]
-        for attend in (blockwise_attention, reference_attention)
-    )
+    attends = (blockwise_attention, reference_attention)
+    blockwise, plain = ([temporaries(attend, length) for length in (1024, 2048)] for attend in attends)
     assert blockwise[1] / blockwise[0] < 2.3  # twice, and what does not grow
     assert plain[1] / plain[0] > 3.5  # four times, less what grows as the sequence
     assert blockwise[1] < plain[1] / 4

@@ -1,6 +1,7 @@
-"""cuDNN's attention: what it refuses, and that it may run on the shards (with XLA's own attention in its place)."""
+"""Fused attention on the shards of a mesh: what cuDNN refuses, and that each kernel gives the losses of the reference."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from layouts import CASES, TRANSFORMERS, load_batches, make_step
 
-from jaxtrain.ops import attention, cudnn_attention
+from jaxtrain.ops import attention, blockwise_attention, cudnn_attention, splash_attention
+from jaxtrain.ops.attention import BLOCKWISE, CUDNN, SPLASH
+from jaxtrain.ops.reference_attention import CAUSAL, reference_attention
 
 WHOLE = {"data": 1, "pipe": 1}
 
@@ -45,20 +48,25 @@ def test_refusals(monkeypatch, capability, degrees, dtype, head_dim, segments, s
     gpu(monkeypatch, capability, degrees)
     q = jax.ShapeDtypeStruct((2, 16, 4, head_dim), dtype)
     documents = jax.ShapeDtypeStruct((2, 16), jnp.int32) if segments else None
-    found = cudnn_attention.refusal(q, q, documents)  # pyright: ignore[reportArgumentType]
+    found = cudnn_attention.refusal(q, q, documents, CAUSAL)  # pyright: ignore[reportArgumentType]
     assert (found is None) == (says is None), found
     assert says is None or says in str(found)
 
 
 def test_cpu_is_refused() -> None:
     q = jnp.zeros((2, 16, 4, 64), jnp.bfloat16)
-    assert cudnn_attention.refusal(q, q, None) == "the platform is cpu"
+    assert cudnn_attention.refusal(q, q, None, CAUSAL) == "the platform is cpu"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "pipe=2,data=2,tensor=2,zero=1"])
-def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, row: str) -> None:
-    """Inside the regions of accumulation (manual over data) and of pipelines too; float32 sums in another order."""
+@pytest.mark.parametrize("kernel", ["cudnn", "splash", "blockwise"])
+def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel: str, row: str) -> None:
+    """Inside the regions of accumulation (manual over data) and of pipelines too; float32 sums in another order.
+
+    The kernels of absent hardware are replaced inside, cuDNN's by XLA's attention and splash by the plain formula; what
+    stands around them is what runs there.
+    """
     batch = load_batches("transformer")[0]
 
     start: list[Any] = []
@@ -79,10 +87,29 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, row: st
     original, calls = jax.nn.dot_product_attention, []
 
     def pretended(*arguments, implementation, **settings):
-        calls.append(implementation)
         return original(*arguments, implementation="xla", **settings)
 
-    monkeypatch.setattr(attention, "refusal", lambda *_: None)
+    def counted(row: attention.Implementation, attend: attention.Attend) -> attention.Implementation:
+        def call(*arguments: Any) -> jax.Array:
+            calls.append(row.name)
+            return attend(*arguments)
+
+        return dataclasses.replace(row, refusal=lambda *_: None, attend=call)
+
+    def plain_splash(heads: int, length: int, form: Any, *, interpret: bool) -> Any:
+        def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            q, k, v = (x.swapaxes(0, 1)[None] for x in (q * q.shape[-1] ** 0.5, k, v))
+            return reference_attention(q, k, v, None, form)[0].swapaxes(0, 1)
+
+        return kernel
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", pretended)
+    monkeypatch.setattr(splash_attention, "_kernel", plain_splash)
+    rows = {
+        "cudnn": counted(CUDNN, CUDNN.attend),
+        "splash": counted(SPLASH, SPLASH.attend),
+        "blockwise": counted(BLOCKWISE, functools.partial(blockwise_attention.blockwise_attention, block=4)),
+    }
+    monkeypatch.setattr(attention, "TABLE", {"cpu": (rows[kernel],)})
     np.testing.assert_allclose(losses(), plain, rtol=1e-5)
-    assert set(calls) == {"cudnn"}
+    assert set(calls) == {kernel}
