@@ -46,6 +46,7 @@ _HOMES = {
     "make_train_step": "jaxtrain.train.step",
     "open_data": "jaxtrain.data",
     "prefetch": "jaxtrain.data",
+    "quantize": "jaxtrain.models.quantize",
     "regression": "jaxtrain.tasks",
     "run_config": "jaxtrain.train.trainer",
 }

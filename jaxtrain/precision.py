@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.quantized import QuantizedKernel
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,12 @@ class Policy:
     """Dtypes of a run. Softmax, norms, losses, gradient accumulation and reductions are fp32 under every policy.
 
     Attributes:
-        name: fp32, tf32, bf16, bf16_pure or fp16.
+        name: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
         param_dtype: dtype of the parameters; optimizer state is float32 under every policy.
         compute_dtype: dtype that parameters and inputs are cast to for the forward and backward pass.
         matmul_precision: `jax.default_matmul_precision` of the step; None leaves the backend's choice.
         loss_scaled: whether gradients need a dynamic loss scale.
+        linear_format: what the linear layers of blocks multiply in (`ops/linear.py`); None: the compute dtype.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Policy:
     compute_dtype: Any
     matmul_precision: str | None
     loss_scaled: bool = False
+    linear_format: str | None = None
 
 
 POLICIES = {
@@ -37,6 +40,8 @@ POLICIES = {
         Policy("bf16", jnp.float32, jnp.bfloat16, None),
         Policy("bf16_pure", jnp.bfloat16, jnp.bfloat16, None),
         Policy("fp16", jnp.float32, jnp.float16, None, loss_scaled=True),
+        # Every tensor has a scale of its own, so that gradients need none besides.
+        Policy("fp8", jnp.float32, jnp.bfloat16, None, linear_format="fp8"),
     )
 }
 
@@ -55,12 +60,13 @@ def get_policy(policy: str | Policy) -> Policy:
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """The tree with every floating leaf in `dtype`; integer leaves and keys as they are."""
+    """The tree with every floating leaf in `dtype`; integer leaves, keys and quantized kernels as they are."""
 
     def cast(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        # The scales of a quantized kernel are part of its numbers.
+        return x if isinstance(x, QuantizedKernel) or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(cast, tree, is_leaf=lambda x: isinstance(x, QuantizedKernel))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,21 @@ from jaxtrain.train.open_run import OpenedRun, open_run, saved_config
 _MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache")
 
 
-def run_eval(run_dir: str, overrides: Sequence[str], *, step: int | None, emulate: int | None, as_json: bool) -> int:
+def run_eval(
+    run_dir: str,
+    overrides: Sequence[str],
+    *,
+    quantize: str | None,
+    step: int | None,
+    emulate: int | None,
+    as_json: bool,
+) -> int:
     """Print the metrics of a checkpoint.
 
     Args:
         run_dir: directory of the run.
         overrides: keys of data, evaluation and parallel on top of the run's config.
+        quantize: format of the linear layers; None: as they were trained.
         step: which checkpoint; None: the newest intact one.
         emulate: CPU devices to pretend to have.
         as_json: print one JSON object.
@@ -31,7 +40,7 @@ def run_eval(run_dir: str, overrides: Sequence[str], *, step: int | None, emulat
     main = distributed.is_main_process()
     with Progress(process_index=0 if main else 1) as progress:
         with progress.phase("opening the run"):
-            run = open_run(run_dir, overrides=overrides, step=step, report=progress.message)
+            run = open_run(run_dir, overrides=overrides, step=step, quantize=quantize, report=progress.message)
         for remark in run.remarks:
             progress.message(remark)
         with progress.phase("evaluating") as phase:

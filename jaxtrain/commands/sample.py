@@ -21,6 +21,7 @@ def run_sample(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    quantize: str | None,
     step: int | None,
     emulate: int | None,
     as_json: bool,
@@ -32,6 +33,7 @@ def run_sample(
         prompts: texts to continue; None: standard input is one prompt.
         new_tokens: tokens to add; None: 200, or what the model has room for.
         temperature, top_k, top_p, seed: see `Sampling`.
+        quantize: format of the linear layers; None: as they were trained.
         step: which checkpoint; None: the newest intact one.
         emulate: CPU devices to pretend to have.
         as_json: print one object a prompt, with `prompt` and `text`.
@@ -42,7 +44,7 @@ def run_sample(
     from jaxtrain.train.generate import Sampling, generate_text
 
     sampling = Sampling(temperature, top_k, top_p)
-    run = open_run(run_dir, step=step, with_data=False, report=print_remark)
+    run = open_run(run_dir, step=step, with_data=False, quantize=quantize, report=print_remark)
     assert run.tokenizer is not None
     assert run.step.model.decoder is not None
     if new_tokens is None:

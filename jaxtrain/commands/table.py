@@ -63,6 +63,14 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quantize",
+        choices=("int8", "int8_dynamic"),
+        help="linear layers with weights in int8, or with their inputs in it too; default: as they were trained",
+    )
+
+
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="where to write; default: runs/<name>")
@@ -90,6 +98,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     _add_overrides(parser)
+    _add_quantize(parser)
     _add_step(parser)
     _add_emulate(parser)
     _add_json(parser)
@@ -101,6 +110,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     return run_eval(
         arguments.run_dir,
         arguments.overrides,
+        quantize=arguments.quantize,
         step=arguments.step,
         emulate=arguments.emulate,
         as_json=arguments.json,
@@ -117,6 +127,7 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=_count, metavar="K", help="only the K most likely tokens")
     parser.add_argument("--top-p", type=_number, metavar="P", help="only the likeliest tokens that sum to P")
     parser.add_argument("--seed", type=_step_number, default=0, metavar="N", help="of the random choices; default: 0")
+    _add_quantize(parser)
     _add_step(parser)
     _add_emulate(parser)
     _add_json(parser)
@@ -133,6 +144,7 @@ def _sample(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        quantize=arguments.quantize,
         step=arguments.step,
         emulate=arguments.emulate,
         as_json=arguments.json,

@@ -1,8 +1,8 @@
 """The whole config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import DataConfig, TextData
@@ -71,6 +71,27 @@ class AdamWConfig(_Optimizer):
     """Decay of the second moment."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What both moments are stored in: 8, 4 or about 2 bytes a parameter."""
+
+
+class MuonConfig(_Optimizer):
+    """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest, at AdamW's learning rate for both."""
+
+    kind: Literal["muon"] = "muon"
+    """Which optimizer this group describes."""
+    momentum: Beta = 0.95
+    """Weight of the old direction of matrices."""
+    newton_schulz_steps: PositiveInt = 5
+    """Iterations that make a matrix orthogonal."""
+    adamw: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Matrices for AdamW too, besides embeddings and output layers: path patterns such as 'head/*'."""
+    b1: Beta = 0.9
+    """AdamW's decay of the first moment."""
+    b2: Beta = 0.95
+    """AdamW's decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of AdamW's second moment."""
 
 
 class LionConfig(_Optimizer):
@@ -82,6 +103,8 @@ class LionConfig(_Optimizer):
     """Interpolation for the update."""
     b2: Beta = 0.99
     """Decay of the momentum."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What the momentum is stored in: 4 or 2 bytes a parameter."""
 
 
 class AdafactorConfig(_Optimizer):
@@ -95,7 +118,9 @@ class AdafactorConfig(_Optimizer):
     """Momentum; null: none, which saves its memory."""
 
 
-OptimizerConfig = Annotated[SGDConfig | AdamWConfig | LionConfig | AdafactorConfig, Field(discriminator="kind")]
+OptimizerConfig = Annotated[
+    SGDConfig | AdamWConfig | MuonConfig | LionConfig | AdafactorConfig, Field(discriminator="kind")
+]
 
 
 class ParallelConfig(Group):
@@ -145,10 +170,20 @@ class LossScaleConfig(Group):
 class PrecisionConfig(Group):
     """Number formats."""
 
-    policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16"] = "fp32"
-    """bf16 and fp16 keep fp32 master parameters; bf16_pure does not; softmax, norms and losses are always fp32."""
+    policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"] = "fp32"
+    """All but bf16_pure keep fp32 master parameters; fp8: bf16 with 8-bit linear layers (docs/precision.md)."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Used by fp16 only."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _trainable(cls, policy: Any) -> Any:
+        if policy in ("int8", "int8_dynamic"):
+            raise ValueError(
+                f"{policy} is no format to train in; train with another policy, then: "
+                f"jaxtrain eval RUN --quantize {policy}, or jaxtrain sample"
+            )
+        return policy
 
 
 class RematConfig(Group):

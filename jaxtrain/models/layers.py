@@ -16,7 +16,10 @@ from jaxtrain.sharding import row_numbers
 
 
 class Linear(nnx.Module):
-    """Kernel [*inputs, *outputs] over the last dims of the input, with or without a bias."""
+    """Kernel [*inputs, *outputs] over the last dims of the input, with or without a bias.
+
+    `low_precision` says whether the step's policy may multiply it in fewer bits, and `quantize` store it so.
+    """
 
     def __init__(
         self,
@@ -26,14 +29,18 @@ class Linear(nnx.Module):
         bias: bool,
         initializer: Initializer,
         rngs: nnx.Rngs,
+        low_precision: bool = True,
     ):
         self.kernel = nnx.Param(initializer(rngs.params(), (*inputs, *outputs), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32)) if bias else None
-        self.num_input_dims = len(inputs)
+        self.num_input_dims, self.num_output_dims = len(inputs), len(outputs)
+        self.low_precision = low_precision
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
-        return linear(x, self.kernel[...], bias, num_input_dims=self.num_input_dims)
+        # Not `[...]`, because a quantized kernel is no array.
+        kernel = self.kernel.get_value()
+        return linear(x, kernel, bias, num_input_dims=self.num_input_dims, low_precision=self.low_precision)
 
 
 class Norm(nnx.Module):

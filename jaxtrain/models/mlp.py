@@ -35,7 +35,7 @@ class MLP(nnx.Module):
             ]
         )
         last = fan_in_normal(1.0)
-        self.output = Linear((widths[-1],), (outputs,), bias=True, initializer=last, rngs=rngs)
+        self.output = Linear((widths[-1],), (outputs,), bias=True, initializer=last, rngs=rngs, low_precision=False)
         self.config = config
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None) -> jax.Array:

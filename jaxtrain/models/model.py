@@ -106,6 +106,8 @@ class Model:
         decoder: generation, for models that have it.
         parts: the model cut for a pipeline; None: it runs with parallel.pipe=1 only.
         has_experts: whether the `expert` axis has something to spread.
+        linears: paths of the kernels that `quantize` may store in 8 bits: those of `Linear` layers; with each the
+            numbers of its input and of its output dims, which are the last ones that it has.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Model:
     decoder: Decoder | None = None
     parts: Parts | None = None
     has_experts: bool = False
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

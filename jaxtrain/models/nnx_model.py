@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtrain.models.layers import Linear
 from jaxtrain.models.model import Model, ModelState, Params
 
 Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
@@ -41,6 +42,15 @@ def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
         value = jax.random.fold_in(key, index) if isinstance(variable, nnx.RngKey) else jax.numpy.uint32(0)
         flat.append((path, variable.replace(value)))
     return nnx.from_flat_state(flat)
+
+
+def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
+    """`Model.linears` of a module that stands in its model's place."""
+    return {
+        "/".join(map(str, (*path, "kernel"))): (node.num_input_dims, node.num_output_dims)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, Linear) and node.low_precision
+    }
 
 
 def from_nnx(
@@ -92,4 +102,5 @@ def from_nnx(
         kept = [(path, variable) for path, variable in after if path in state_paths]
         return outputs, to_dict(nnx.from_flat_state(kept))
 
-    return Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself)
+    linears = linear_kernels(abstract)
+    return Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself, linears=linears)

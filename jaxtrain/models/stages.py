@@ -1,5 +1,6 @@
 """An NNX module that declares its embedding, its stack of blocks and its head, as a `Model` that can be pipelined."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from flax import nnx
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model, Params, Parts, PartsApply
-from jaxtrain.models.nnx_model import from_dict, to_dict
+from jaxtrain.models.nnx_model import from_dict, linear_kernels, to_dict
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat import Remat
 
@@ -88,4 +89,5 @@ def from_stages(
 
     parts = Parts(stack, num_layers, run_embed, run_layers, run_head)
     apply = PartsApply(parts)
-    return Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself=(stack,), parts=parts)
+    built = Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself=(stack,), parts=parts)
+    return dataclasses.replace(built, linears=linear_kernels(abstract))

@@ -14,7 +14,7 @@ from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.memory import step_memory
 from jaxtrain.plan.parameters import model_tensors
 from jaxtrain.plan.state import place, state_bytes
-from jaxtrain.plan.time import step_time
+from jaxtrain.plan.time import has_fp8, step_time
 from jaxtrain.plan.workload import Workload, describe_workload
 from jaxtrain.rules import nearest_multiples
 
@@ -70,6 +70,11 @@ def analyse(
     Raises:
         ConfigError: a layout that the model or the batch cannot take, or sizes that only the data knows.
     """
+    if config.precision.policy == "fp8" and config.model.kind == "resnet":
+        raise ConfigError(
+            "precision.policy=fp8 is for linear layers, and a resnet has none: nothing would run in it; "
+            "use precision.policy=bf16"
+        )
     config = with_degrees(config, target.num_devices)
     workload = describe_workload(config)
     tensors = model_tensors(config.model, workload)
@@ -153,7 +158,12 @@ def _has_fused_attention(config: Config, target: Target) -> bool:
         return False
     head_dim = model.head_dim or model.embed_dim // model.num_heads
     ampere = target.hardware.title.startswith("NVIDIA") and "bf16" in target.hardware.peak_flops
-    return ampere and config.precision.policy in ("bf16", "bf16_pure", "fp16") and head_dim % 8 == 0 and head_dim <= 128
+    return (
+        ampere
+        and config.precision.policy in ("bf16", "bf16_pure", "fp16", "fp8")
+        and head_dim % 8 == 0
+        and head_dim <= 128
+    )
 
 
 def cut_batch(
@@ -179,7 +189,8 @@ def cut_batch(
             f"data.sequence_length={length} does not divide by the axes that spread it, {parts}; "
             f"use {nearest_multiples(length, parts)}"
         )
-    return Cut(microbatches, workload.rows / shards / microbatches, degrees, fused_attention, score_bytes)
+    scaled = config.precision.policy == "fp8"
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees, fused_attention, score_bytes, scaled)
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
@@ -209,4 +220,12 @@ def _notes(config: Config, target: Target, workload: Workload, *, has_time: bool
         notes.append(
             f"{target.hardware.title} has no published rate for precision.policy={config.precision.policy}: no time"
         )
+    if config.precision.policy == "fp8":
+        if not has_fp8(target):
+            notes.append(
+                f"{target.hardware.title} has no fp8 units that jaxtrain uses: precision.policy=fp8 gives the same "
+                "numbers through bf16 matmuls, with the rounding on top; bf16 is faster"
+            )
+        elif isinstance(config.model, TransformerConfig) and config.model.experts is not None:
+            notes.append("precision.policy=fp8: the experts' matmuls run in bf16")
     return tuple(notes)

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config, RematConfig
+from jaxtrain.loss_blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.state import COMPUTE_BYTES
 from jaxtrain.plan.workload import Workload
 
 # Gradients of inputs and of weights: twice the forward pass.
 _BACKWARD = 2
+# Of each number: read in 16 bits for the largest magnitude, read again, written in 8 bits.
+_ROUNDING_BYTES = 5
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Block:
         bytes: of one forward pass.
         recomputed: share of the forward pass that the backward pass repeats.
         stage: whether it belongs to the layers that a pipeline deals out.
+        linear: whether its FLOPs are those of linear layers, which a policy may run in a format of their own.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Block:
     bytes: float
     recomputed: float = 0.0
     stage: bool = False
+    linear: bool = False
 
     @property
     def total_flops(self) -> float:
@@ -62,6 +67,7 @@ class Cut:
         degrees: of the mesh.
         fused_attention: whether scores stay inside a kernel.
         score_bytes: moved for each score where they do not.
+        scaled: whether linear layers round their operands to 8 bits, each by its own largest magnitude.
     """
 
     microbatches: int
@@ -69,6 +75,7 @@ class Cut:
     degrees: Mapping[str, int]
     fused_attention: bool = False
     score_bytes: int = 16
+    scaled: bool = False
 
 
 def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
@@ -120,6 +127,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         size * (weights + streams),
         _recomputed(remat, matmul=True, names=("query", "key", "value", "attention_projection")) + again,
         stage=True,
+        linear=True,
     )
     pairs = t * length * heads / tensor
     score_flops = 4 * pairs * k * (0.5 if cut.fused_attention else 1.0)
@@ -146,6 +154,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         size * (mlp_weights * stored + active * t * (2 * d + matrices * f / tensor)),
         _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output")) + again,
         stage=True,
+        linear=experts is None,
     )
     residual = tensor if config.parallel.sequence_parallel else 1
     # Two norms and two sums over the residual stream, rotation of queries and keys, the nonlinearity.
@@ -157,15 +166,46 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         _recomputed(remat, matmul=False) + again,
         stage=True,
     )
-    output = Block(
-        "output and loss",
-        cut.microbatches,
-        2 * t * d * vocabulary,
-        # Logits are written, read for the loss in float32 and once more for its gradient.
-        size * (d * vocabulary + t * d + 3 * t * vocabulary),
-    )
+    output = _output(cut_logits(config, t, d, vocabulary), cut.microbatches, t, d, vocabulary, size)
     embed = Block("embedding", cut.microbatches, 0.0, 2 * size * t * d)
-    return [projections, scores, mlp, elementwise, embed, output]
+    blocks = [projections, scores, mlp, elementwise, embed, output]
+    if cut.scaled:
+        numbers = _rounded_numbers(remat, weights, d + heads * k / tensor, d + (heads + 2 * groups) * k / tensor, t)
+        if experts is None:
+            numbers += _rounded_numbers(remat, mlp_weights, d + f / tensor, d + (matrices - 1) * f / tensor, t)
+        # A block's backward pass counts twice its forward pass, which is all that there is here.
+        moved = _ROUNDING_BYTES * numbers / (1 + _BACKWARD)
+        blocks.insert(3, Block("rounding to 8 bits", count, 0.0, moved, stage=True))
+    return blocks
+
+
+def cut_logits(config: Config, tokens: float, width: int, vocabulary: float) -> LossBlocks:
+    """How the step's loss cuts the logits of one device, see `loss_blocks.py`."""
+    loss, size = config.loss, COMPUTE_BYTES[config.precision.policy]
+    by = None if loss.logits == "auto" else loss.logits
+    return choose_blocks(math.ceil(tokens), width, math.ceil(vocabulary), itemsize=size, by=by, size=loss.block)
+
+
+def _output(cut: LossBlocks, count: int, t: float, d: int, vocabulary: float, size: int) -> Block:
+    """Output layer and loss; bytes are a share of the step's, as if backward were twice forward."""
+    flops, logits, factors = 2 * t * d * vocabulary, t * vocabulary, size * (d * vocabulary + t * d)
+    if cut.by == "whole":
+        # Logits are written, read for the loss in float32 and once more for its gradient.
+        return Block("output and loss", count, flops, factors + 3 * size * logits)
+    # A block of logits is written and read in float32, its gradient written and read by two matmuls.
+    gradients = 3 * size * logits
+    if cut.by == "tokens":
+        sums = 8 * d * vocabulary * cut.count
+        return Block("output and loss", count, flops, factors + (8 * logits + gradients + sums) / (1 + _BACKWARD))
+    sums = 8 * t * d * cut.count
+    # Logits are computed twice.
+    return Block("output and loss", count, flops, factors + (16 * logits + gradients + sums) / (2 + _BACKWARD), 1.0)
+
+
+def _rounded_numbers(remat: RematConfig, weights: float, inputs: float, outputs: float, tokens: float) -> float:
+    """Numbers that a step rounds: weights and inputs for each forward pass, gradients of outputs once."""
+    forwards = 1 if remat.policy == "none" else 2
+    return forwards * (weights + tokens * inputs) + tokens * outputs
 
 
 def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
@@ -226,5 +266,5 @@ def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> list
         name = "output" if index == len(model.hidden_dims) else f"layer {index}"
         weights = inputs * outputs / tensor
         moved = size * (weights + cut.rows * (inputs + 3 * outputs))
-        blocks.append(Block(name, cut.microbatches, 2 * cut.rows * weights, moved))
+        blocks.append(Block(name, cut.microbatches, 2 * cut.rows * weights, moved, linear=name != "output"))
     return blocks

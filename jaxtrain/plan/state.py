@@ -16,7 +16,7 @@ _FP32 = 4
 # The dtype of stored parameters: every policy but this one keeps fp32 masters.
 PARAM_BYTES = {"bf16_pure": 2}
 # Of what matmuls run in.
-COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
+COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,23 @@ class Sent:
     kind: str
 
 
+def has_fp8(target: Target) -> bool:
+    """Whether the linear layers of policy fp8 run on units of their own: NVIDIA's, from Ada on (`ops/fp8.py`).
+
+    Elsewhere the numbers are the same and the product is one of bf16. MI300 has other 8-bit formats; the TPU's compiler
+    is given bf16.
+    """
+    return target.hardware.title.startswith("NVIDIA") and "fp8" in target.hardware.peak_flops
+
+
 def peak_rate(target: Target, policy: str) -> float | None:
-    """Dense FLOP/s of one device in the number format of a policy.
+    """Dense FLOP/s of one device in the number format of a policy, of fp8 that of its linear layers.
 
     TPUs multiply in bf16 and emulate float32 by six passes of it (jax's precision "highest"), tf32 by three.
     """
     peaks = target.hardware.peak_flops
+    if policy == "fp8" and not has_fp8(target):
+        policy = "bf16"
     known = peaks.get(FORMATS[policy])
     if known is None and target.hardware.kind == "tpu" and "bf16" in peaks and policy in ("fp32", "tf32"):
         return peaks["bf16"] / (6 if policy == "fp32" else 3)
@@ -177,7 +188,10 @@ def step_time(
     blocks.append(Block("optimizer", 1, 0.0, (2 * state.total + 2 * state.params) / 3))
     sent = traffic(config, workload, placed, cut, schedule)
     bubble = 0.0 if schedule is None else schedule.bubble_fraction()
-    rated = [_rate(blocks, sent, bubble, peak, target, cut, which) for which in (_LIKELY, _BEST, _WORST)]
+    other = peak_rate(target, "bf16") if config.precision.policy == "fp8" else peak
+    assert other is not None, "no hardware has fp8 alone"
+    peaks = {True: peak, False: other}
+    rated = [_rate(blocks, sent, bubble, peaks, target, cut, which) for which in (_LIKELY, _BEST, _WORST)]
     times, on_axes, seconds = rated[_LIKELY]
     compute = sum(block.seconds for block in times)
     flops = workload.flops_per_row * workload.rows
@@ -206,12 +220,19 @@ def step_time(
 
 
 def _rate(
-    blocks: Sequence[Block], sent: Sequence[Sent], bubble: float, peak: float, target: Target, cut: Cut, which: int
+    blocks: Sequence[Block],
+    sent: Sequence[Sent],
+    bubble: float,
+    peaks: Mapping[bool, float],
+    target: Target,
+    cut: Cut,
+    which: int,
 ) -> tuple[list[BlockTime], list[Traffic], float]:
+    """Times at one set of rates; `peaks` by whether a block is one of linear layers."""
     hardware, rates = target.hardware, _EFFICIENCY[target.hardware.kind]
     times = []
     for block in blocks:
-        compute = block.total_flops / (peak * rates["compute"][which])
+        compute = block.total_flops / (peaks[block.linear] * rates["compute"][which])
         memory = block.total_bytes / (hardware.memory_bandwidth * rates["memory"][which])
         bound = "compute" if compute >= memory else "memory"
         times.append(BlockTime(block.name, block.total_flops, block.total_bytes, max(compute, memory), bound))

@@ -112,6 +112,7 @@ def open_run(
     overrides: Iterable[str] = (),
     step: int | None = None,
     with_data: bool = True,
+    quantize: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> OpenedRun:
     """Open a run: only parameters and model state are read, straight into the shardings of the current mesh.
@@ -121,10 +122,11 @@ def open_run(
         overrides: `key=value` strings on top of the run's config.
         step: which checkpoint; None: the newest intact one.
         with_data: open the data; False for generation, which needs the saved tokenizer alone.
+        quantize: a format of `models.quantize.FORMATS` for the linear layers; None: as they were trained.
         report: receives one line for each damaged checkpoint that is passed over.
 
     Raises:
-        ConfigError: not a run, or without data not a text model.
+        ConfigError: not a run, without data not a text model, or a model that cannot be quantized.
         CheckpointError: no such checkpoint, or one of another model.
         DataError: the data cannot be opened.
     """
@@ -162,6 +164,9 @@ def open_run(
             config, input_shape=(config.model.max_sequence_length,), vocab_size=tokenizer.vocab_size
         )
     found, params, model_state = _restore(run_dir, checkpoints, train_step, step, report)
+    if quantize is not None:
+        params, remark = _quantized(params, train_step, quantize)
+        remarks.append(remark)
     return OpenedRun(run_dir, config, found, train_step, params, model_state, tokenizer, data, tuple(remarks))
 
 
@@ -245,6 +250,20 @@ def _restore(
     raise CheckpointError(
         damaged[0] if step is not None else f"no intact checkpoint is left in {run_dir}: {damaged[0]}"
     )
+
+
+def _quantized(params: Any, train_step: "TrainStep", format: str) -> tuple[Any, str]:
+    """The parameters quantized where they lie, and a line for people."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtrain.metrics.format import format_bytes
+    from jaxtrain.models.quantize import quantize, quantized_bytes
+
+    small = jax.jit(lambda params: quantize(params, train_step.model, format))(params)
+    compute = jnp.dtype(train_step.policy.compute_dtype)
+    after, before = map(format_bytes, quantized_bytes(small, compute))
+    return small, f"{format}: linear layers of {after} instead of {before} in {compute.name}"
 
 
 def _dividing_batch(config: Config) -> tuple[Config, list[str]]:

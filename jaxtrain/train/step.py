@@ -18,14 +18,9 @@ from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
 from jaxtrain.rules import nearest_multiples
-from jaxtrain.sharding import (
-    Layout,
-    gather_parameters,
-    logical_spec,
-    path_name,
-    use_layout,
-)
+from jaxtrain.sharding import Layout, gather_parameters, logical_spec, path_name
 from jaxtrain.tasks import Batch, Task
+from jaxtrain.train.context import step_context
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.placement import state_shardings
@@ -235,12 +230,12 @@ class TrainStep:
         params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
         return apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
 
-    def context(self) -> "StepContext":
-        """Layout and matmul precision for whatever is traced inside."""
-        return StepContext(self.layout, self.policy)
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        """Layout and number formats for whatever is traced inside."""
+        return step_context(self.layout, self.policy)
 
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
-        with self.context():
+        with step_context(self.layout, self.policy, required_of=self.model.name):
             return self._traced_step(state, batch)
 
     def _traced_step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
@@ -301,23 +296,6 @@ def _describe(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
     return ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in sorted(shapes.items()))
 
 
-class StepContext:
-    """Layout and matmul precision around a trace (what `with step.context():` enters)."""
-
-    def __init__(self, layout: Layout, policy: Policy):
-        self._contexts: list[contextlib.AbstractContextManager[Any]] = [use_layout(layout)]
-        if policy.matmul_precision is not None:
-            self._contexts.append(jax.default_matmul_precision(policy.matmul_precision))
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
-
-
 def make_train_step(
     model: Model,
     task: Task,
@@ -343,7 +321,7 @@ def make_train_step(
         task: what outputs are compared with.
         optimizer: any optax transformation; its learning rate is inside it.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
-        policy: number formats: fp32, tf32, bf16, bf16_pure or fp16.
+        policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
         accumulation_steps: microbatches a step; results equal those of the whole batch at once, except that batch
             statistics are those of each (global) microbatch.
         clip_norm: largest global norm of the gradient; None: no clipping.

@@ -1,0 +1,56 @@
+"""A model's parameters with the kernels of its linear layers in 8-bit integers, for inference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import Model, Params
+from jaxtrain.quantized import QuantizedKernel, quantize_kernel
+from jaxtrain.sharding import path_name
+
+FORMATS = ("int8", "int8_dynamic")
+
+
+def quantize(params: Params, model: Model, format: str = "int8") -> Params:
+    """Parameters that `model.apply` (and an `Evaluator`, and `generate_text`) takes in place of these.
+
+    Embeddings, output layers, norms, routers and experts stay as they are. Every layer of a stack and every output
+    channel has its own scale.
+
+    Args:
+        params: of the model, floating.
+        model: what they belong to.
+        format: `int8`: weights only; `int8_dynamic`: the inputs of the layers too, a scale a token, in integer matmuls.
+
+    Returns:
+        The same tree with a `QuantizedKernel` for each kernel of `model.linears`; the rest is shared.
+
+    Raises:
+        ConfigError: an unknown format, or a model without linear layers.
+
+    Example:
+        >>> small = quantize(state.params, step.model)
+        >>> Evaluator(step)(dataclasses.replace(state, params=small, ema=None), batches)
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"no quantized format {format!r}; known: {', '.join(FORMATS)}")
+    if not model.linears:
+        raise ConfigError(
+            f"{format} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
+        )
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        dims = model.linears.get(path_name(path))
+        return leaf if dims is None else quantize_kernel(leaf, *dims, activations=format == "int8_dynamic")
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def quantized_bytes(params: Params, dtype: Any) -> tuple[int, int]:
+    """Bytes of the quantized kernels, values and scales, and of the same kernels in a dtype."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    kernels = [leaf for leaf in leaves if isinstance(leaf, QuantizedKernel)]
+    stored = sum(kernel.values.nbytes + kernel.scale.nbytes for kernel in kernels)
+    return stored, sum(kernel.values.size for kernel in kernels) * jnp.dtype(dtype).itemsize

@@ -1,0 +1,30 @@
+"""What surrounds the trace of a model: layout, matmul precision, the format of linear layers."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jaxtrain.ops.linear import use_linear_format
+from jaxtrain.precision import Policy
+from jaxtrain.sharding import Layout, use_layout
+
+
+@contextlib.contextmanager
+def step_context(layout: Layout, policy: Policy, *, required_of: str | None = None) -> Iterator[None]:
+    """Layout and number formats for whatever is traced inside.
+
+    Args:
+        layout: of the step.
+        policy: its number formats.
+        required_of: name of the model, where it is an error that none of its layers uses the policy's linear format.
+
+    Raises:
+        ConfigError: so.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_layout(layout))
+        if policy.matmul_precision is not None:
+            stack.enter_context(jax.default_matmul_precision(policy.matmul_precision))
+        stack.enter_context(use_linear_format(policy.linear_format, required_of=required_of))
+        yield
