@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.ops.choice import note_choice
 from jaxtrain.ops.reference_attention import CAUSAL, AttentionForm, attention_mask
 from jaxtrain.parallel.manual import run_manually, spec_of
 from jaxtrain.parallel.ring import AXIS, ring_attention
@@ -280,6 +281,7 @@ def context_attention(
         return whole_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL)
     check_context(layout, num_heads=heads, num_kv_heads=groups, sequence_length=length, form=form)
     name = choose_context(layout, heads, groups, form)
+    note_choice("attention over context", name, [])
     attend = IMPLEMENTATIONS[name].attend
     spec = _fitting_spec(layout, batch)
     # Keys and values lie as the queries do, so that a device's query heads meet their own key-value heads.

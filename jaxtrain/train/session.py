@@ -142,8 +142,9 @@ class Session:
         self._progress.banner([*lines, *([unused] if unused else [])])
 
     def _compile(self, run: Run) -> None:
-        with self._progress.phase("tracing"):
+        with self._progress.phase("tracing") as phase:
             lowered = run.step.lower(run.batches.spec())
+            phase.note("; ".join(run.step.choices))
         seen: set[str] = set()
 
         def listen(event: str, **_: Any) -> None:
@@ -190,6 +191,7 @@ class Session:
             data={"description": list(data.description), "fingerprint": data.fingerprint},
         )
         self._info["own_model"] = self._own_model
+        self._info["choices"] = list(run.step.choices)
         if self._start:
             self._continue_info(self._info)
         if not self._was_done:

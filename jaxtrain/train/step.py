@@ -14,6 +14,7 @@ from jaxtrain.compiler_options import CompilerOptions, Value, choose_options
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.model import Apply, Model, PartsApply
+from jaxtrain.ops.choice import record_choices
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
@@ -46,6 +47,7 @@ class TrainStep:
         mesh: the mesh it runs on.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         compiler_options: what every program of the step is compiled with, however it comes about.
+        choices: what was chosen when the step was lowered, and why: a line an operation ("attention: cudnn").
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TrainStep:
             compiler_options={**compiler_options.used} or None,
         )
         self._initialize = jax.jit(self._create, out_shardings=self.state_shardings)
+        self.choices: tuple[str, ...] = ()
         self._compiled: jax.stages.Compiled | None = None
         self._batch_spec: dict[str, tuple[tuple[int, ...], str]] = {}
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
@@ -143,7 +146,11 @@ class TrainStep:
             self.batch_shardings(batch),
         )
         self._batch_spec = _shapes(specs)
-        return self._jitted.lower(self.abstract_state, specs)
+        with record_choices() as choices:
+            lowered = self._jitted.lower(self.abstract_state, specs)
+        # Nothing is chosen anew for shapes that were traced before.
+        self.choices = tuple(choices) or self.choices
+        return lowered
 
     def compile(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         """Compile for a batch of these global shapes and keep the result: later calls run exactly this program."""
