@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.precision import cast_floats
 from jaxtrain.sharding import Layout, constrain, parameter_spec, path_name, use_layout
 from jaxtrain.tasks import Sums
 
@@ -28,7 +27,7 @@ class Gradients:
     """Gradients of the mean loss over the global batch.
 
     Attributes:
-        tree: like the trainable parameters, float32, times the loss scale.
+        tree: like the trainable parameters, times the loss scale; float32 where it is a sum over microbatches.
         loss_sum, weight: float32 [], the pair whose quotient is the loss.
         model_state: after the last microbatch.
         metrics: name -> (sum, weight).
@@ -130,7 +129,7 @@ def compute_gradients(
         tree, (loss_sum, weight, model_state, metrics) = differentiate(
             params, fixed, model_state, batch, jax.random.fold_in(key, 0)
         )
-        return Gradients(cast_floats(tree, jnp.float32), loss_sum, weight, model_state, metrics)
+        return Gradients(tree, loss_sum, weight, model_state, metrics)
 
     reduction = DataReduction(layout, zero)
     manual = layout.mesh.shape["data"] > 1 and not jax.tree.leaves(model_state)

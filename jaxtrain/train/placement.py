@@ -6,30 +6,39 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.sharding import Layout, check_replicated, optimizer_shardings, parameter_shardings
+from jaxtrain.train.offload import on_host
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.state import TrainState
 
 
-def state_shardings(shapes: TrainState, layout: Layout, parallelism: Parallelism) -> TrainState:
+def zero_axes(parallelism: Parallelism) -> tuple[str, ...]:
+    """Mesh axes that optimizer state (and the moving average) is spread over besides those of its parameter."""
+    return ("data",) if parallelism.zero in (1, 2) else ()
+
+
+def state_shardings(
+    shapes: TrainState, layout: Layout, parallelism: Parallelism, *, offload_optimizer: bool = False
+) -> TrainState:
     """A sharding for every leaf of a train state.
 
     Args:
         shapes: the state as `ShapeDtypeStruct`s.
         layout: of the step.
         parallelism: its options.
+        offload_optimizer: arrays of optimizer state lie in the host's memory.
 
     Raises:
         ConfigError: too many replicated bytes.
     """
     params = parameter_shardings(shapes.params, layout)
-    # ZeRO-1: optimizer state (and the moving average) is spread over `data` besides `fsdp`.
-    also = ("data",) if parallelism.zero in (1, 2) else ()
+    also = zero_axes(parallelism)
+    optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=also)
     check_replicated(shapes.params, params, layout.mesh, parallelism.max_replicated_fraction)
     whole = NamedSharding(layout.mesh, PartitionSpec())
     everywhere: TrainState = jax.tree.map(lambda _: whole, shapes)
     return dataclasses.replace(
         everywhere,
         params=params,
-        optimizer_state=optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=also),
+        optimizer_state=on_host(optimizer, shapes.optimizer_state) if offload_optimizer else optimizer,
         ema=None if shapes.ema is None else parameter_shardings(shapes.ema, layout, also=also),
     )

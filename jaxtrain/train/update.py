@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
-from jaxtrain.precision import LossScaling, Policy
+from jaxtrain.precision import LossScaling, Policy, cast_floats
 from jaxtrain.sharding import Layout
 from jaxtrain.tasks import Sums
+from jaxtrain.train.offload import update_on_host
 from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.placement import zero_axes
 from jaxtrain.train.state import TrainState, merge_leaves
 
 Metrics = dict[str, jax.Array]
@@ -30,6 +32,7 @@ class StepSettings:
     learning_rate: optax.Schedule | None
     loss_scaling: LossScaling
     parallelism: Parallelism
+    offload_optimizer: bool = False
 
     @property
     def zero(self) -> int:
@@ -58,39 +61,57 @@ def update_state(
         layout: of the step.
         settings: clipping, averages, loss scaling.
     """
-    unscaled = jax.tree.map(lambda g: g / scale, gradients.tree) if state.loss_scale is not None else gradients.tree
-    grad_norm = optax.tree.norm(unscaled)
+    scaled = state.loss_scale is not None
+
+    def unscaled(tree: Any, scale: jax.Array) -> Any:
+        tree = cast_floats(tree, jnp.float32)
+        return jax.tree.map(lambda g: g / scale, tree) if scaled else tree
+
+    grad_norm = optax.tree.norm(unscaled(gradients.tree, scale))
     loss = gradients.loss_sum / jnp.maximum(gradients.weight, 1e-9)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    clip = None
     if settings.clip_norm is not None:
-        factor = settings.clip_norm / jnp.maximum(grad_norm, settings.clip_norm)
-        unscaled = jax.tree.map(lambda g: g * factor, unscaled)
-    unscaled, trained = (constrain_gradients(tree, layout, settings.zero) for tree in (unscaled, trained))
-    updates, optimizer_state = optimizer.update(unscaled, state.optimizer_state, trained)
-    trained = optax.apply_updates(trained, updates)
-    params = merge_leaves(trained, state.params)
+        clip = settings.clip_norm / jnp.maximum(grad_norm, settings.clip_norm)
+
+    def keep(new: Any, old: Any, finite: jax.Array) -> Any:
+        # A select, not a product with zero: NaN times zero is NaN. The dtype of the state never changes, whatever
+        # an optimizer makes of it.
+        return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
+
+    def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
+        finite, scale, clip = scalars
+        updates = unscaled(gradients, scale)
+        if clip is not None:
+            updates = jax.tree.map(lambda g: g * clip, updates)
+        updates, moved = optimizer.update(updates, optimizer_state, trained)
+        moved = keep(moved, optimizer_state, finite)
+        return keep(optax.apply_updates(trained, updates), trained, finite), moved
+
+    before = (constrain_gradients(gradients.tree, layout, settings.zero), state.optimizer_state)
+    before = (*before, constrain_gradients(trained, layout, settings.zero), (finite, scale, clip))
+    if settings.offload_optimizer:
+        also = zero_axes(settings.parallelism)
+        trained, optimizer_state = update_on_host(advance, *before, optimizer=optimizer, layout=layout, also=also)
+    else:
+        trained, optimizer_state = advance(*before)
     ema = state.ema
     if settings.ema_decay is not None:
         decay = settings.ema_decay
         ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(jnp.float32), ema, trained)
-
-    def keep(new: Any, old: Any) -> Any:
-        # A select, not a product with zero: NaN times zero is NaN. The dtype of the state never changes, whatever
-        # an optimizer makes of it.
-        return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
 
     # While a loss scale still falls, a skip is its search and no sign of divergence.
     settled = state.loss_scale is None or state.loss_scale.scale <= settings.loss_scaling.minimum
     skipped = state.skipped.count(finite, settled=settled)
     new_state = TrainState(
         step=state.step + 1,
-        params=keep(params, state.params),
-        optimizer_state=keep(optimizer_state, state.optimizer_state),
-        model_state=keep(gradients.model_state, state.model_state),
+        params=merge_leaves(trained, state.params),
+        optimizer_state=optimizer_state,
+        model_state=keep(gradients.model_state, state.model_state, finite),
         loss_scale=None if state.loss_scale is None else state.loss_scale.move(finite, settings.loss_scaling),
         key=state.key,
         skipped=skipped,
-        ema=keep(ema, state.ema),
+        ema=keep(ema, state.ema, finite),
     )
     metrics = {
         "loss": loss,
