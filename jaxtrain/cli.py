@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxtrain import distributed
+from jaxtrain.allocator import restart
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
 
@@ -198,6 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 config or usage, 3 data, 4 checkpoint, 5 diverged, 75 stopped and saved, 130 Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and words[:1] in (["train"], ["bench"]):
+        restart(accelerator=distributed.has_accelerator())
     # What stands behind "--" is for a command that is run by this one.
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]

@@ -89,6 +89,15 @@ def _has_tpu_chips() -> bool:
     return Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
 
 
+def _has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def has_accelerator() -> bool:
+    """Whether this machine has a GPU or TPU that the environment does not keep jax from; without importing jax."""
+    return os.environ.get("JAX_PLATFORMS", "") != "cpu" and (_has_nvidia_driver() or _has_tpu_chips())
+
+
 def _tpu_vm_workers() -> str:
     """The hosts of the slice that this Cloud TPU VM belongs to, divided by commas; empty anywhere else."""
     if not _has_tpu_chips() or "TPU_SKIP_MDS_QUERY" in os.environ:
@@ -225,7 +234,7 @@ def describe_devices() -> str:
 def unused_accelerator(platform: str) -> str | None:
     """The line that mends a machine whose NVIDIA card jax does not see; None where there is nothing to mend."""
     asked = os.environ.get("JAX_PLATFORMS", "")
-    if platform == "cpu" and asked != "cpu" and Path("/proc/driver/nvidia/version").exists():
+    if platform == "cpu" and asked != "cpu" and _has_nvidia_driver():
         return "there is an NVIDIA card, but jax runs on the CPU: pip install 'jaxtrain[cuda12]' (or cuda13)"
     return None
 
