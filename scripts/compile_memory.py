@@ -35,6 +35,7 @@ def main() -> None:
             "config": words,
             "state_bytes": memory.state_bytes,
             "peak_bytes": memory.peak_bytes,
+            **({"host_bytes": memory.host_bytes} if memory.host_bytes else {}),
             "compile_seconds": round(memory.compile_seconds),
             "jax": jax.__version__,
             "date": date.today().isoformat(),

@@ -20,11 +20,12 @@ class ExactMemory:
     """What a compiler says of one device, in bytes.
 
     Attributes:
-        state_bytes: the train state, from its shardings.
+        state_bytes: the train state on the device, from its shardings.
         peak_bytes: the most that is allocated at once, state included.
         temporary_bytes: of that, what lives inside a step only; None where the compiler gave up.
         capacity_bytes: what the compiler says the device has, where it says so.
         compile_seconds: what compiling took, tracing left out.
+        host_bytes: in the host's memory for one device: state and activations that are offloaded.
     """
 
     state_bytes: int
@@ -32,6 +33,7 @@ class ExactMemory:
     temporary_bytes: int | None
     capacity_bytes: int | None
     compile_seconds: float
+    host_bytes: int = 0
 
 
 def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> ExactMemory:
@@ -58,23 +60,39 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
         num_outputs=workload.num_outputs,
         devices=devices,
     )
-    state_bytes = sharded_bytes(step.abstract_state)
-    lowered = step.lower(batch_shapes(workload))
+    on_host = step.state_on_host
+    moved = jax.tree.map(lambda leaf, host: leaf if host else None, step.abstract_state, on_host)
+    host_bytes = sharded_bytes(moved)
+    state_bytes = sharded_bytes(step.abstract_state) - host_bytes
+    batch = batch_shapes(workload)
+    lowered = step.lower(batch)
     began = time.monotonic()
     try:
-        compiled = compile_for(devices[0], lowered)
+        compiled = compile_for(devices[0], lowered, on_host=_host_flags(on_host, batch, lowered))
     except jax.errors.JaxRuntimeError as error:
         used = _USED.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
             raise
         peak, capacity = (round(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
-        return ExactMemory(state_bytes, peak, None, capacity, time.monotonic() - began)
+        return ExactMemory(state_bytes, peak, None, capacity, time.monotonic() - began, host_bytes)
     memory = compiled.memory_analysis()
     assert memory is not None, "every compiler that compile_for has gives it"
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = arguments + outputs + temporaries + memory.generated_code_size_in_bytes
-    return ExactMemory(state_bytes, peak, temporaries, None, time.monotonic() - began)
+    host_bytes = max(host_bytes, memory.host_argument_size_in_bytes) + memory.host_temp_size_in_bytes
+    return ExactMemory(state_bytes, peak, temporaries, None, time.monotonic() - began, host_bytes)
+
+
+def _host_flags(on_host: Any, batch: dict[str, Any], lowered: Any) -> tuple[list[bool], list[bool]] | None:
+    """Which arguments (state, batch) and results (state, metrics) of a step lie on the host; None where none does."""
+    import jax
+
+    state = jax.tree.leaves(on_host)
+    if not any(state):
+        return None
+    num_results = len(jax.tree.leaves(lowered.out_info))
+    return [*state, *[False] * len(batch)], [*state, *[False] * (num_results - len(state))]
 
 
 def sharded_bytes(tree: Any) -> int:

@@ -7,7 +7,7 @@
 
 This is the one file that uses private names of jax. `jax.experimental.topologies` makes the devices, but of a platform
 that jax was not started on the plugin must be initialized, and no public name does that (`jaxlib.xla_client`); nor does
-one say whether jax has started (`jax._src.xla_bridge`).
+one say whether jax has started (`jax._src.xla_bridge`) or which arguments a lowered program kept.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +79,15 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[Any]:
     return _gpu_devices(kind, shape)
 
 
-def compile_for(device: Any, lowered: "jax.stages.Lowered") -> "jax.stages.Compiled":
+def compile_for(
+    device: Any, lowered: "jax.stages.Lowered", *, on_host: Sequence[Sequence[bool]] | None = None
+) -> "jax.stages.Compiled":
     """Compile a program for compile-only devices.
 
     Args:
         device: one of the devices that the program was lowered for.
         lowered: as from `TrainStep.lower`.
+        on_host: whether each argument, and each result, lies in the host's memory; None: none does.
 
     Returns:
         What has `memory_analysis()`, of each device, and `as_text()`, but cannot be called.
@@ -93,10 +96,37 @@ def compile_for(device: Any, lowered: "jax.stages.Lowered") -> "jax.stages.Compi
         jax.errors.JaxRuntimeError: the program does not fit into the memory of a TPU (RESOURCE_EXHAUSTED). Of a GPU it
             is not an error: compare with the card.
     """
+    if on_host is not None and device.platform == "gpu":
+        _keep_on_host(lowered, *on_host)
     # Kernels are chosen by running them, and there is no card to run them on.
     options: dict[str, str | bool] | None = {"xla_gpu_autotune_level": "0"} if device.platform == "gpu" else None
     with out_of_cache():
         return lowered.compile(compiler_options=options)
+
+
+def _keep_on_host(lowered: "jax.stages.Lowered", arguments: Sequence[bool], results: Sequence[bool]) -> None:
+    """Say in a lowered program which arguments and results lie in the host's memory.
+
+    Compile-only GPUs list no memories, so that jax drops the memory of a sharding on them (jax 0.10.2).
+    """
+    from jaxlib.mlir import ir
+
+    # jax leaves out arguments that the program does not use.
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # pyright: ignore[reportAttributeAccessIssue]
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "jax lowers to it"
+    with module.context:
+
+        def placed(attributes: Any, flags: Sequence[bool]) -> Any:
+            assert len(attributes) == len(flags)
+            kinds = [ir.StringAttr.get("pinned_host" if flag else "device") for flag in flags]
+            old = [{one.name: one.attr for one in ir.DictAttr(attribute)} for attribute in attributes]
+            new = [{**one, "mhlo.memory_kind": kind} for one, kind in zip(old, kinds, strict=True)]
+            return ir.ArrayAttr.get([ir.DictAttr.get(one) for one in new])
+
+        main = next(one for one in module.body.operations if ir.StringAttr(one.attributes["sym_name"]).value == "main")
+        main.arg_attrs = placed(main.arg_attrs, [arguments[index] for index in kept])
+        main.result_attrs = placed(main.result_attrs, results)
 
 
 def _tpu_devices(name: str, num_chips: int, num_slices: int) -> list[Any]:

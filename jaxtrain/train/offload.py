@@ -122,7 +122,7 @@ def update_on_host(
     """
     if not is_elementwise(optimizer, params):
         params, state = advance(gradients, _to_device(optimizer_state), params, scalars)
-        return params, _to_host(state)
+        return params, to_host(state)
 
     if layout.mesh.size == 1:
         return _stream(advance, gradients, optimizer_state, params, scalars)
@@ -214,13 +214,13 @@ def _advance_group(
         part = [jax.tree.map(lambda x: slice_of(x, index), tree) for tree in (gradients, state, params)]
         moved, new = advance(part[0], _fill(counts, _to_device(part[1])), part[2], scalars)
         # The counts are advanced elsewhere.
-        new = _to_host(jax.tree.map(lambda old, x: None if old is None else x, state, new, is_leaf=_is_none))
+        new = to_host(jax.tree.map(lambda old, x: None if old is None else x, state, new, is_leaf=_is_none))
         return (
             jax.tree.map(lambda whole, x: put(whole, x, index), params, moved),
             jax.tree.map(lambda whole, x: put(whole, x, index), state, new),
         )
 
-    return jax.lax.fori_loop(0, count, body, (params, _to_host(state)))
+    return jax.lax.fori_loop(0, count, body, (params, to_host(state)))
 
 
 def _is_none(leaf: Any) -> bool:
@@ -236,7 +236,9 @@ def _to_device(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, _Space.Device) if lives_on_host(x) else x, tree)
 
 
-def _to_host(tree: Any) -> Any:
+def to_host(tree: Any) -> Any:
+    """The arrays of an optimizer state, while it is traced, in the host's memory."""
+
     def one(x: jax.Array) -> jax.Array:
         stays = not lives_on_host(x) or jax.typeof(x).memory_space == _Space.Host
         return x if stays else jax.device_put(x, _Space.Host)

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.sharding import Layout, check_replicated, optimizer_shardings, parameter_shardings
-from jaxtrain.train.offload import on_host
+from jaxtrain.train.offload import lives_on_host, on_host
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.state import TrainState
 
@@ -42,3 +42,14 @@ def state_shardings(
         optimizer_state=on_host(optimizer, shapes.optimizer_state) if offload_optimizer else optimizer,
         ema=None if shapes.ema is None else parameter_shardings(shapes.ema, layout, also=also),
     )
+
+
+def state_on_host(shapes: TrainState, *, offload_optimizer: bool) -> TrainState:
+    """Whether each leaf of a train state lies in the host's memory.
+
+    Not read off shardings: those of compile-only GPUs do not know (jax 0.10.2).
+    """
+    nowhere: TrainState = jax.tree.map(lambda _: False, shapes)
+    if not offload_optimizer:
+        return nowhere
+    return dataclasses.replace(nowhere, optimizer_state=jax.tree.map(lives_on_host, shapes.optimizer_state))

@@ -22,9 +22,10 @@ from jaxtrain.rules import nearest_multiples
 from jaxtrain.sharding import Layout, gather_parameters, logical_spec, path_name
 from jaxtrain.tasks import Batch, Task
 from jaxtrain.train.context import step_context
+from jaxtrain.train.offload import to_host
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
 from jaxtrain.train.pipelined import step_gradients
-from jaxtrain.train.placement import state_shardings
+from jaxtrain.train.placement import state_on_host, state_shardings
 from jaxtrain.train.state import SkippedSteps, TrainState, merge_leaves, select_leaves
 from jaxtrain.train.update import Metrics, StepSettings, update_state
 
@@ -46,6 +47,7 @@ class TrainStep:
     Attributes:
         mesh: the mesh it runs on.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
+        state_on_host: a `TrainState` that says of each array whether it lies in the host's memory.
         compiler_options: what every program of the step is compiled with, however it comes about.
         choices: what was chosen when the step was lowered, and why: a line an operation ("attention: cudnn").
     """
@@ -70,6 +72,7 @@ class TrainStep:
         self.state_shardings: TrainState = state_shardings(
             shapes, layout, settings.parallelism, offload_optimizer=settings.offload_optimizer
         )
+        self.state_on_host: TrainState = state_on_host(shapes, offload_optimizer=settings.offload_optimizer)
         self.abstract_state: TrainState = jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             shapes,
@@ -203,11 +206,12 @@ class TrainStep:
         # Frozen parameters keep the dtype that they came in: they may be quantized.
         trained = cast_floats(trained, settings.policy.param_dtype)
         params = merge_leaves(trained, params)
+        # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
+        optimizer_state = self._optimizer.init(cast_floats(trained, jnp.float32))
         return TrainState(
             step=jnp.int32(0),
             params=params,
-            # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
-            optimizer_state=self._optimizer.init(cast_floats(trained, jnp.float32)),
+            optimizer_state=to_host(optimizer_state) if settings.offload_optimizer else optimizer_state,
             model_state=model_state,
             loss_scale=LossScale.create(settings.loss_scaling) if settings.policy.loss_scaled else None,
             key=run_key,
