@@ -1,8 +1,8 @@
 """What glibc's malloc does with the memory of a step on CPU: keep it between steps, in huge pages.
 
 XLA takes a step's temporaries from malloc, which maps and unmaps large blocks: 150,000 page faults and a tenth of the
-time of a step (6 layers, width 384, 4,096 tokens, 2 cores; docs/benchmarks.md). Malloc reads its settings when a process
-starts, so the command replaces its own process once.
+time of a step (6 layers, width 384, 4,096 tokens, 2 cores; docs/benchmarks.md). Malloc reads its settings when a
+process starts, so the command replaces its own once.
 """
 
 import os

@@ -22,6 +22,7 @@ from jaxtrain.models.moe import MoE, Routing
 from jaxtrain.models.nnx_model import from_dict
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.models.stages import from_stages
+from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.attention import self_attention
 from jaxtrain.ops.cross_entropy import DeferredLogits
 from jaxtrain.ops.embedding import embedding_lookup
@@ -109,7 +110,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         h_BLF = self.up(x_BLD)
-        h_BLF = jax.nn.gelu(h_BLF) if self.gate is None else jax.nn.silu(self.gate(x_BLD)) * h_BLF
+        h_BLF = gelu(h_BLF) if self.gate is None else jax.nn.silu(self.gate(x_BLD)) * h_BLF
         h_BLF = checkpoint_name(constrain(h_BLF, "batch", "sequence", "activation_mlp"), "mlp_hidden")
         return checkpoint_name(self.down(h_BLF), "mlp_output")
 
