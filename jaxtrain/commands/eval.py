@@ -59,6 +59,7 @@ def run_eval(
 
 def _evaluate(run: OpenedRun) -> tuple[dict[str, float], int]:
     from jaxtrain.data import Batches, prefetch
+    from jaxtrain.train.assemble import reading_threads
     from jaxtrain.train.evaluate import Evaluator
 
     assert run.data is not None
@@ -69,7 +70,7 @@ def _evaluate(run: OpenedRun) -> tuple[dict[str, float], int]:
         )
     config = run.config
     size = config.train.global_batch_size
-    batches = Batches(run.data.validation, size, seed=config.seed, shuffle=False)
+    batches = Batches(run.data.validation, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
     shardings = run.step.batch_shardings(batches.spec())
     count = min(len(batches), config.evaluation.max_batches or len(batches))
     loaded = prefetch(lambda k: batches.load(k, shardings), 0, count, depth=1)

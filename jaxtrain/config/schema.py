@@ -221,6 +221,8 @@ class TrainConfig(Group):
     """Stop (exit 5) after this many non-finite steps in a row."""
     prefetch: PositiveInt = 2
     """Batches prepared ahead of the device."""
+    workers: PositiveInt | Literal["auto"] = "auto"
+    """Threads that decode and augment rows read one by one (images); auto: this process's cores, up to 16."""
 
 
 class CheckpointConfig(Group):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import grain
 
 # Beyond this many threads the interpreter lock, not decoding, is what rows wait for.
-_MAX_READERS = 16
+_MAX_WORKERS = 16
 
 Batch = dict[str, jax.Array]
 
@@ -35,9 +35,19 @@ class Batches:
         global_batch_size: B, rows of a batch over all processes.
         seed: Decides the order in training.
         shuffle: True for training, False for evaluation.
+        workers: Threads that read rows one by one (images); None: as many as this process has cores, up to 16. Rows
+            that come a batch at once (tokens, tables) take none. Batches do not depend on it.
     """
 
-    def __init__(self, rows: "grain.MapDataset", global_batch_size: int, *, seed: int, shuffle: bool):
+    def __init__(
+        self,
+        rows: "grain.MapDataset",
+        global_batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        workers: int | None = None,
+    ):
         # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
         from jaxtrain.data.rows import Rows
 
@@ -46,6 +56,7 @@ class Batches:
         self._rows = rows
         self._read = rows.gather if isinstance(rows, Rows) else self._read_one_by_one
         self._size = global_batch_size
+        self._workers = workers or default_workers()
         self._order = None
         if shuffle:
             self._order = (
@@ -116,13 +127,15 @@ class Batches:
 
     def _read_one_by_one(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         # Decoders of images release the interpreter lock; a pool a call leaves no thread behind.
-        with ThreadPoolExecutor(_num_readers(len(indices))) as pool:
+        with ThreadPoolExecutor(min(len(indices), self._workers)) as pool:
             rows: list[Any] = list(pool.map(self._rows.__getitem__, indices.tolist()))
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _num_readers(num_rows: int) -> int:
-    return max(1, min(num_rows, os.cpu_count() or 1, _MAX_READERS))
+def default_workers() -> int:
+    """The cores that this process may use, up to 16; a cluster gives a process fewer than the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MAX_WORKERS)
 
 
 def _needed_rows(

@@ -1,8 +1,9 @@
 """Folders of image files, a folder a class; decoded when a row is read."""
 
+import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,8 +130,7 @@ class _Centered(grain.transforms.Map):
 
     def map(self, element: tuple[Path, int]) -> dict[str, np.ndarray]:
         path, label = element
-        image = _open(path)
-        return _row(_crop(image, _center_box(image.width, image.height), size=self._size), label)
+        return _row(_read(path, _center_box, size=self._size), label)
 
 
 class _Augmented(grain.transforms.RandomMap):
@@ -141,30 +141,43 @@ class _Augmented(grain.transforms.RandomMap):
 
     def random_map(self, element: tuple[Path, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
         path, label = element
-        image = _open(path)
-        pixels = _crop(image, _random_box(image.width, image.height, rng), size=self._size)
-        return _row(pixels[:, ::-1] if rng.random() < 0.5 else pixels, label)
+        image = _read(path, functools.partial(_random_box, rng=rng), size=self._size)
+        return _row(_flip(image) if rng.random() < 0.5 else image, label)
 
 
-def _open(path: Path) -> "Image.Image":
+def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "Image.Image":
+    """The part of an image that `choose_box(width, height)` says, scaled to a square."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            width, height = image.size
+            left, top, right, bottom = choose_box(width, height)
+            # A JPEG can be decoded at a half, a quarter or an eighth; never below the pixels that are asked for.
+            shrink = max(min(right - left, bottom - top) / size, 1.0)
+            image.draft("RGB", (math.ceil(width / shrink), math.ceil(height / shrink)))
+            pixels = image.convert("RGB")
+        x, y = pixels.width / width, pixels.height / height
+        box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
+        return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"image {path} cannot be decoded ({reason}); mend or remove it") from None
 
 
-def _crop(image: "Image.Image", box: Box, *, size: int) -> np.ndarray:
+def _flip(image: "Image.Image") -> "Image.Image":
     from PIL import Image
 
-    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
-def _row(pixels_HxWxC: np.ndarray, label: int) -> dict[str, np.ndarray]:
-    inputs = (pixels_HxWxC.astype(np.float32) / 255 - _MEAN) / _DEVIATION
+def _row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
+    """Pixels less the mean, over the deviation of their channel."""
+    # Rows of pixels, not pixels: loops over three channels take NumPy seven times as long.
+    pixels_HxWC = np.asarray(image).reshape(image.height, -1)
+    inputs_HxWC = np.multiply(pixels_HxWC, np.tile(1 / (255 * _DEVIATION), image.width), dtype=np.float32)
+    inputs_HxWC -= np.tile(_MEAN / _DEVIATION, image.width)
+    inputs = inputs_HxWC.reshape(image.height, image.width, 3)
     return {"inputs": inputs, "targets": np.array(label, np.int32)}
 
 

@@ -64,6 +64,11 @@ def open_run_data(config: Config) -> "Data":
     return open_data(config.data, sequence_length=length, seed=config.seed)
 
 
+def reading_threads(config: Config) -> int | None:
+    """What `Batches` takes as `workers`."""
+    return None if config.train.workers == "auto" else config.train.workers
+
+
 def check_kinds(config: Config, *, own_task: bool = False) -> None:
     """Raise where the kinds of task, model and data do not belong together; looks at the config alone."""
     kind = config.data.kind
@@ -185,7 +190,9 @@ def assemble(
     """
     from jaxtrain.data import Batches
 
-    batches = Batches(data.train, config.train.global_batch_size, seed=config.seed, shuffle=True)
+    batches = Batches(
+        data.train, config.train.global_batch_size, seed=config.seed, shuffle=True, workers=reading_threads(config)
+    )
     spec = batches.spec()
     if model is None:
         _check_fit(config, data, spec["targets"], own_task=task is not None)

@@ -25,7 +25,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import MultiWriter, open_writers
-from jaxtrain.train.assemble import Run, assemble, check_kinds, open_run_data
+from jaxtrain.train.assemble import Run, assemble, check_kinds, open_run_data, reading_threads
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
@@ -325,7 +325,11 @@ class Session:
         if self._run.data.validation is None or self._evaluated_at == number:
             return
         rows = Batches(
-            self._run.data.validation, self.config.train.global_batch_size, seed=self.config.seed, shuffle=False
+            self._run.data.validation,
+            self.config.train.global_batch_size,
+            seed=self.config.seed,
+            shuffle=False,
+            workers=reading_threads(self.config),
         )
         count = min(len(rows), self.config.evaluation.max_batches or len(rows))
         loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
