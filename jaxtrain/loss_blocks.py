@@ -17,7 +17,7 @@ Logits = Literal["whole", "tokens", "vocabulary"]
 
 _FP32 = 4
 # Whole logits up to here (counted in float32) are left whole: nothing is as fast, and it is little beside a model.
-_SMALL_BYTES = 512 * 2**20
+_SMALL_BYTES = 2**30
 # Of a block of float32 logits, where ids are cut. The sum of N x D is read and written once a block: 8 N D bytes to
 # 6 N D FLOP an id, so that 1,024 ids are three times what an H100 or a TPU v5e needs to stay bound by its matmuls.
 _BLOCK_BYTES = 128 * 2**20

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.distributed import GPU_MEMORY_FRACTION
+from jaxtrain.loss_blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.plan.blocks import Cut
+from jaxtrain.plan.blocks import Cut, cut_logits
 from jaxtrain.plan.estimate import Memory
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.state import COMPUTE_BYTES, PARAM_BYTES, Placed, StateBytes, local_size
@@ -31,7 +32,7 @@ class Work:
     block: float
     """The most that one block needs at once in its backward pass."""
     head: float
-    """Logits; their gradient takes their place."""
+    """Logits, or what the loss holds of them at once; the gradient of whole ones takes their place."""
 
 
 def step_memory(
@@ -163,8 +164,9 @@ def _transformer(
     else:
         kept *= layers
     assert workload.vocab_size is not None
-    logits = t * workload.vocab_size / tensor
-    return Work(kept, block, size * logits)
+    vocabulary = workload.vocab_size / tensor
+    cut_as = cut_logits(config, t, d, vocabulary)
+    return Work(kept, block, block_bytes(cut_as, math.ceil(t), d, math.ceil(vocabulary), itemsize=size))
 
 
 def _pairs(config: Config, tokens: float, length: int, context: int) -> float:

@@ -1,0 +1,49 @@
+"""Memory of the loss and its gradients with whole logits and with logits in blocks, as compilers plan it.
+
+    python scripts/loss_memory.py                      (this machine's CPU)
+    python scripts/loss_memory.py h100:1x1 v5e:1x1     (hardware that is not here; pip install 'jaxtrain[aot]')
+
+A hidden state of 8,192 tokens, an output layer of 128,256 ids, bf16; one line for each width and way: temporaries are
+what the program needs beside hidden state, output layer and their gradients.
+"""
+
+import sys
+
+import jax
+
+from jaxtrain import distributed
+from jaxtrain.ops.cross_entropy import DeferredLogits, cross_entropy_sums
+from jaxtrain.plan.topology import compile_for, topology_devices
+
+TOKENS, VOCABULARY, WIDTHS = 8192, 128_256, (1024, 4096)
+
+
+def temporaries(device: jax.Device, width: int, by: str, dtype: str) -> int:
+    """Bytes of the compiled loss and gradients, arguments and results left out."""
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def shape(*dims: int, dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+
+    def loss(factors: tuple[jax.Array, jax.Array], targets: jax.Array, weights: jax.Array) -> jax.Array:
+        return cross_entropy_sums(DeferredLogits(*factors), targets, weights, z_loss=1e-4, by=by).total
+
+    factors = (shape(1, TOKENS, width, dtype=dtype), shape(width, VOCABULARY, dtype=dtype))
+    tokens = (shape(1, TOKENS, dtype="int32"), shape(1, TOKENS, dtype="float32"))
+    program = jax.jit(jax.value_and_grad(loss)).lower(factors, *tokens)
+    return compile_for(device, program).memory_analysis().temp_size_in_bytes
+
+
+def main() -> None:
+    """Print the table."""
+    distributed.start(emulate=1, compilation_cache=None)
+    for target in sys.argv[1:] or ["cpu"]:
+        device = jax.devices()[0] if target == "cpu" else topology_devices(target)[0]
+        for width in WIDTHS:
+            found = {by: temporaries(device, width, by, "bfloat16") for by in ("whole", "tokens", "vocabulary")}
+            line = [f"{by} {size / 2**20:,.0f} MiB ({found['whole'] / size:.1f} x)" for by, size in found.items()]
+            print(f"{target}, width {width}: {', '.join(line)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
