@@ -9,67 +9,30 @@ a block meets.
 """
 
 import functools
-import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.attention_blocks import Group, block_size, cut_sequence
 from jaxtrain.ops.reference_attention import MASKED, AttentionForm, attention_mask, capped
 from jaxtrain.remat import KERNEL_RESIDUALS
 from jaxtrain.sharding import constrain, platform
 
-# Queries of a block. On CPU small ones skip more of the future and stay in the cache; accelerators want large products.
-_BLOCK = {"cpu": 64}
-_LARGE_BLOCK = 256
-# Groups of blocks, each with its own keys: 8 leave 1/16 of the products above the causal diagonal's half.
-_MAX_GROUPS = 8
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Blocks of `size` queries from `start` on; block i meets keys [first(i), first(i) + width)."""
-
-    start: int
-    size: int
-    blocks: int
-    first_key: int
-    width: int
-    window: int | None
-
-    def first(self, start: Any, length: int) -> Any:
-        """The first key of the block that starts at query `start` (int or int32 [])."""
-        if self.window is None:
-            return self.first_key
-        return jnp.clip(start - (self.window - 1), 0, length - self.width)
-
 
 def refusal(q_BLHK: jax.Array) -> str | None:
     """Why blocks would not help, or None; they can always compute it."""
-    block = _BLOCK.get(platform(), _LARGE_BLOCK)
+    block = block_size(platform())
     return f"the sequence is one block of {block}" if q_BLHK.shape[1] <= block else None
 
 
-def _groups(length: int, block: int, form: AttentionForm) -> list[_Group]:
-    """The blocks of a sequence, grouped by the keys that they meet."""
-    block = min(block, length)
-    if form.window is not None:
-        width = form.window - 1 + block + (0 if form.causal else form.window - 1)
-        if width < length:
-            rows = [(0, length // block, block), (length - length % block, 1, length % block)]
-            return [_Group(start, size, count, 0, width, form.window) for start, count, size in rows if size]
-    full = length // block
-    num_groups = min(full, _MAX_GROUPS) if form.causal else 1
-    bounds = [full * index // num_groups for index in range(num_groups + 1)]
-    rows = [(low * block, high - low, block) for low, high in itertools.pairwise(bounds)]
-    rows += [(full * block, 1, length % block)] if length % block else []
-    return [
-        _Group(start, size, count, 0, start + count * size if form.causal else length, None)
-        for start, count, size in rows
-    ]
+def _first_key(group: Group, start: Any, length: int) -> Any:
+    """The first key of the block that starts at query `start` (int or int32 [])."""
+    if group.window is None:
+        return 0
+    return jnp.clip(start - (group.window - 1), 0, length - group.width)
 
 
 def _keys(x: jax.Array, first: Any, width: int, dim: int) -> jax.Array:
@@ -88,7 +51,7 @@ def _scores(
     return scores, jnp.where(mask[:, None, None], scores, MASKED)
 
 
-def _mask(group: _Group, start: Any, first: Any, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
+def _mask(group: Group, start: Any, first: Any, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
     """bool [B or 1, Q, S] of the block that starts at query `start`."""
     queries, keys = start + jnp.arange(group.size), first + jnp.arange(group.width)
     own = None if segments_BL is None else _keys(segments_BL, start, group.size, 1)
@@ -103,7 +66,7 @@ def _mask(group: _Group, start: Any, first: Any, segments_BL: jax.Array | None, 
     )
 
 
-def _each_block(group: _Group, body: Any, carry: Any) -> tuple[Any, Any]:
+def _each_block(group: Group, body: Any, carry: Any) -> tuple[Any, Any]:
     """`body(carry, start)` for every block of a group; results are stacked along a leading dim [blocks]."""
     if group.blocks == 1:
         carry, out = body(carry, group.start)
@@ -143,10 +106,10 @@ def _forward(
     length = q_BLHK.shape[1]
     q, k, v = _split(q_BLHK, k_BLGK.shape[2]), _swap(k_BLGK), _swap(v_BLGK)
     outs, statistics = [], []
-    for group in _groups(length, block, form):
+    for group in cut_sequence(length, block, causal=form.causal, window=form.window):
 
-        def attend(carry: None, start: Any, group: _Group = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
-            first = group.first(start, length)
+        def attend(carry: None, start: Any, group: Group = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
+            first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             mask = _mask(group, start, first, segments_BL, form)
             _, scores = _scores(_keys(q, start, group.size, 3), keys, mask, form.softcap)
@@ -191,10 +154,10 @@ def _attend_backward(form: AttentionForm, block: int, saved: Any, gradient_BLHK:
     # From k, so that inside `jax.shard_map` they are known to vary over the axes that the sums will vary over.
     zeros = constrain(jnp.where(k == k, jnp.float32(0), jnp.float32(0)), "batch", "activation_kv_heads", None, None)
     sums, d_queries = (zeros, zeros), []
-    for group in reversed(_groups(length, block, form)):
+    for group in reversed(cut_sequence(length, block, causal=form.causal, window=form.window)):
 
-        def pull(sums: Any, start: Any, group: _Group = group) -> tuple[Any, jax.Array]:
-            first = group.first(start, length)
+        def pull(sums: Any, start: Any, group: Group = group) -> tuple[Any, jax.Array]:
+            first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             queries, d_out, statistic, own_term = (
                 _keys(x, start, group.size, 3) for x in (q, gradient, statistics, own)
@@ -249,4 +212,4 @@ def blockwise_attention(
         form: who sees whom.
         block: queries of a block; None: what suits the platform.
     """
-    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block or _BLOCK.get(platform(), _LARGE_BLOCK))
+    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block or block_size(platform()))

@@ -1,0 +1,63 @@
+"""How blockwise attention cuts a sequence: the one rule of the kernel and of the planner. No jax here."""
+
+import itertools
+from dataclasses import dataclass
+
+# Queries of a block. On CPU small ones skip more of the future and stay in the cache; accelerators want large products.
+_BLOCK = {"cpu": 64}
+_LARGE_BLOCK = 256
+# Groups of blocks, each with its own keys: 8 leave 1/16 of the products above the causal diagonal's half.
+_MAX_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks of `size` queries from `start` on, each of which meets `width` keys.
+
+    Attributes:
+        start: first query.
+        size: queries of a block.
+        blocks: how many.
+        width: keys that a block meets: those from 0 on, or with a window those from `window - 1` before its first
+            query on (moved inwards at the ends of the sequence).
+        window: of the form, where the keys move with the block.
+    """
+
+    start: int
+    size: int
+    blocks: int
+    width: int
+    window: int | None
+
+
+def block_size(platform: str) -> int:
+    """Queries of a block on a platform (cpu, gpu, tpu)."""
+    return _BLOCK.get(platform, _LARGE_BLOCK)
+
+
+def cut_sequence(length: int, block: int, *, causal: bool, window: int | None) -> list[Group]:
+    """The blocks of a sequence, grouped by the keys that they meet; the last holds the rest of the queries."""
+    block = min(block, length)
+    rest = [(length - length % block, 1, length % block)] if length % block else []
+    if window is not None:
+        width = window - 1 + block + (0 if causal else window - 1)
+        if width < length:
+            return [
+                Group(start, size, count, width, window) for start, count, size in [(0, length // block, block), *rest]
+            ]
+    full = length // block
+    num_groups = min(full, _MAX_GROUPS) if causal else 1
+    bounds = [full * index // num_groups for index in range(num_groups + 1)]
+    rows = [(low * block, high - low, block) for low, high in itertools.pairwise(bounds)] + rest
+    return [Group(start, size, count, start + count * size if causal else length, None) for start, count, size in rows]
+
+
+def computed_share(length: int, block: int, *, causal: bool, window: int | None) -> float:
+    """Of all pairs of a query and a key, those that are multiplied."""
+    groups = cut_sequence(length, block, causal=causal, window=window)
+    return sum(group.blocks * group.size * group.width for group in groups) / length**2
+
+
+def pairs_at_once(length: int, block: int, *, causal: bool, window: int | None) -> int:
+    """The most pairs of a query and a key, of one row and head, whose scores exist at once."""
+    return max(group.size * group.width for group in cut_sequence(length, block, causal=causal, window=window))
