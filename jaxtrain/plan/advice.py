@@ -62,7 +62,7 @@ def _fits(after: Estimate, before: Estimate) -> bool:
 def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Target]]:
     """Single changes, the cheapest first."""
     parallel, train = config.parallel, config.train
-    order = ("none", "dots", "full") if isinstance(config.model, TransformerConfig) else ("none", "full")
+    order = ("none", "dots", "full", "sqrt") if isinstance(config.model, TransformerConfig) else ("none", "full")
     if config.remat.policy in order:
         for policy in order[order.index(config.remat.policy) + 1 :]:
             remat = config.remat.model_copy(update={"policy": policy})
@@ -81,9 +81,15 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
             steps = train.accumulation_steps * factor
             more = train.model_copy(update={"accumulation_steps": steps})
             yield f"train.accumulation_steps={steps}", config.model_copy(update={"train": more}), target
+    if not config.optimizer.offload:
+        moved = config.optimizer.model_copy(update={"offload": True})
+        yield "optimizer.offload=true", config.model_copy(update={"optimizer": moved}), target
     if config.precision.policy == "fp32":
         lower = config.precision.model_copy(update={"policy": "bf16"})
         yield "precision.policy=bf16", config.model_copy(update={"precision": lower}), target
+    if config.optimizer.kind == "adamw" and config.optimizer.moments != "int8":
+        smaller = config.optimizer.model_copy(update={"moments": "int8"})
+        yield "optimizer.moments=int8", config.model_copy(update={"optimizer": smaller}), target
     for kind in ("lion", "adafactor"):
         if config.optimizer.kind == "adamw":
             other = config.model_copy(update={"optimizer": with_optimizer(config, kind)})

@@ -87,7 +87,7 @@ def analyse(
     placed = place(config, tensors, degrees)
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, cut, schedule)
-    time = step_time(config, workload, target, placed, state, cut, schedule)
+    time = step_time(config, workload, target, placed, state, cut, schedule, memory.host_parts)
     alone: dict[str, int] = {axis: 1 for axis in AXES}
     saved = state_bytes(config, tensors, place(config, tensors, alone), alone).total
     cost = None if time is None else run_cost(config, target, saved, time.seconds, terms or Terms())

@@ -94,12 +94,16 @@ def _recomputed(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()
     match remat.policy:
         case "none":
             return 0.0
-        case "full":
+        case "full" if not set(names) & set(remat.offload):
             return 1.0
+        case "sqrt":
+            # A segment runs again, and each of its blocks once more.
+            return 2.0
         case "dots":
             return 0.0 if matmul else 1.0
         case _:
-            return 1 - sum(name in remat.names for name in names) / len(names) if names else 1.0
+            kept = {*remat.offload, *(remat.names if remat.policy == "names" else ())}
+            return 1 - sum(name in kept for name in names) / len(names) if names else 1.0
 
 
 def _transformer(model: TransformerConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:

@@ -19,12 +19,14 @@ class Memory:
         state_bytes: of the parts, what lives between steps.
         capacity_bytes: of the device; None: not known.
         reserved_bytes: of the capacity, what the runtime, the compiler's fragmentation and libraries take.
+        host_parts: name -> bytes in the host's memory for one device: what is offloaded.
     """
 
     parts: dict[str, int]
     state_bytes: int
     capacity_bytes: int | None
     reserved_bytes: int = 0
+    host_parts: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -75,7 +77,7 @@ class Traffic:
         bytes: that one device sends.
         seconds: over its link.
         exposed_seconds: of these, what is assumed not to hide behind compute.
-        link: fast (NVLink, ICI, PCIe) or network.
+        link: fast (NVLink, ICI, PCIe), network, or PCIe to the host.
         kind: what it is made of, for people.
     """
 

@@ -16,9 +16,11 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.blocks import Cut, cut_logits
 from jaxtrain.plan.estimate import Memory
 from jaxtrain.plan.hardware import Target
+from jaxtrain.plan.offload import state_on_its_way
 from jaxtrain.plan.state import COMPUTE_BYTES, PARAM_BYTES, Placed, StateBytes, local_size
 from jaxtrain.plan.workload import Workload
 from jaxtrain.rules import entry_axes
+from jaxtrain.segments import segment_layers
 
 _FP32 = 4
 
@@ -33,6 +35,8 @@ class Work:
     """The most that one block needs at once in its backward pass."""
     head: float
     """Logits, or what the loss holds of them at once; the gradient of whole ones takes their place."""
+    moved: float = 0.0
+    """Activations that wait in the host's memory for the backward pass."""
 
 
 def step_memory(
@@ -64,9 +68,13 @@ def step_memory(
             work = _mlp(config.model, config, workload, cut)
     gradients, cast, gathered = _parameters(config, placed, cut)
     in_head = work.head > work.block
+    offload = config.optimizer.offload
+    # The update comes when activations are gone.
+    on_its_way = state_on_its_way(config, placed, state, dict(cut.degrees)) if offload else 0
     parts = {
         "parameters": state.params,
-        "optimizer state": state.optimizer,
+        "optimizer state": 0 if offload else state.optimizer,
+        "optimizer state being updated": max(0, round(on_its_way - work.kept - max(work.block, work.head))),
         "moving average": state.average,
         "model state": state.model_state,
         "gradients": round(gradients),
@@ -80,7 +88,14 @@ def step_memory(
     hardware = target.hardware
     capacity = hardware.memory_bytes or None
     reserved = 0 if capacity is None or hardware.kind == "cpu" else round(_RESERVED[hardware.kind] * capacity)
-    return Memory({name: size for name, size in parts.items() if size}, state.total, capacity, reserved)
+    host = {"optimizer state": state.optimizer if offload else 0, "activations": round(work.moved)}
+    return Memory(
+        {name: size for name, size in parts.items() if size},
+        state.total - host["optimizer state"],
+        capacity,
+        reserved,
+        {name: size for name, size in host.items() if size},
+    )
 
 
 # Of the capacity: what jax leaves to CUDA's context, cuBLAS and NCCL. libtpu's capacity is what programs get.
@@ -94,7 +109,7 @@ def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[flo
     trained = [one for one in placed if one.trained]
     local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
     spread = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
-    gradients = _FP32 * local
+    gradients = stored * local
     if cut.microbatches > 1:
         # The sum over microbatches, and the gradient of one as it comes and in float32.
         gradients = _FP32 * (spread if config.parallel.zero == 2 else local) + (_FP32 + size / 2) * local
@@ -143,30 +158,35 @@ def _transformer(
     scores = 0.0 if cut.fused_attention else _pairs(config, t, length, context) * heads / tensor
     outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
     inner = size * t * (heads * k / tensor + 2 * hidden)
-    match config.remat.policy:
-        case "full":
-            kept = stream
+    sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
+    widths = {name: width / tensor for name, width in sizes.items()}
+    widths |= {"attention_projection": d / residual, "mlp_hidden": hidden, "mlp_output": d / residual}
+    widths["block_input"] = d / residual
+    remat = config.remat
+    moved = size * t * sum(widths[name] for name in remat.offload)
+    match remat.policy:
+        case "full" | "sqrt":
+            kept = 0.0 if "block_input" in remat.offload else stream
         case "dots":
             kept = stream + outputs
         case "names":
-            sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
-            widths = {name: width / tensor for name, width in sizes.items()}
-            widths |= {"attention_projection": d / residual, "mlp_hidden": hidden, "mlp_output": d / residual}
-            kept = stream + size * t * sum(widths[name] for name in config.remat.names)
+            kept = (0.0 if "block_input" in remat.offload else stream) + size * t * sum(widths[n] for n in remat.names)
         case _:
             kept = 8 * stream + outputs + inner + (_SCORE_KEPT[kind] + size) * scores
     # What is not kept is computed again, all of one block at once.
-    again = 0.0 if config.remat.policy == "none" else outputs + inner if config.remat.policy == "full" else inner
-    block = again + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
+    again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
+    # Of what is offloaded, that of one layer is on its way.
+    block = again + moved + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
+    chunk = layers // (1 if schedule is None else schedule.num_chunks)
+    moved *= chunk
+    kept *= segment_layers(chunk).live if remat.policy == "sqrt" else chunk
     if schedule is not None:
-        # Stage inputs of the microbatches under way, and all that one stage keeps while it runs backward.
-        kept = schedule.peak_live() * stream + kept * layers / schedule.num_chunks
-    else:
-        kept *= layers
+        # Stage inputs of the microbatches under way, beside all that one stage keeps while it runs backward.
+        kept += schedule.peak_live() * stream
     assert workload.vocab_size is not None
     vocabulary = workload.vocab_size / tensor
     cut_as = cut_logits(config, t, d, vocabulary)
-    return Work(kept, block, block_bytes(cut_as, math.ceil(t), d, math.ceil(vocabulary), itemsize=size))
+    return Work(kept, block, block_bytes(cut_as, math.ceil(t), d, math.ceil(vocabulary), itemsize=size), moved)
 
 
 def _pairs(config: Config, tokens: float, length: int, context: int) -> float:
@@ -190,8 +210,11 @@ def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -
     kept = _KEPT_OUTSIDE[size] * first + size * residuals
     if config.remat.policy == "none":
         kept = _KEPT_OUTSIDE[size] * first + _KEPT_SCANNED[size] * rest
+    elif "block_input" in config.remat.offload:
+        kept = _KEPT_OUTSIDE[size] * first
     # With stacks the backward pass begins at the last blocks, which are small; without, the largest weighs.
-    return Work(cut.rows * kept, 0.0 if rest else cut.rows * largest * _KEPT_OUTSIDE[size], 0.0)
+    moved = size * residuals if "block_input" in config.remat.offload else 0.0
+    return Work(cut.rows * kept, 0.0 if rest else cut.rows * largest * _KEPT_OUTSIDE[size], 0.0, cut.rows * moved)
 
 
 def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, int, int, int]:

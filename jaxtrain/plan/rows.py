@@ -185,7 +185,9 @@ def _run_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     elif train.accumulation_steps > 1:
         rows["accumulation"] = f"{train.accumulation_steps} microbatches"
     named = f": {', '.join(config.remat.names)}" if config.remat.policy == "names" else ""
-    rows["remat"] = f"{config.remat.policy}{named}"
+    offloaded = [*config.remat.offload, *(["optimizer state"] if config.optimizer.offload else [])]
+    moved = f"; on the host: {', '.join(offloaded)}" if offloaded else ""
+    rows["remat"] = f"{config.remat.policy}{named}{moved}"
     rows["precision"] = config.precision.policy
     rows["optimizer"] = config.optimizer.kind
     rows["parameters"] = f"{format_count(estimate.num_parameters)} ({estimate.num_parameters:,})"
@@ -206,6 +208,8 @@ def _memory_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     rows = {name: part(count) for name, count in memory.parts.items()}
     rows["total"] = part(total)
     rows["of it between steps"] = part(memory.state_bytes)
+    for name, count in memory.host_parts.items():
+        rows[f"on the host: {name}"] = _Fact(f"{units.memory(count):>12}")
     rows["of capacity"] = _Fact(
         _UNKNOWN if not capacity else f"{100 * total / capacity:.1f} % of {_capacity(capacity)}"
     )

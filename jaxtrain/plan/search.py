@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.config.models import TransformerConfig
-from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, SGDConfig
+from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.degrees import AXES
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.analyse import Terms, analyse, microbatches_of
@@ -181,8 +181,14 @@ def with_optimizer(config: Config, kind: str) -> Any:
     """The optimizer group of another kind, with what all kinds share."""
     if kind == config.optimizer.kind:
         return config.optimizer
-    kinds = {"adamw": AdamWConfig, "lion": LionConfig, "adafactor": AdafactorConfig, "sgd": SGDConfig}
-    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze")
+    kinds = {
+        "adamw": AdamWConfig,
+        "muon": MuonConfig,
+        "lion": LionConfig,
+        "adafactor": AdafactorConfig,
+        "sgd": SGDConfig,
+    }
+    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze", "offload")
     return kinds[kind](**{name: getattr(config.optimizer, name) for name in shared})
 
 

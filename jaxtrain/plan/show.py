@@ -67,6 +67,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
                 "parts_bytes": memory.parts,
                 "total_bytes": memory.total_bytes,
                 "state_bytes": memory.state_bytes,
+                "host_parts_bytes": memory.host_parts,
                 "capacity_bytes": memory.capacity_bytes,
                 "reserved_bytes": memory.reserved_bytes,
                 "usable_bytes": memory.usable_bytes,

@@ -12,6 +12,7 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.estimate import BlockTime, StepTime, Traffic
 from jaxtrain.plan.hardware import Target
+from jaxtrain.plan.offload import host_bandwidth
 from jaxtrain.plan.state import COMPUTE_BYTES, Placed, StateBytes, local_size
 from jaxtrain.plan.workload import Workload
 from jaxtrain.rules import entry_axes
@@ -27,6 +28,8 @@ _EFFICIENCY = {
 }
 # Traffic that the compiler starts early: (likely, best, worst) share of the compute that it can hide behind.
 _OVERLAP = {"data": (0.5, 1.0, 0.0), "fsdp": (0.7, 1.0, 0.0), "context": (0.5, 1.0, 0.0), "pipe": (0.5, 1.0, 0.0)}
+# Activations pass to the host and back beside the layers; optimizer state when nothing else runs.
+_OVERLAP["host (activations)"] = (0.5, 1.0, 0.0)
 _LIKELY, _BEST, _WORST = 0, 1, 2
 
 
@@ -99,7 +102,8 @@ def traffic(
     if degrees["fsdp"] > 1:
         whole = size * sum(without(one, "fsdp") for one in placed)
         # Gathered for every forward pass and for the backward, whose gradients are scattered.
-        volume = (forwards + 2) * cut.microbatches * whole * share("fsdp")
+        passes = forwards + 2 + (config.remat.policy == "sqrt")
+        volume = passes * cut.microbatches * whole * share("fsdp")
         sent.append(Sent("fsdp", volume, f"parameters {'twice' if forwards == 1 else '3 times'}, gradients"))
 
     def summed(axis: str) -> float:
@@ -112,7 +116,7 @@ def traffic(
         tokens = cut.rows * workload.input_shape[0] / degrees["context"]
         stream = size * tokens * model.embed_dim
         layers = model.num_layers / degrees["pipe"] * cut.microbatches
-        again = forwards + (config.remat.policy == "full")
+        again = forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
         if degrees["tensor"] > 1:
             # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed.
             count = 2 * again + 2
@@ -168,6 +172,7 @@ def step_time(
     state: StateBytes,
     cut: Cut,
     schedule: Schedule | None,
+    on_host: Mapping[str, int] | None = None,
 ) -> StepTime | None:
     """The prediction, or None where no peak is known for the run's number format.
 
@@ -179,6 +184,7 @@ def step_time(
         state: bytes of the train state.
         cut: what a device works on.
         schedule: of the pipeline.
+        on_host: name -> bytes in the host's memory, as in `Memory.host_parts`.
     """
     peak = peak_rate(target, config.precision.policy)
     if peak is None or not target.hardware.memory_bandwidth:
@@ -187,6 +193,11 @@ def step_time(
     # The update reads state and gradients and writes state.
     blocks.append(Block("optimizer", 1, 0.0, (2 * state.total + 2 * state.params) / 3))
     sent = traffic(config, workload, placed, cut, schedule)
+    times = {"activations": cut.microbatches * (1 if schedule is None else schedule.num_chunks)}
+    sent += [
+        Sent(f"host ({name})", 2 * size * times.get(name, 1), "to the host and back")
+        for name, size in (on_host or {}).items()
+    ]
     bubble = 0.0 if schedule is None else schedule.bubble_fraction()
     other = peak_rate(target, "bf16") if config.precision.policy == "fp8" else peak
     assert other is not None, "no hardware has fp8 alone"
@@ -245,12 +256,14 @@ def _rate(
     room = stages + rest
     for one in sent:
         fast = one.axis not in crossed
+        kind = "fast" if fast else "network"
         rate = (hardware.link_bandwidth if fast else hardware.network_bandwidth) * rates["link"][which]
+        if one.axis.startswith("host"):
+            rate, kind = host_bandwidth(hardware) * rates["link"][which], "PCIe"
         seconds = one.bytes / rate if rate else math.inf
         overlap = _OVERLAP.get(one.axis, (0.0, 0.0, 0.0))[which]
         hidden = min(seconds, overlap * room)
         room -= hidden
-        kind = "fast" if fast else "network"
         on_axes.append(Traffic(one.axis, one.bytes, seconds, seconds - hidden, kind, one.kind))
         total += seconds - hidden
     return times, on_axes, total

@@ -6,7 +6,6 @@ device at once. Without the loop compilers bring all of the state before they up
 and of XLA's GPU compiler of jax 0.10.2). Other updates (Adafactor's sums over rows, norms) must see whole arrays.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,11 +17,11 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain import update_slices
 from jaxtrain.sharding import Layout, optimizer_shardings, parameter_shardings, path_name
+from jaxtrain.update_slices import num_slices
 
 HOST_MEMORY = "pinned_host"
-# The largest slice, in bytes of float32 a device; about four of them are on the device at once for each moment.
-SLICE_BYTES = 128 * 2**20
 
 _Space = jax.memory.Space
 # (gradients, optimizer state, parameters, scalars) -> (parameters, optimizer state); trees with None in some places.
@@ -171,7 +170,7 @@ def _stream(advance: Advance, gradients: Any, optimizer_state: Any, params: Any,
 
 def _groups(leaves: dict[str, Any]) -> list[set[str]]:
     """Paths that are updated together: large arrays alone, small ones up to the size of a slice."""
-    large = [path for path, leaf in leaves.items() if 4 * leaf.size > SLICE_BYTES]
+    large = [path for path, leaf in leaves.items() if 4 * leaf.size > update_slices.SLICE_BYTES]
     groups: list[set[str]] = []
     room = 0
     for path, leaf in leaves.items():
@@ -179,18 +178,10 @@ def _groups(leaves: dict[str, Any]) -> list[set[str]]:
             continue
         if 4 * leaf.size > room:
             groups.append(set())
-            room = SLICE_BYTES
+            room = update_slices.SLICE_BYTES
         groups[-1].add(path)
         room -= 4 * leaf.size
     return [*({path} for path in large), *groups]
-
-
-def num_slices(shape: tuple[int, ...]) -> int:
-    """Slices of the first dim that an array of a device passes in: the fewest that are small enough, else all."""
-    if not shape:
-        return 1
-    least = math.ceil(4 * math.prod(shape) / SLICE_BYTES)
-    return next((n for n in range(max(1, least), shape[0] + 1) if shape[0] % n == 0), max(1, shape[0]))
 
 
 def _advance_group(
