@@ -7,6 +7,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.errors import ConfigError
 from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
+from jaxtrain.plan.attention import AttentionWork, attention_work
 from jaxtrain.plan.blocks import Cut
 from jaxtrain.plan.cost import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
 from jaxtrain.plan.estimate import Estimate
@@ -57,7 +58,7 @@ def with_degrees(config: Config, num_devices: int) -> Config:
 
 
 def analyse(
-    config: Config, target: Target, terms: Terms | None = None, *, fused_attention: bool | None = None
+    config: Config, target: Target, terms: Terms | None = None
 ) -> Estimate:
     """Memory, time and cost of a config on a target.
 
@@ -65,7 +66,6 @@ def analyse(
         config: the run; `auto` degrees take the target's devices.
         target: hardware and count.
         terms: of the cost; None: the usual ones.
-        fused_attention: whether attention runs in one kernel; None: where the library has one for the hardware.
 
     Raises:
         ConfigError: a layout that the model or the batch cannot take, or sizes that only the data knows.
@@ -80,10 +80,7 @@ def analyse(
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
-    fused = _has_fused_attention(config, target) if fused_attention is None else fused_attention
-    cut = cut_batch(
-        config, workload, schedule, fused_attention=fused, score_bytes=_SCORE_BYTES.get(target.hardware.kind, 16)
-    )
+    cut = cut_batch(config, workload, schedule, attention_work(config, target, workload.input_shape[0]))
     placed = place(config, tensors, degrees)
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, cut, schedule)
@@ -151,23 +148,8 @@ def microbatches_of(config: Config) -> int:
     return num_microbatches(parallel.microbatches, int(parallel.pipe), accumulation_steps=accumulation)
 
 
-def _has_fused_attention(config: Config, target: Target) -> bool:
-    """Whether `ops/cudnn_attention.py` takes the attention of a config on a target."""
-    model = config.model
-    if not isinstance(model, TransformerConfig) or config.parallel.context != 1:
-        return False
-    head_dim = model.head_dim or model.embed_dim // model.num_heads
-    ampere = target.hardware.title.startswith("NVIDIA") and "bf16" in target.hardware.peak_flops
-    return (
-        ampere
-        and config.precision.policy in ("bf16", "bf16_pure", "fp16", "fp8")
-        and head_dim % 8 == 0
-        and head_dim <= 128
-    )
-
-
 def cut_batch(
-    config: Config, workload: Workload, schedule: Schedule | None, *, fused_attention: bool, score_bytes: int
+    config: Config, workload: Workload, schedule: Schedule | None, attention: AttentionWork | None
 ) -> Cut:
     """What one device gets of a batch.
 
@@ -190,7 +172,7 @@ def cut_batch(
             f"use {nearest_multiples(length, parts)}"
         )
     scaled = config.precision.policy == "fp8"
-    return Cut(microbatches, workload.rows / shards / microbatches, degrees, fused_attention, score_bytes, scaled)
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled)
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.loss_blocks import LossBlocks, choose_blocks
+from jaxtrain.plan.attention import AttentionWork
 from jaxtrain.plan.state import COMPUTE_BYTES
 from jaxtrain.plan.workload import Workload
 
@@ -65,16 +66,14 @@ class Cut:
         microbatches: of a step.
         rows: of one microbatch on one device.
         degrees: of the mesh.
-        fused_attention: whether scores stay inside a kernel.
-        score_bytes: moved for each score where they do not.
+        attention: what it runs on; None: the model has none.
         scaled: whether linear layers round their operands to 8 bits, each by its own largest magnitude.
     """
 
     microbatches: int
     rows: float
     degrees: Mapping[str, int]
-    fused_attention: bool = False
-    score_bytes: int = 16
+    attention: AttentionWork | None = None
     scaled: bool = False
 
 
@@ -134,18 +133,22 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         linear=True,
     )
     pairs = t * length * heads / tensor
-    score_flops = 4 * pairs * k * (0.5 if cut.fused_attention else 1.0)
-    # Unfused: scores in float32 are written, masked, reduced and normalised, and read again for the values.
-    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + (
-        0 if cut.fused_attention else cut.score_bytes * pairs
-    )
+    assert cut.attention is not None
+    computed = pairs * cut.attention.computed
+    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + cut.attention.score_bytes * computed
+    if cut.attention.name in ("reference", "context"):
+        # Scores have batch dims, so that policy dots recomputes them too.
+        recomputed = _recomputed(remat, matmul=False, names=("attention_output",))
+    else:
+        # The backward pass of a kernel makes the scores again, one product of the two; all of it where its result is
+        # not kept.
+        recomputed = 0.5 + _recomputed(remat, matmul=cut.attention.keeps_output, names=("attention_output",))
     scores = Block(
         "attention scores",
         count,
-        score_flops,
+        4 * computed * k,
         score_bytes,
-        # Scores have batch dims, so that policy dots recomputes them too.
-        _recomputed(remat, matmul=False, names=("attention_output",)) + again,
+        recomputed + again,
         stage=True,
     )
     experts = model.experts

@@ -155,7 +155,13 @@ def _transformer(
 
     stream = size * t * d / residual
     queries = size * t * (heads + 2 * groups) * k / tensor
-    scores = 0.0 if cut.fused_attention else _pairs(config, t, length, context) * heads / tensor
+    assert cut.attention is not None
+    scores = cut.rows * cut.attention.pairs_at_once * heads / tensor
+    kernel = cut.attention.name not in ("reference", "context")
+    # A kernel keeps row statistics of its softmax in place of scores; "dots" keeps the result beside them where a
+    # kernel names both.
+    statistics = _FP32 * t * heads / tensor if kernel else 0.0
+    named = size * t * heads * k / tensor + statistics if cut.attention.keeps_output else 0.0
     outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
     inner = size * t * (heads * k / tensor + 2 * hidden)
     sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
@@ -168,15 +174,17 @@ def _transformer(
         case "full" | "sqrt":
             kept = 0.0 if "block_input" in remat.offload else stream
         case "dots":
-            kept = stream + outputs
+            kept = stream + outputs + named
         case "names":
             kept = (0.0 if "block_input" in remat.offload else stream) + size * t * sum(widths[n] for n in remat.names)
         case _:
-            kept = 8 * stream + outputs + inner + (_SCORE_KEPT[kind] + size) * scores
+            kept = 8 * stream + outputs + inner + (statistics if kernel else (_SCORE_KEPT[kind] + size) * scores)
     # What is not kept is computed again, all of one block at once.
     again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
     # Of what is offloaded, that of one layer is on its way.
     block = again + moved + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
+    if cut.attention.name == "blockwise":
+        block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
     chunk = layers // (1 if schedule is None else schedule.num_chunks)
     moved *= chunk
     kept *= segment_layers(chunk).live if remat.policy == "sqrt" else chunk
@@ -187,16 +195,6 @@ def _transformer(
     vocabulary = workload.vocab_size / tensor
     cut_as = cut_logits(config, t, d, vocabulary)
     return Work(kept, block, block_bytes(cut_as, math.ceil(t), d, math.ceil(vocabulary), itemsize=size), moved)
-
-
-def _pairs(config: Config, tokens: float, length: int, context: int) -> float:
-    """Pairs of a query and a key whose scores one device has at once, for each head that it works on."""
-    kind = config.parallel.context_attention
-    if context == 1:
-        return tokens * length
-    ring = kind == "ring" or (kind == "auto" and config.parallel.pipe == 1)
-    # A ring holds one block of keys at a time; the others hold all keys, of all heads or of a part of them.
-    return tokens * length / context if ring else tokens * length
 
 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the

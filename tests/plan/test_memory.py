@@ -23,7 +23,7 @@ def test_memory_is_the_compiler_s(row: dict) -> None:
     config, *overrides = row["config"].split()
     target = target_of(find(name), int(count))
     loaded = load_config(config, overrides=overrides)
-    estimate = analyse(loaded.config, target, fused_attention=row["fused_attention"])
+    estimate = analyse(loaded.config, target)
     # The figures of the file are rounded to a thousandth of a GiB.
     assert estimate.memory.state_bytes == pytest.approx(row["state_bytes"], rel=0.01, abs=2**20)
     assert estimate.memory.total_bytes == pytest.approx(row["peak_bytes"], rel=0.15)

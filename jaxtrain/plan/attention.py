@@ -1,0 +1,83 @@
+"""What attention runs on where a step is planned for, and what that computes and holds; the table is `ops/attention.py`'s."""
+
+from dataclasses import dataclass
+
+from jaxtrain.attention_blocks import block_size, computed_share, pairs_at_once
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.plan.hardware import Target
+
+# Bytes moved for each score that is computed outside a kernel: in float32 it is written, masked, reduced and
+# normalised, and read again for the values. Each pass of a CPU over them goes through memory.
+_SCORE_BYTES = {"cpu": 64}
+_SCORE_BYTES_ELSEWHERE = 16
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Attention of one layer on one device.
+
+    Attributes:
+        name: implementation: cudnn, splash, blockwise or reference; over `context`: context.
+        computed: of all pairs of a query and a key, those that are multiplied.
+        pairs_at_once: scores that exist in memory at once, a row and head; 0 where they stay inside a kernel.
+        score_bytes: moved for each computed score.
+        keeps_output: its result and statistics are named for the remat policies, so that "dots" keeps them.
+    """
+
+    name: str
+    computed: float
+    pairs_at_once: float
+    score_bytes: int
+    keeps_output: bool
+
+
+def attention_work(config: Config, target: Target, length: int) -> AttentionWork | None:
+    """The attention of a config on a target; None: the model has none.
+
+    Args:
+        config: with degrees resolved.
+        target: hardware and count.
+        length: tokens of a row.
+    """
+    model = config.model
+    if not isinstance(model, TransformerConfig):
+        return None
+    kind = target.hardware.kind
+    score_bytes = _SCORE_BYTES.get(kind, _SCORE_BYTES_ELSEWHERE)
+    context = config.parallel.context
+    if context != 1:
+        way = config.parallel.context_attention
+        ring = way == "ring" or (way == "auto" and config.parallel.pipe == 1)
+        # A ring holds one block of keys at a time; the others hold all keys, of all heads or of a part of them.
+        return AttentionWork("context", 1.0, length * length / (context if ring else 1) / context, score_bytes, False)
+    name = _implementation(config, model, target, length)
+    form = dict(causal=model.causal, window=model.sliding_window)
+    match name:
+        case "cudnn" | "splash":
+            seen = 0.5 if model.causal else 1.0
+            if model.sliding_window is not None:
+                seen = min(seen, model.sliding_window / length * (1 if model.causal else 2))
+            return AttentionWork(name, seen, 0.0, 0, name == "splash")
+        case "blockwise":
+            block = block_size(kind)
+            pairs = pairs_at_once(length, block, **form)
+            return AttentionWork(name, computed_share(length, block, **form), pairs, score_bytes, True)
+        case _:
+            return AttentionWork(name, 1.0, length * length, score_bytes, False)
+
+
+def _implementation(config: Config, model: TransformerConfig, target: Target, length: int) -> str:
+    """The first of the platform's table that takes the case, or the one that the config names."""
+    if model.attention != "auto":
+        return model.attention
+    kind = target.hardware.kind
+    head_dim = model.head_dim or model.embed_dim // model.num_heads
+    ampere = target.hardware.title.startswith("NVIDIA") and "bf16" in target.hardware.peak_flops
+    sixteen_bits = config.precision.policy in ("bf16", "bf16_pure", "fp16", "fp8")
+    plain = model.attention_softcap is None and (model.causal or model.sliding_window is None)
+    if ampere and sixteen_bits and plain and head_dim % 8 == 0 and head_dim <= 128:
+        return "cudnn"
+    if kind == "tpu" and length % 128 == 0 and head_dim % 64 == 0:
+        return "splash"
+    return "blockwise" if length > block_size(kind) else "reference"
