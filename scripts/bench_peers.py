@@ -1,0 +1,275 @@
+"""jaxtrain against its peers on the same work in the same run: tokens/s, images/s, memory, time to the first step.
+
+    python scripts/bench_peers.py --peers-python PEERS/bin/python [--rounds 5] [--steps 5] [--only torch] [--json FILE]
+
+PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras). Every peer is a process that stays alive;
+each round every peer makes a block of steps, one peer after the other, so that the noise of a shared machine meets all.
+Figures are medians over the rounds. All count the same model FLOPs (jaxtrain/metrics/flops.py), train in float32, from
+the same text, with AdamW, clipping and weight decay alike.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from jaxtrain.allocator import SETTINGS  # noqa: E402
+from jaxtrain.config.models import ResNetConfig, TransformerConfig  # noqa: E402  (the checkout's, not an installed one)
+from jaxtrain.metrics.flops import model_flops_per_row  # noqa: E402
+
+_LIMIT_SECONDS = 900
+_RESNET = (
+    "resnet50_imagenet", "data.kind=synthetic", "data.task=images", "data.image_size=96", "data.num_classes=1000",
+    "data.num_rows=64", "precision.policy=fp32", "train.global_batch_size=8", "optimizer.learning_rate=0.1",
+    "optimizer.schedule.kind=constant", "optimizer.weight_decay=0", "optimizer.schedule.warmup_steps=0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One row of the table.
+
+    Attributes:
+        name: for people.
+        work: transformer, resnet or matmul; rows of one work are compared.
+        command: file in scripts/peers and its arguments.
+        theirs: whether it runs in the peers' environment.
+    """
+
+    name: str
+    work: str
+    command: tuple[str, ...]
+    theirs: bool = False
+
+
+PEERS = (
+    Peer("jaxtrain", "transformer", ("ours.py", "bench_cpu")),
+    Peer("hand-written JAX, no remat", "transformer", ("bare_jax.py", "none")),
+    Peer("hand-written JAX, remat dots", "transformer", ("bare_jax.py", "dots")),
+    Peer("hand-written JAX, remat full", "transformer", ("bare_jax.py", "full")),
+    Peer("hand-written JAX, remat dots, flattened", "transformer", ("bare_jax.py", "dots", "flat")),
+    Peer("PyTorch eager", "transformer", ("torch_transformer.py", "eager"), theirs=True),
+    Peer("PyTorch torch.compile", "transformer", ("torch_transformer.py", "compile"), theirs=True),
+    Peer("Keras on JAX", "transformer", ("keras_transformer.py",), theirs=True),
+    Peer("jaxtrain ResNet-50", "resnet", ("ours.py", *_RESNET)),
+    Peer("PyTorch eager ResNet-50", "resnet", ("torch_resnet.py", "eager"), theirs=True),
+    Peer("PyTorch torch.compile ResNet-50", "resnet", ("torch_resnet.py", "compile"), theirs=True),
+    Peer("matmul", "matmul", ("matmul.py",)),
+)
+# The flattened step is ours written by hand, not what people write: it is a ceiling and no peer.
+_CEILING = "hand-written JAX, remat dots, flattened"
+# Rows of a step and items of a row.
+_ITEMS = {"transformer": (16, 256), "resnet": (8, 1)}
+
+
+def work_flops(work: str) -> float:
+    """Model FLOPs of one step."""
+    if work == "transformer":
+        model = TransformerConfig(position="learned", norm="layernorm", activation="gelu")
+        row = model_flops_per_row(model, sequence_length=256, input_shape=None, num_outputs=None, vocab_size=256)
+    else:
+        row = model_flops_per_row(
+            ResNetConfig(stage_blocks=(3, 4, 6, 3), bottleneck=True), sequence_length=None, input_shape=(96, 96, 3),
+            num_outputs=1000, vocab_size=None,
+        )  # fmt: skip
+    assert row is not None
+    return row * _ITEMS[work][0]
+
+
+@dataclass
+class Running:
+    """A peer's process and what it said."""
+
+    peer: Peer
+    process: subprocess.Popen[str]
+    facts: dict[str, Any]
+    blocks: list[dict[str, float]] = field(default_factory=list)
+    error: str | None = None
+
+
+def ask(running: Running, steps: int | None) -> dict[str, Any]:
+    """The next line of a peer, after asking it for steps; its death becomes its error."""
+    try:
+        if steps is not None:
+            assert running.process.stdin is not None
+            running.process.stdin.write(f"{steps}\n")
+            running.process.stdin.flush()
+        assert running.process.stdout is not None
+        for line in running.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+    except OSError:
+        pass
+    running.process.wait(timeout=60)
+    running.error = f"ended with {running.process.returncode}"
+    return {}
+
+
+def launch(peer: Peer, python: str, errors: Any, settings: dict[str, str]) -> Running:
+    """Start a peer, with more settings in its environment, and wait for its first step."""
+    # One compilation a process, and no cache of an earlier run: torch.compile has one of its own.
+    cache = tempfile.mkdtemp(prefix="peer-")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "JAX_PLATFORMS": "cpu",
+        **settings,
+    }
+    began = time.time()
+    process = subprocess.Popen(
+        [python, str(HERE / "peers" / peer.command[0]), *peer.command[1:]],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+    )  # fmt: skip
+    running = Running(peer, process, {})
+    running.facts = ask(running, None)
+    running.facts["first_step_seconds"] = round(time.time() - began, 2)
+    return running
+
+
+def finish(running: Running) -> None:
+    """Let a peer tell its peak memory and end."""
+    if running.error is None:
+        assert running.process.stdin is not None
+        running.process.stdin.close()
+        assert running.process.stdout is not None
+        running.facts |= json.loads(running.process.stdout.read().splitlines()[-1])
+    running.process.wait(timeout=60)
+
+
+def row_of(running: Running, steps: int) -> dict[str, Any]:
+    """The figures of a peer: medians over its blocks."""
+    peer, facts = running.peer, running.facts
+    row: dict[str, Any] = {"name": peer.name, "work": peer.work}
+    if running.error is not None or not running.blocks:
+        return row | {"error": running.error or "made no block"}
+    step_seconds = statistics.median(block["seconds"] for block in running.blocks) / steps
+    row |= {name: facts[name] for name in ("parameters", "versions", "first_step_seconds", "peak_memory_bytes", "remat")
+            if name in facts}  # fmt: skip
+    row |= {"step_seconds": step_seconds, "rounds": [block["seconds"] / steps for block in running.blocks]}
+    if peer.work == "matmul":
+        return row | {"flops_per_second": facts["flops_a_step"] / step_seconds}
+    rows, items = _ITEMS[peer.work]
+    return row | {
+        "items_per_second": rows * items / step_seconds,
+        "flops_per_second": work_flops(peer.work) / step_seconds,
+        "loss": running.blocks[-1]["loss"],
+    }
+
+
+def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of ours to each peer and to the best, of speeds and of peak memory, by work."""
+    answer: dict[str, Any] = {}
+    limit = next((row["flops_per_second"] for row in rows if row["work"] == "matmul" and "error" not in row), None)
+    for work in ("transformer", "resnet"):
+        done = [row for row in rows if row["work"] == work and "error" not in row]
+        ours = next((row for row in done if row["name"].startswith("jaxtrain")), None)
+        peers = [row for row in done if row is not ours]
+        if ours is None or not peers:
+            continue
+        best = max((row for row in peers if row["name"] != _CEILING), key=lambda row: row["items_per_second"])
+        answer[work] = {
+            "over_best_peer": round(ours["items_per_second"] / best["items_per_second"], 3),
+            "best_peer": best["name"],
+            "over": {row["name"]: round(ours["items_per_second"] / row["items_per_second"], 3) for row in peers},
+            "memory_over": {
+                row["name"]: round(ours["peak_memory_bytes"] / row["peak_memory_bytes"], 3) for row in peers
+            },
+            "share_of_matmul_rate": None if limit is None else round(ours["flops_per_second"] / limit, 3),
+        }
+    return answer
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def wanted(peer: Peer, only: list[str] | None) -> bool:
+    """Whether a peer runs: what it is compared with always does."""
+    if not only:
+        return True
+    named = [other for other in PEERS if any(text == other.work or text in other.name for text in only)]
+    return peer in named or (peer.name.startswith("jaxtrain") and any(other.work == peer.work for other in named))
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A peer's line for people."""
+    if "error" in row:
+        return f"{row['name']:40} {row['error']}"
+    rate = f"{row['flops_per_second'] / 1e9:5.0f} GFLOP/s"
+    if row["work"] == "matmul":
+        return f"{row['name']:40} {'':18} {rate}"
+    return (
+        f"{row['name']:40} {row['items_per_second']:9,.1f} a second {rate}, peak "
+        f"{row['peak_memory_bytes'] / 2**30:.2f} GiB, first step after {row['first_step_seconds']:.1f} s, "
+        f"loss {row['loss']:.3f}"
+    )
+
+
+def main() -> None:
+    """Run the rounds, print the table and the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers-python", default=os.environ.get("JAXTRAIN_PEERS_PYTHON", sys.executable))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="of a block")
+    parser.add_argument("--only", action="append", help="part of a peer's name or its work; ours always runs")
+    parser.add_argument("--malloc", action="store_true", help="give every peer the malloc settings that ours takes")
+    parser.add_argument("--json", help="file for the whole answer")
+    arguments = parser.parse_args()
+    chosen = [peer for peer in PEERS if wanted(peer, arguments.only)]
+    about = machine()
+    with tempfile.TemporaryFile("w+") as errors:
+        alive: list[Running] = []
+        try:
+            for peer in chosen:
+                python = arguments.peers_python if peer.theirs else sys.executable
+                alive.append(launch(peer, python, errors, SETTINGS if arguments.malloc else {}))
+                print(f"{peer.name}: {alive[-1].error or alive[-1].facts}", file=sys.stderr, flush=True)
+            for number in range(arguments.rounds):
+                for running in alive:
+                    block = ask(running, arguments.steps) if running.error is None else {}
+                    if block:
+                        running.blocks.append(block)
+                print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+            for running in alive:
+                finish(running)
+        finally:
+            for running in alive:
+                running.process.kill()
+        rows = [row_of(running, arguments.steps) for running in alive]
+        if any("error" in row for row in rows):
+            errors.seek(0)
+            print(errors.read()[-4000:], file=sys.stderr)
+    print("\n".join(map(line_of, rows)))
+    about["malloc_settings_for_all"] = arguments.malloc
+    answer = {"machine": about, "rounds": arguments.rounds, "steps": arguments.steps, "rows": rows}
+    answer["ratios"] = compare(rows)
+    print(json.dumps(answer["ratios"], indent=2))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

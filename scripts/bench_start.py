@@ -1,0 +1,123 @@
+"""Time to the first step: cold against warm start of a config, and what compiling a deeper model costs.
+
+    python scripts/bench_start.py [--config quickstart] [--rounds 3] [--layers 6 48]
+
+A start is timed from the start of the process to the end of its first step (the first row of metrics.jsonl). Cold
+starts have an empty cache folder, warm ones that of the cold start before. Depths are compiled in fresh processes
+without a cache, interleaved. Prints one JSON object; figures are medians.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+_LIMIT_SECONDS = 600
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """The environment of a timed process: its own cache folder, this checkout."""
+    return {**os.environ, "JAXTRAIN_CACHE_DIR": str(cache), "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1"}
+
+
+def _path() -> str:
+    return os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def start(config: str, overrides: list[str], cache: Path) -> dict[str, Any]:
+    """Seconds from the start of `jaxtrain train` to the end of its first step, and the phases that it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        command = [sys.executable, "-m", "jaxtrain", "train", config, *overrides, "--run-dir", folder]
+        log = Path(folder) / "stderr"
+        with log.open("wb") as errors:
+            began = time.time()
+            process = subprocess.Popen(command, env=environment(cache), stdout=subprocess.DEVNULL, stderr=errors)
+            try:
+                while not (metrics.exists() and metrics.stat().st_size):
+                    if process.poll() is not None or time.time() - began > _LIMIT_SECONDS:
+                        raise SystemExit(f"{' '.join(command)} made no step:\n{log.read_text()[-2000:]}")
+                    time.sleep(0.005)
+                seconds = time.time() - began
+            finally:
+                process.kill()
+                process.wait()
+        said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return {"seconds": seconds, "said": said}
+
+
+_COMPILE = """
+import json, sys, time
+from jaxtrain import distributed
+from jaxtrain.config import load_config
+from jaxtrain.plan.exact import batch_shapes
+from jaxtrain.plan.workload import describe_workload
+from jaxtrain.train.assemble import build_step
+distributed.start(compilation_cache=None)
+config = load_config(sys.argv[1], overrides=sys.argv[2:]).config
+work = describe_workload(config)
+step = build_step(config, input_shape=work.input_shape, vocab_size=work.vocab_size, num_outputs=work.num_outputs)
+began = time.perf_counter()
+lowered = step.lower(batch_shapes(work))
+traced = time.perf_counter()
+lowered.compile()
+print(json.dumps({"trace": traced - began, "compile": time.perf_counter() - traced}))
+"""
+
+
+def compile_depth(config: str, layers: int, cache: Path) -> dict[str, float]:
+    """Seconds of tracing and of compiling the step of a config with so many layers."""
+    command = [sys.executable, "-c", _COMPILE, config, f"model.num_layers={layers}"]
+    done = subprocess.run(command, env=environment(cache), capture_output=True, text=True, timeout=_LIMIT_SECONDS)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Run the rounds and print medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--depth-config", default="bench_cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, nargs=2, default=(6, 48))
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the started config")
+    arguments = parser.parse_args()
+    cold, warm, said = [], [], {}
+    depths: dict[int, list[dict[str, float]]] = {layers: [] for layers in arguments.layers}
+    for number in range(arguments.rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            for name, seconds in (("cold", cold), ("warm", warm)):
+                row = start(arguments.config, arguments.overrides, Path(cache))
+                seconds.append(row["seconds"])
+                said[name] = row["said"]
+        for layers, rows in depths.items():
+            with tempfile.TemporaryDirectory() as cache:
+                rows.append(compile_depth(arguments.depth_config, layers, Path(cache)))
+        print(f"round {number + 1}: cold {cold[-1]:.2f} s, warm {warm[-1]:.2f} s, {depths}", file=sys.stderr)
+
+    def depth_seconds(layers: int) -> float:
+        return statistics.median(row["trace"] + row["compile"] for row in depths[layers])
+
+    shallow, deep = arguments.layers
+    answer = {
+        "config": arguments.config,
+        "cold_seconds": round(statistics.median(cold), 2),
+        "warm_seconds": round(statistics.median(warm), 2),
+        "cold_over_warm": round(statistics.median(cold) / statistics.median(warm), 2),
+        "trace_and_compile_seconds": {str(layers): round(depth_seconds(layers), 2) for layers in depths},
+        f"{deep}_layers_over_{shallow}": round(depth_seconds(deep) / depth_seconds(shallow), 3),
+        "said": said,
+    }
+    print(json.dumps(answer, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A hand-written JAX step: the transformer with products over three dims, as most people write it, or flattened.
+
+python scripts/peers/bare_jax.py none|dots|full [flat]
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from peer import B1, B2, BATCH, CLIP, EPSILON, HEADS, LEARNING_RATE, LENGTH, WEIGHT_DECAY, WIDTH, batches, serve
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import bare_transformer as bare
+
+
+def block(x_BLD, p):
+    def split(y):
+        return y.reshape(BATCH, LENGTH, HEADS, WIDTH // HEADS)
+
+    y = bare.norm(x_BLD, p["norm1"])
+    q, k, v = split(y @ p["q"]), split(y @ p["k"]), split(y @ p["v"])
+    scores = jnp.einsum("blhd,bshd->bhls", q, k) / (WIDTH // HEADS) ** 0.5
+    scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e30)
+    y = jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(scores, axis=-1), v).reshape(BATCH, LENGTH, WIDTH)
+    x_BLD = x_BLD + y @ p["o"]
+    return x_BLD + jax.nn.gelu(bare.norm(x_BLD, p["norm2"]) @ p["up"]) @ p["down"], None
+
+
+def main(remat: str, *, flat: bool) -> None:
+    body = bare.block if flat else block
+    if remat == "dots":
+        keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        body = jax.checkpoint(body, policy=keep, prevent_cse=False)
+    elif remat == "full":
+        body = jax.checkpoint(body, prevent_cse=False)
+
+    def loss_fn(params, inputs, targets):
+        x = params["embedding"][inputs] + params["positions"]
+        x = x.reshape(-1, WIDTH) if flat else x
+        x, _ = jax.lax.scan(body, x, params["blocks"])
+        logits = (bare.norm(x, params["norm"]) @ params["output"]).reshape(BATCH, LENGTH, -1)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    def decayed(params):
+        return jax.tree.map(lambda p: p.ndim > 2 or (p.ndim == 2 and p.shape[0] != bare.LAYERS), params)
+
+    adamw = optax.adamw(LEARNING_RATE, b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, mask=decayed)
+    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), adamw)
+
+    @jax.jit
+    def create(key):
+        params = bare.init(key)
+        return params, optimizer.init(params)
+
+    def step(params, state, inputs, targets):
+        loss, gradients = jax.value_and_grad(loss_fn)(params, inputs, targets)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    params, state = create(jax.random.key(0))
+    rows = batches()
+
+    def run(steps: int) -> float:
+        nonlocal params, state
+        loss = jnp.nan
+        for _ in range(steps):
+            params, state, loss = step(params, state, *next(rows))
+        jax.block_until_ready((params, state))
+        return float(loss)
+
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    serve(run, parameters=count, versions=f"jax {jax.__version__}, optax {optax.__version__}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], flat="flat" in sys.argv[2:])

@@ -1,0 +1,27 @@
+"""The machine's limit: one fp32 product of the MLP's shape, [4096, 384] x [384, 1536], as XLA runs it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from peer import BATCH, LENGTH, WIDTH, serve
+
+FLOPS = 2 * BATCH * LENGTH * WIDTH * 4 * WIDTH
+REPEATS = 20
+
+
+def main() -> None:
+    generator = np.random.default_rng(0)
+    a = jnp.asarray(generator.standard_normal((BATCH * LENGTH, WIDTH), np.float32))
+    b = jnp.asarray(generator.standard_normal((WIDTH, 4 * WIDTH), np.float32))
+    multiply = jax.jit(lambda a, b: a @ b)
+
+    def run(steps: int) -> float:
+        for _ in range(steps * REPEATS):
+            multiply(a, b).block_until_ready()
+        return 0.0
+
+    serve(run, flops_a_step=FLOPS * REPEATS, versions=f"jax {jax.__version__}")
+
+
+if __name__ == "__main__":
+    main()

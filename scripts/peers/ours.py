@@ -1,0 +1,53 @@
+"""jaxtrain's own loop on a shipped config: its data, prefetch, compiled step, host work and malloc; without files.
+
+python scripts/peers/ours.py bench_cpu [key=value ...]
+"""
+
+import sys
+
+from peer import serve
+
+from jaxtrain import distributed
+from jaxtrain.allocator import restart
+from jaxtrain.config import load_config
+
+
+def main(name: str, overrides: list[str]) -> None:
+    config = load_config(name, overrides=overrides).config
+    distributed.start(compilation_cache=None)
+    import jax
+
+    from jaxtrain.data import prefetch
+    from jaxtrain.train.assemble import assemble, open_run_data
+    from jaxtrain.train.loop import Hooks, train_loop
+
+    run_parts = assemble(config, open_run_data(config))
+    step = run_parts.step
+    step.compile(run_parts.batches.spec())
+    state, done, loss = step.init(config.seed), 0, float("nan")
+    load = step.loader(run_parts.batches)
+
+    def finished(number, metrics, seconds, waited) -> None:
+        nonlocal loss
+        loss = float(metrics["loss"])
+
+    hooks = Hooks(lambda number: None, finished, lambda number: False, lambda number, state: None, lambda number: False)
+
+    def run(steps: int) -> float:
+        nonlocal state, done
+        loaded = prefetch(load, done, done + steps, depth=config.train.prefetch)
+        try:
+            state, done = train_loop(
+                step, state, loaded, first=done + 1, last=done + steps, max_skipped_in_a_row=10, hooks=hooks
+            )
+        finally:
+            loaded.close()
+        jax.block_until_ready(state.params)
+        return loss
+
+    serve(run, parameters=run_parts.num_parameters, versions=f"jax {jax.__version__}", remat=config.remat.policy)
+
+
+if __name__ == "__main__":
+    restart(accelerator=False)  # as `jaxtrain train` does
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,58 @@
+"""What every peer of bench_peers.py does: build, make a first step, then steps in blocks as the driver asks for them.
+
+A peer is a process. It prints a line of JSON when its first step is done, one for each block of steps that a line on
+standard input asks for (a number), and one with its peak memory at the end of its input.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+# The transformer of every peer: the model of configs/bench_cpu.yaml.
+LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 6, 384, 6, 256, 256, 16
+LEARNING_RATE, WEIGHT_DECAY, CLIP, B1, B2, EPSILON = 1e-3, 0.1, 1.0, 0.9, 0.95, 1e-8
+NORM_EPSILON = 1e-5
+# The images of the ResNets, small enough for two cores.
+IMAGES, IMAGE_SIZE, CLASSES, MOMENTUM, RATE = 8, 96, 1000, 0.9, 0.1
+
+
+def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Inputs and targets [16, 256] of the text that every Python carries, as int32 bytes."""
+    import pydoc_data.topics
+
+    text = "".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    generator = np.random.default_rng(0)
+    rows = (len(tokens) - 1) // LENGTH
+    while True:
+        starts = generator.integers(0, rows, BATCH)[:, None] * LENGTH + np.arange(LENGTH)
+        yield tokens[starts], tokens[starts + 1]
+
+
+def images() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Images [8, 96, 96, 3] of noise, float32, and labels [8]."""
+    generator = np.random.default_rng(0)
+    while True:
+        inputs = generator.standard_normal((IMAGES, IMAGE_SIZE, IMAGE_SIZE, 3), np.float32)
+        yield inputs, generator.integers(0, CLASSES, IMAGES).astype(np.int32)
+
+
+def serve(run: Callable[[int], float], **facts: object) -> None:
+    """Answer the driver until its input ends.
+
+    Args:
+        run: number of steps -> the last loss, with every step done.
+        facts: what to tell of the peer besides, such as its parameters and versions.
+    """
+    loss = run(1)
+    print(json.dumps({"ready": True, "loss": loss, **facts}), flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        loss = run(int(line))
+        print(json.dumps({"seconds": time.perf_counter() - began, "loss": loss}), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"peak_memory_bytes": peak}), flush=True)
