@@ -21,12 +21,7 @@ from jaxtrain.train.assemble import build_step
 
 LENGTH = 8192
 # One sequence a device; 8,192 tokens each.
-OVERRIDES = [
-    f"data.sequence_length={LENGTH}",
-    "train.global_batch_size=8",
-    "train.accumulation_steps=1",
-    "parallel.data=1",
-]
+ROWS = ["train.global_batch_size=8", "train.accumulation_steps=1", "parallel.data=1"]
 
 
 def inspect(name: str, overrides: list[str]) -> dict[str, Any]:
