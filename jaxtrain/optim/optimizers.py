@@ -5,38 +5,79 @@ scaling and the non-finite guard belong to the step, which needs the gradient no
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import optax
 
-from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.schema import (
+    AdafactorConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from jaxtrain.optim.masks import decay_mask
+from jaxtrain.optim.moments import store_moments
+from jaxtrain.optim.muon import orthogonalize
+from jaxtrain.optimizer_rules import Matrix, as_matrix
+from jaxtrain.rules import AxesTable
+from jaxtrain.sharding import path_name
 
 
-def _sgd(config: SGDConfig) -> list[optax.GradientTransformation]:
+@dataclass(frozen=True)
+class Names:
+    """What a model says of its parameters: its table, and the top-level path of those stacked layer by layer."""
+
+    axes: AxesTable
+    stack: str | None
+
+
+def _sgd(config: SGDConfig, names: Names) -> list[optax.GradientTransformation]:
     return [optax.trace(config.momentum, nesterov=config.nesterov)] if config.momentum else []
 
 
-def _adamw(config: AdamWConfig) -> list[optax.GradientTransformation]:
+def _adamw(config: AdamWConfig, names: Names) -> list[optax.GradientTransformation]:
     """Two moments: 8 bytes of state a parameter in fp32 (Loshchilov and Hutter 2017)."""
-    return [optax.scale_by_adam(config.b1, config.b2, config.epsilon)]
+    adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+    return [store_moments(adam, config.moments, nonnegative=("nu",))]
 
 
-def _lion(config: LionConfig) -> list[optax.GradientTransformation]:
+def _muon(config: MuonConfig, names: Names) -> list[optax.GradientTransformation]:
+    """One momentum of matrices, 4 bytes a parameter (Jordan et al. 2024), and AdamW for the rest."""
+
+    def matrix(path: str, shape: tuple[int, ...]) -> Matrix | None:
+        return as_matrix(path, shape, names.axes, stack=names.stack, exclude=config.adamw)
+
+    def kinds(params: Any) -> Any:
+        def kind(path: tuple[Any, ...], leaf: Any) -> str:
+            return "adamw" if matrix(path_name(path), leaf.shape) is None else "muon"
+
+        return jax.tree_util.tree_map_with_path(kind, params)
+
+    momentum = optax.trace(config.momentum, nesterov=True)
+    muon = optax.chain(momentum, orthogonalize(matrix, config.newton_schulz_steps))
+    return [optax.partition({"muon": muon, "adamw": optax.scale_by_adam(config.b1, config.b2, config.epsilon)}, kinds)]
+
+
+def _lion(config: LionConfig, names: Names) -> list[optax.GradientTransformation]:
     """One momentum: 4 bytes of state a parameter in fp32 (Chen et al. 2023)."""
-    return [optax.scale_by_lion(config.b1, config.b2)]
+    return [store_moments(optax.scale_by_lion(config.b1, config.b2), config.moments)]
 
 
-def _adafactor(config: AdafactorConfig) -> list[optax.GradientTransformation]:
+def _adafactor(config: AdafactorConfig, names: Names) -> list[optax.GradientTransformation]:
     """Row and column sums instead of a second moment (Shazeer and Stern 2018), in the order optax.adafactor has."""
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor)
     pieces = [factored, optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()]
     return pieces + ([optax.ema(config.b1, debias=False)] if config.b1 else [])
 
 
-_DIRECTIONS: dict[str, Callable[[Any], list[optax.GradientTransformation]]] = {
+_DIRECTIONS: dict[str, Callable[[Any, Names], list[optax.GradientTransformation]]] = {
     "sgd": _sgd,
     "adamw": _adamw,
+    "muon": _muon,
     "lion": _lion,
     "adafactor": _adafactor,
 }
@@ -47,16 +88,19 @@ def build_optimizer(
     learning_rate: optax.Schedule,
     *,
     axes: Mapping[str, tuple[str | None, ...]],
+    stack: str | None = None,
 ) -> optax.GradientTransformation:
     """The chain that an optimizer group describes.
 
     Args:
         config: kind and its numbers.
         learning_rate: optimizer step -> learning rate.
-        axes: the model's table, which tells layer dims from others for the decay mask.
+        axes: the model's table, which tells layer dims from others for the decay mask, and matrices for Muon.
+        stack: top-level path of the parameters that are stacked layer by layer, for those without a row.
 
     Returns:
         gradients (fp32, clipped) -> updates to add to the parameters.
     """
     decay = [optax.add_decayed_weights(config.weight_decay, decay_mask(axes))] if config.weight_decay else []
-    return optax.chain(*_DIRECTIONS[config.kind](config), *decay, optax.scale_by_learning_rate(learning_rate))
+    directions = _DIRECTIONS[config.kind](config, Names(axes, stack))
+    return optax.chain(*directions, *decay, optax.scale_by_learning_rate(learning_rate))

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.models.axes import model_axes
+from jaxtrain.optimizer_rules import as_matrix, block_entries, is_stored, moment_block
 from jaxtrain.plan.parameters import Tensors, frozen_paths
 from jaxtrain.rules import Entry, entry_degree, parameter_entries
 
@@ -95,30 +96,44 @@ def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degr
     """
     stored = PARAM_BYTES.get(config.precision.policy, _FP32)
     params = stored * sum(local_size(one.shape, one.entries, degrees) for one in placed)
-    also = zero_axes(config)
     optimizer = average = 0
     for one in placed:
         if not one.trained:
             continue
         size = local_size(one.shape, one.state_entries, degrees)
-        optimizer += _FP32 * _optimizer_numbers(config.optimizer, one, size, degrees, also)
+        optimizer += _optimizer_bytes(config, tensors, one, size, degrees)
         average += 0 if config.optimizer.ema_decay is None else _FP32 * size
     return StateBytes(params, optimizer, average, _FP32 * sum(map(math.prod, tensors.model_state.values())))
 
 
-def _optimizer_numbers(
-    config: OptimizerConfig, one: Placed, size: int, degrees: Mapping[str, int], also: tuple[str, ...]
-) -> int:
-    """Float32 numbers of optimizer state that one device keeps for a parameter of which it has `size` elements."""
-    match config:
+def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
+    """Bytes of optimizer state that one device keeps for a parameter of which it has `size` elements."""
+    optimizer = config.optimizer
+    match optimizer:
         case SGDConfig():
-            return size if config.momentum else 0
+            return _FP32 * size if optimizer.momentum else 0
         case AdamWConfig():
-            return 2 * size
+            return 2 * _moment_bytes(optimizer.moments, one, size, degrees)
+        case MuonConfig():
+            axes = model_axes(config.model)
+            matrix = as_matrix(one.path, one.shape, axes, stack=tensors.stack, exclude=optimizer.adamw)
+            return _FP32 * size * (2 if matrix is None else 1)
         case LionConfig():
-            return size
+            return _moment_bytes(optimizer.moments, one, size, degrees)
         case AdafactorConfig():
-            return _adafactor_numbers(config, one, degrees, also) + (size if config.b1 else 0)
+            numbers = _adafactor_numbers(optimizer, one, degrees, zero_axes(config))
+            return _FP32 * (numbers + (size if optimizer.b1 else 0))
+
+
+def _moment_bytes(moments: str, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
+    """Of one moment, in the format in which it is stored."""
+    if moments == "bfloat16" and is_stored(one.shape):
+        return 2 * size
+    block = moment_block(one.shape) if moments == "int8" else None
+    if block is None:
+        return _FP32 * size
+    blocks = (*one.shape[:-1], one.shape[-1] // block)
+    return size + local_size(blocks, block_entries(one.state_entries, blocks[-1], degrees), degrees)
 
 
 def _adafactor_numbers(config: AdafactorConfig, one: Placed, degrees: Mapping[str, int], also: tuple[str, ...]) -> int:

@@ -92,6 +92,16 @@ STATES = {
         *("quickstart", 8),
         ("optimizer.kind=adafactor", "parallel.zero=1", "parallel.tensor=2", "optimizer.b1=0.9"),
     ),
+    "bfloat16 moments": ("quickstart", 8, ("optimizer.moments=bfloat16", "parallel.fsdp=8")),
+    "int8 moments": ("quickstart", 1, ("optimizer.moments=int8",)),
+    # 160 = 2 x 80 elements of a block do not divide by 8: their exponents are whole on each shard.
+    "int8 moments, fsdp=8, zero=1": (
+        *("quickstart", 8),
+        ("optimizer.moments=int8", "parallel.fsdp=4", "parallel.tensor=2", "parallel.zero=1"),
+    ),
+    "lion, bfloat16 momentum": ("quickstart", 8, ("optimizer.kind=lion", "optimizer.moments=bfloat16")),
+    "muon": ("quickstart", 8, ("optimizer.kind=muon", "parallel.fsdp=4", "optimizer.adamw=['*/mlp/*']")),
+    "muon of experts": ("quickstart", 8, (*MIXTURE, "optimizer.kind=muon", "parallel.expert=4", "parallel.zero=1")),
     "moving average": ("quickstart", 8, ("optimizer.ema_decay=0.99", "parallel.zero=1")),
     "frozen": ("quickstart", 8, ("optimizer.freeze=['blocks/*']", "parallel.fsdp=4")),
     "no masters": ("quickstart", 1, ("precision.policy=bf16_pure",)),
