@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.ops.choice import note_choice
 from jaxtrain.segments import segment_layers
+from jaxtrain.sharding import platform
 
 # Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
 TENSOR_NAMES = ("query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output")
@@ -71,6 +73,9 @@ class Remat:
         Returns:
             The last carry and the outputs, stacked.
         """
+        if self.offload:
+            on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
+            note_choice("activations", f"{', '.join(self.offload)} on the host", on_cpu)
         if self.policy == "sqrt":
             return _scan_segments(block, carry, layers)
         wrapped = self._wrap(block)

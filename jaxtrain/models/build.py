@@ -5,11 +5,12 @@ from typing import Any
 
 from jaxtrain.config import load_config
 from jaxtrain.config.models import ModelConfig
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.mlp import mlp
 from jaxtrain.models.model import Model
 from jaxtrain.models.resnet import resnet
 from jaxtrain.models.transformer import transformer
-from jaxtrain.remat import Remat
+from jaxtrain.remat import BLOCK_INPUT, Remat
 
 # kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
 _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {
@@ -19,6 +20,9 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Rem
     ),
     "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
 }
+
+# Tensors of models without named ones.
+_OFFLOADED = (("resnet", BLOCK_INPUT),)
 
 
 def build_model(
@@ -43,4 +47,9 @@ def build_model(
     """
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model
-    return _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat or Remat())
+    remat = remat or Remat()
+    wrong = [name for name in remat.offload if config.kind != "transformer" and (config.kind, name) not in _OFFLOADED]
+    if wrong:
+        known = ", ".join(name for kind, name in _OFFLOADED if kind == config.kind) or "none"
+        raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")
+    return _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)

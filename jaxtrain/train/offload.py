@@ -18,7 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import update_slices
-from jaxtrain.sharding import Layout, optimizer_shardings, parameter_shardings, path_name
+from jaxtrain.ops.choice import note_choice
+from jaxtrain.sharding import Layout, optimizer_shardings, parameter_shardings, path_name, platform
 from jaxtrain.update_slices import num_slices
 
 HOST_MEMORY = "pinned_host"
@@ -119,10 +120,20 @@ def update_on_host(
     Returns:
         Parameters on the device, and optimizer state as it came.
     """
+    on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
     if not is_elementwise(optimizer, params):
+        note_choice(
+            "optimizer state",
+            "on the host, whole arrays pass by the device",
+            [
+                ("slices", "its update is not elementwise"),
+                *on_cpu,
+            ],
+        )
         params, state = advance(gradients, _to_device(optimizer_state), params, scalars)
         return params, to_host(state)
 
+    note_choice("optimizer state", "on the host, slices pass by the device", on_cpu)
     if layout.mesh.size == 1:
         return _stream(advance, gradients, optimizer_state, params, scalars)
     lies = jax.tree.map(lambda one: one.spec, parameter_shardings(params, layout, also=also))
