@@ -268,5 +268,6 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
     name = config.size or "transformer"
     axes = model_axes(config)
     built = from_stages(make, stack="blocks", embed=embed, block=block, head=head, axes=axes, remat=remat, name=name)
-    decoder = Decoder(init_cache, decode, config.max_sequence_length)
+    # An encoder has no next token.
+    decoder = Decoder(init_cache, decode, config.max_sequence_length) if config.causal else None
     return dataclasses.replace(built, decoder=decoder, has_experts=config.experts is not None)

@@ -41,7 +41,11 @@ class Net:
         return np.asarray(self._forward(self.params if params is None else params, inputs, key, train))
 
 
-@pytest.fixture(scope="module", params=[GPT, LLAMA], ids=["gpt", "llama"])
+# Each layer sees two tokens back: what stands before the last five is out of sight of two layers.
+LOCAL = {**LLAMA, "sliding_window": 3, "attention_softcap": 1.5}
+
+
+@pytest.fixture(scope="module", params=[GPT, LLAMA, LOCAL], ids=["gpt", "llama", "window and softcap"])
 def net(request):
     return Net(**request.param)
 
@@ -53,6 +57,29 @@ def test_a_token_changes_nothing_before_it(net):
     np.testing.assert_array_equal(before[:, :4], after[:, :4])
     # And everything from there on.
     assert np.all(np.max(np.abs(before - after)[:, 4:], axis=-1) > 1e-4)
+
+
+def test_a_window_ends_and_an_encoder_sees_ahead():
+    local, changed = Net(**LOCAL), TOKENS.copy()
+    changed[:, 2] = (changed[:, 2] + 1) % 17
+    difference = np.max(np.abs(local(TOKENS) - local(changed)), axis=-1)
+    # Two layers of two tokens back.
+    assert np.all(difference[:, 2:7] > 1e-4)
+    assert np.all(difference[:, 7:] == 0)
+    encoder = Net(**GPT, causal=False)
+    assert np.all(np.max(np.abs(encoder(TOKENS) - encoder(changed)), axis=-1) > 1e-4)
+    assert encoder.model.decoder is None
+
+
+def test_softcap_bounds_what_attention_can_tell_apart():
+    """Capped near zero, every score is the same, whatever the queries and keys."""
+    flat = Net(**LLAMA, attention_softcap=1e-6)
+    query = jax.tree.map(lambda leaf: leaf * 2, flat.params["blocks"]["attention"]["query"])
+    params = {**flat.params, "blocks": {**flat.params["blocks"]}}
+    params["blocks"]["attention"] = {**params["blocks"]["attention"], "query": query}
+    np.testing.assert_allclose(flat(TOKENS, params=params), flat(TOKENS), **CLOSE)
+    plain = Net(**LLAMA)
+    assert np.max(np.abs(plain(TOKENS, params=params) - plain(TOKENS))) > 1e-2
 
 
 def test_positions_given_are_the_default(net):
