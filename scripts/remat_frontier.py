@@ -50,7 +50,8 @@ def main() -> None:
     print(f"{arguments.config} on {target.name}, of one device{fits}")
     print(frontier_table(points))
     if arguments.picture is not None:
-        draw(points, usable, arguments.picture, f"{arguments.config} on {target.name}")
+        title = f"{' '.join([arguments.config, *arguments.overrides])} on {target.name}"
+        draw(points, usable, arguments.picture, title)
         print(f"wrote {arguments.picture}")
 
 
@@ -75,14 +76,15 @@ def read_target(text: str) -> Target:
 
 
 def draw(points: list[Point], usable: int | None, path: Path, title: str) -> None:
-    """Peak against recomputed FLOPs; the frontier is a line, dominated policies are hollow."""
+    """Peak against recomputed FLOPs: a line joins what needs no host memory (blue), dominated policies are hollow."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    best = sorted((one.extra_compute, one.peak_bytes / 2**30) for one in points if not one.dominated)
+    alone = [one for one in points if not one.dominated and not one.host_bytes]
+    best = sorted((one.extra_compute, one.peak_bytes / 2**30) for one in alone)
     axes.plot(*zip(*best, strict=True), color="#888888", linewidth=1, zorder=1)
     for index, one in enumerate(points):
         peak = one.peak_bytes / 2**30
@@ -98,7 +100,7 @@ def draw(points: list[Point], usable: int | None, path: Path, title: str) -> Non
     axes.set_xlim(right=axes.get_xlim()[1] * 1.35)
     axes.set_xlabel("FLOPs done again, share of a step's")
     axes.set_ylabel("peak of one device, GiB")
-    axes.set_title(title)
+    axes.set_title(title, fontsize=9, wrap=True)
     figure.savefig(path, dpi=140)
 
 

@@ -44,6 +44,11 @@ def test_transformer_in_one_go(row: str) -> None:
     check("transformer", row, TRANSFORMERS[row], 1, "dots")
 
 
+def test_transformer_in_segments() -> None:
+    """Sqrt remat of a stage's four layers, gathered from fsdp a layer at a time in every forward pass."""
+    check("transformer", "pipe=2,fsdp=2,tensor=2", TRANSFORMERS["pipe=2,fsdp=2,tensor=2"], 4, "sqrt")
+
+
 @pytest.mark.parametrize("remat", ["none", FULL])
 @pytest.mark.parametrize("row", EXPERTS)
 def test_experts(row: str, remat: str) -> None:
