@@ -14,11 +14,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from jaxtrain.bench.start import start_seconds  # noqa: E402  (the checkout's, not an installed one)
+
 _LIMIT_SECONDS = 600
 
 
@@ -29,28 +31,6 @@ def environment(cache: Path) -> dict[str, str]:
 
 def _path() -> str:
     return os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def start(config: str, overrides: list[str], cache: Path) -> dict[str, Any]:
-    """Seconds from the start of `jaxtrain train` to the end of its first step, and the phases that it printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        command = [sys.executable, "-m", "jaxtrain", "train", config, *overrides, "--run-dir", folder]
-        log = Path(folder) / "stderr"
-        with log.open("wb") as errors:
-            began = time.time()
-            process = subprocess.Popen(command, env=environment(cache), stdout=subprocess.DEVNULL, stderr=errors)
-            try:
-                while not (metrics.exists() and metrics.stat().st_size):
-                    if process.poll() is not None or time.time() - began > _LIMIT_SECONDS:
-                        raise SystemExit(f"{' '.join(command)} made no step:\n{log.read_text()[-2000:]}")
-                    time.sleep(0.005)
-                seconds = time.time() - began
-            finally:
-                process.kill()
-                process.wait()
-        said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return {"seconds": seconds, "said": said}
 
 
 _COMPILE = """
@@ -95,9 +75,9 @@ def main() -> None:
     for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as cache:
             for name, seconds in (("cold", cold), ("warm", warm)):
-                row = start(arguments.config, arguments.overrides, Path(cache))
-                seconds.append(row["seconds"])
-                said[name] = row["said"]
+                found = start_seconds(arguments.config, arguments.overrides, cache)
+                seconds.append(found.seconds)
+                said[name] = found.said
         for layers, rows in depths.items():
             with tempfile.TemporaryDirectory() as cache:
                 rows.append(compile_depth(arguments.depth_config, layers, Path(cache)))

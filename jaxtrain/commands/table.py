@@ -240,6 +240,32 @@ def _ckpt_show(arguments: argparse.Namespace) -> int:
     return run_ckpt_show(arguments.run_dir, step=arguments.step, as_json=arguments.json)
 
 
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu"
+    )
+    _add_overrides(parser)
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="PART", help="leave out start, limits, blocks, step or cpu"
+    )
+    _add_emulate(parser)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.bench import run_bench
+
+    return run_bench(
+        arguments.config,
+        arguments.overrides,
+        json_path=arguments.json,
+        out=arguments.out,
+        skip=arguments.skip,
+        emulate=arguments.emulate,
+    )
+
+
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
     _add_overrides(parser)
@@ -321,6 +347,12 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain plan llama3_8b --on h100x8,v5p-8",
         _plan_arguments,
         _plan,
+    ),
+    "bench": Command(
+        "measure this machine, and what a config's step gets of it",
+        "jaxtrain bench bench_cpu --out runs/bench",
+        _bench_arguments,
+        _bench,
     ),
     "config": Command(
         "list the shipped configs, or every key of one",

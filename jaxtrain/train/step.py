@@ -48,6 +48,7 @@ class TrainStep:
         mesh: the mesh it runs on.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_on_host: a `TrainState` that says of each array whether it lies in the host's memory.
+        optimizer: the transformation that updates the trained parameters.
         compiler_options: what every program of the step is compiled with, however it comes about.
         choices: what was chosen when the step was lowered, and why: a line an operation ("attention: cudnn").
     """
@@ -67,7 +68,7 @@ class TrainStep:
         self.layout, self.pipeline = layout, pipeline
         self.compiler_options = compiler_options
         self._settings = settings
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         shapes = jax.eval_shape(self._create, jax.eval_shape(lambda: jax.random.key(0)))
         self.state_shardings: TrainState = state_shardings(
             shapes, layout, settings.parallelism, offload_optimizer=settings.offload_optimizer
@@ -207,7 +208,7 @@ class TrainStep:
         trained = cast_floats(trained, settings.policy.param_dtype)
         params = merge_leaves(trained, params)
         # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
-        optimizer_state = self._optimizer.init(cast_floats(trained, jnp.float32))
+        optimizer_state = self.optimizer.init(cast_floats(trained, jnp.float32))
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -293,7 +294,7 @@ class TrainStep:
             )
         with jax.named_scope("optimizer"):
             return update_state(
-                state, trained, gradients, scale, optimizer=self._optimizer, layout=self.layout, settings=settings
+                state, trained, gradients, scale, optimizer=self.optimizer, layout=self.layout, settings=settings
             )
 
 

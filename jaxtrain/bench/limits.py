@@ -1,0 +1,112 @@
+"""What a device can do at most, measured: matmuls in each number format, memory, sums over devices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.bench.device import memory_bytes_per_second
+from jaxtrain.bench.timing import call_seconds
+
+# Side of the matrices: a product takes about a millisecond or more.
+_SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}
+_ALL_REDUCE_BYTES = {"cpu": 2**24, "gpu": 2**28, "tpu": 2**28}
+
+# Number format -> dtype of the operands, of the result, precision.
+_FORMATS: dict[str, tuple[Any, Any, Any]] = {
+    "fp32": (jnp.float32, jnp.float32, jax.lax.Precision.HIGHEST),
+    "tf32": (jnp.float32, jnp.float32, jax.lax.DotAlgorithmPreset.TF32_TF32_F32),
+    "bf16": (jnp.bfloat16, jnp.bfloat16, None),
+    "fp16": (jnp.float16, jnp.float16, None),
+    "fp8": (jnp.float8_e4m3fn, jnp.bfloat16, None),
+    "int8": (jnp.int8, jnp.int32, None),
+}
+# Compute capability from which NVIDIA cards have units for a format.
+_SINCE = {"tf32": 8.0, "bf16": 8.0, "fp16": 7.0, "fp8": 8.9, "int8": 7.5}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Measured limits of one device.
+
+    Attributes:
+        matmul: number format -> operations per second, a multiply-add as two; None where `reasons` says why.
+        memory: bytes per second, read and written.
+        all_reduce: bytes per second that a device moves in a sum over all, 2 (n - 1) / n of the array each way counted
+            once; None for one device.
+        reasons: what was not measured -> why.
+    """
+
+    matmul: dict[str, float | None]
+    memory: float
+    all_reduce: float | None
+    reasons: dict[str, str]
+
+
+def measure_limits() -> Limits:
+    """Measure the first device of this process, and sums over all devices of the run."""
+    device = jax.local_devices()[0]
+    matmul: dict[str, float | None] = {}
+    reasons: dict[str, str] = {}
+    for name in _FORMATS:
+        reason = _lacking(name, device)
+        try:
+            matmul[name] = None if reason else matmul_rate(name, device)
+        except jax.errors.JaxRuntimeError as error:
+            matmul[name], reason = None, str(error).splitlines()[0][:200]
+        if reason:
+            reasons[f"matmul.{name}"] = reason
+    if jax.device_count() == 1:
+        reasons["all_reduce"] = "one device"
+    all_reduce = all_reduce_rate() if jax.device_count() > 1 else None
+    return Limits(matmul, memory_bytes_per_second(device=device), all_reduce, reasons)
+
+
+def _lacking(name: str, device: Any) -> str | None:
+    """Why a device has no units for a number format; None where it has."""
+    match device.platform:
+        case "cpu":
+            # bf16 and fp32 are what a step may be asked to run in; the rest would be emulated.
+            return None if name in ("fp32", "bf16") else "no units for it on a CPU"
+        case "gpu":
+            capability = getattr(device, "compute_capability", None)
+            if capability is not None and float(capability) < _SINCE.get(name, 0.0):
+                return f"compute capability {capability}; {name} takes {_SINCE[name]}"
+            return None
+        case _:
+            return "no units for it on a TPU" if name in ("tf32", "fp16", "fp8") else None
+
+
+def matmul_rate(name: str, device: Any) -> float:
+    """Operations per second of a square product in a number format."""
+    operand, result, precision = _FORMATS[name]
+    size = _SIZES.get(device.platform, 2048)
+    generator = np.random.default_rng(0)
+    # Not zeros or ones: accelerators draw less power on those and clock higher.
+    values = generator.standard_normal((size, size), np.float32)
+    values = values * 32 if operand is jnp.int8 else values
+    a, b = (jax.device_put(jnp.asarray(x, operand), device) for x in (values, values.T.copy()))
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision, preferred_element_type=result))
+    return 2 * size**3 / call_seconds(lambda: multiply(a, b))
+
+
+def all_reduce_rate() -> float:
+    """Bytes per second of a sum over all devices of the run: 2 (n - 1) / n of an array over the time of its sum."""
+    devices = jax.devices()
+    count = len(devices)
+    mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
+    spec, size = PartitionSpec("all"), _ALL_REDUCE_BYTES.get(devices[0].platform, 2**24) // 4
+    make = jax.jit(lambda: jnp.ones((count, size), jnp.float32), out_shardings=NamedSharding(mesh, spec))
+    array = make()
+    total = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    )
+
+    def call() -> jax.Array:
+        # Emulated devices share a thread pool: two sums in flight can wait for one another.
+        return jax.block_until_ready(total(array))
+
+    return 2 * (count - 1) / count * size * 4 / call_seconds(call)

@@ -1,0 +1,197 @@
+"""Everything that `jaxtrain bench` measures of a config on this machine, as one JSON object.
+
+What cannot be measured is null, and `reasons` says why.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import __version__, distributed
+from jaxtrain.bench.start import NoStepError, cold_and_warm
+from jaxtrain.config import Loaded
+from jaxtrain.config.schema import Config
+from jaxtrain.metrics.peaks import FORMATS, peak_flops
+from jaxtrain.plan.workload import Workload, describe_workload
+
+PARTS = ("start", "limits", "blocks", "step", "cpu")
+_CPU_LIMIT_SECONDS = 300
+
+
+def measure(
+    loaded: Loaded,
+    name: str,
+    overrides: Sequence[str],
+    *,
+    emulate: int | None,
+    skip: Sequence[str],
+    phase: Callable[[str], Any],
+) -> dict[str, Any]:
+    """Measure a config.
+
+    Args:
+        loaded: the config.
+        name: as the user gave it, for the runs whose start is timed.
+        overrides: likewise.
+        emulate: CPU devices to pretend to have.
+        skip: parts to leave out, of `PARTS`; limits cannot be where blocks are in.
+        phase: name -> a context around a part, which tells people.
+
+    Raises:
+        ConfigError: a config that cannot run here.
+    """
+    config = loaded.config
+    workload = describe_workload(config)
+    reasons: dict[str, str] = {part: f"--skip {part}" for part in skip}
+    answer: dict[str, Any] = {
+        "jaxtrain": __version__,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "config": name,
+        "overrides": list(overrides),
+        "machine": _machine(),
+    }
+    # First: on a GPU this process takes the memory that those runs need.
+    answer["start"] = None
+    if "start" not in skip:
+        with phase("starting a run twice"):
+            answer["start"] = _start(name, overrides, emulate, reasons)
+    distributed.start(emulate=emulate, compilation_cache=None)
+    import jax
+
+    from jaxtrain.bench.whole_step import RandomBatches
+    from jaxtrain.train.assemble import build_step
+
+    answer["jax"] = jax.__version__
+    devices = jax.devices()
+    answer["device"] = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+    step = build_step(
+        config,
+        input_shape=workload.input_shape,
+        vocab_size=workload.vocab_size,
+        num_outputs=workload.num_outputs,
+    )
+    batches = RandomBatches(workload)
+    step.batch_shardings(batches.spec())  # a batch that does not divide fails before anything is measured
+    answer["limits"] = answer["blocks"] = answer["step"] = None
+    limits = None
+    if "limits" not in skip:
+        from jaxtrain.bench.limits import measure_limits
+
+        with phase("measuring the device"):
+            limits = measure_limits()
+        found = dataclasses.asdict(limits)
+        reasons |= {f"limits.{what}": why for what, why in found.pop("reasons").items()}
+        answer["limits"] = found
+    if "blocks" not in skip and limits is not None:
+        from jaxtrain.bench.blocks import time_blocks
+
+        with phase("timing blocks"):
+            timed = time_blocks(config, workload, step, limits)
+        answer["blocks"] = [{**dataclasses.asdict(one), "share_of_roofline": one.share_of_roofline} for one in timed]
+    if "step" not in skip:
+        from jaxtrain.bench.whole_step import measure_step
+
+        with phase("timing the step"):
+            measured = dataclasses.asdict(measure_step(step, batches, seed=config.seed))
+        answer["step"] = _step(config, workload, measured, answer, reasons)
+    answer["cpu"] = None
+    if "cpu" not in skip:
+        with phase("comparing with the CPU"):
+            answer["cpu"] = _cpu(config, answer, reasons)
+    return answer | {"reasons": reasons}
+
+
+def _machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return {
+        "cpu": model or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
+
+
+def _start(
+    name: str, overrides: Sequence[str], emulate: int | None, reasons: dict[str, str]
+) -> dict[str, float] | None:
+    try:
+        cold, warm = cold_and_warm(name, overrides, emulate=emulate)
+    except NoStepError as error:
+        reasons["start"] = str(error)
+        return None
+    return {
+        "cold_seconds": cold.seconds,
+        "warm_seconds": warm.seconds,
+        "cold_over_warm": cold.seconds / warm.seconds,
+    }
+
+
+def _step(
+    config: Config, workload: Workload, measured: dict[str, Any], answer: dict[str, Any], reasons: dict[str, str]
+) -> dict[str, Any]:
+    """The measured step with the rates that follow from it."""
+    units = workload.rows * (workload.sequence_length or 1)
+    seconds, device, policy = measured["seconds"], answer["device"], config.precision.policy
+    flops = workload.flops_per_row * workload.rows
+    rate = flops / seconds / device["count"]
+    peak = peak_flops(device["kind"], policy)
+    if peak is None:
+        reasons["step.model_flops_utilization"] = f"no published {FORMATS[policy]} peak of {device['kind']}"
+    measured_rate = ((answer["limits"] or {}).get("matmul") or {}).get(FORMATS[policy])
+    if measured_rate is not None and device["platform"] == "cpu":
+        measured_rate /= device["count"]  # emulated devices share it
+    joules, why = measured.pop("joules"), measured.pop("joules_reason")
+    if joules is None:
+        reasons["step.joules_per_unit"] = why
+    if measured["device_peak_bytes"] is None:
+        reasons["step.device_peak_bytes"] = f"a {device['platform']} does not count it; see process_peak_bytes"
+    return {
+        **measured,
+        "unit": workload.unit,
+        "units": units,
+        "units_per_second": units / seconds,
+        "model_flops": flops,
+        "flops_per_second_per_device": rate,
+        "model_flops_utilization": None if peak is None else rate / peak,
+        "share_of_measured_matmul": None if not measured_rate else rate / measured_rate,
+        "joules_per_unit": None if joules is None else joules / units,
+    }
+
+
+def _cpu(config: Config, answer: dict[str, Any], reasons: dict[str, str]) -> dict[str, float] | None:
+    """The same step on the CPU beside an accelerator."""
+    if answer["device"]["platform"] == "cpu":
+        reasons["cpu"] = "no GPU here: the step above is the CPU's"
+        return None
+    if answer["step"] is None:
+        reasons["cpu"] = "the step was not measured"
+        return None
+    # One device holds what several do here.
+    parallel = {"auto": False} | dict.fromkeys(("pipe", "data", "fsdp", "expert", "context", "tensor"), 1)
+    request = {"config": config.model_dump(mode="json") | {"parallel": parallel}}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxtrain.bench.step_on_cpu"],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=_CPU_LIMIT_SECONDS,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+    except subprocess.TimeoutExpired:
+        reasons["cpu"] = f"not done within {_CPU_LIMIT_SECONDS} s"
+        return None
+    if done.returncode:
+        reasons["cpu"] = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:200]
+        return None
+    seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    return {"seconds": seconds, "over_device": seconds / answer["step"]["seconds"]}

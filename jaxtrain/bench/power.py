@@ -1,0 +1,61 @@
+"""Energy of a piece of work from the counters of NVIDIA cards (extra `gpu-telemetry`)."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Energy:
+    """Joules of all local devices, or why they are not known."""
+
+    joules: float | None = None
+    reason: str | None = None
+
+
+def _handles(devices: list[Any]) -> tuple[list[Any], str | None]:
+    """NVML's handles of these devices, or why there are none."""
+    if devices[0].platform != "gpu":
+        return [], f"a {devices[0].platform} has no energy counter that NVML reads"
+    if importlib.util.find_spec("pynvml") is None:
+        return [], "NVML is not installed: pip install 'jaxtrain[gpu-telemetry]'"
+    import pynvml  # pyright: ignore[reportMissingImports]  of an extra
+
+    try:
+        pynvml.nvmlInit()
+        # What CUDA calls 0 is the first of the cards that the environment names.
+        return [pynvml.nvmlDeviceGetHandleByIndex(_number(device.local_hardware_id)) for device in devices], None
+    except (pynvml.NVMLError, IndexError, ValueError) as error:
+        return [], f"NVML: {error}"
+
+
+def _number(index: int) -> int:
+    """The card of a CUDA device."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return int(visible.split(",")[index]) if visible else index
+
+
+@contextlib.contextmanager
+def measured_energy(devices: list[Any]) -> Iterator[Energy]:
+    """Count the joules that devices take inside; the caller waits for them at the end."""
+    energy = Energy()
+    handles, energy.reason = _handles(devices)
+    if not handles:
+        yield energy
+        return
+    import pynvml  # pyright: ignore[reportMissingImports]  of an extra
+
+    def total() -> float:
+        return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles) / 1e3
+
+    try:
+        before = total()
+    except pynvml.NVMLError as error:  # older than Volta
+        energy.reason = f"NVML: {error}"
+        yield energy
+        return
+    yield energy
+    energy.joules = total() - before

@@ -1,0 +1,90 @@
+"""Time from the start of a process to the end of its first step, with an empty and with a warm cache. No jax here."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_LIMIT_SECONDS = 600.0
+# Beside the config's own: nothing is written after the first step that could be waited for.
+_QUIET = ("logging.report=false", "logging.tensorboard=false", "checkpoint.every=null")
+
+
+class NoStepError(RuntimeError):
+    """A started run made no first step; says why."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start.
+
+    Attributes:
+        seconds: from the start of the process to the first row of metrics.jsonl.
+        said: what the run printed meanwhile.
+    """
+
+    seconds: float
+    said: tuple[str, ...]
+
+
+def start_seconds(
+    config: str,
+    overrides: Sequence[str],
+    cache: str | Path,
+    *,
+    emulate: int | None = None,
+    limit: float = _LIMIT_SECONDS,
+) -> Start:
+    """Start `jaxtrain train` on a config in a folder of its own and end it after its first step.
+
+    Args:
+        config: name or path.
+        overrides: `key=value` strings.
+        cache: folder for compiled programs.
+        emulate: CPU devices to pretend to have.
+        limit: seconds after which it is given up.
+
+    Raises:
+        NoStepError: no step was made.
+    """
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "JAXTRAIN_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        metrics, log = Path(folder) / "run" / "metrics.jsonl", Path(folder) / "said"
+        command = [sys.executable, "-m", "jaxtrain", "train", config, *overrides, *_QUIET]
+        command += ["--run-dir", str(metrics.parent), *(() if emulate is None else ("--emulate", str(emulate)))]
+        with log.open("wb") as errors:
+            began = time.monotonic()
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+            try:
+                while not (metrics.exists() and metrics.stat().st_size):
+                    if time.monotonic() - began > limit:
+                        raise NoStepError(f"no step within {limit:.0f} s")
+                    if process.poll() is not None and not metrics.exists():
+                        said = log.read_text(errors="replace").strip().splitlines()
+                        raise NoStepError(said[-1] if said else f"it ended with {process.returncode}")
+                    time.sleep(0.005)
+                seconds = time.monotonic() - began
+            finally:
+                process.kill()
+                process.wait()
+        said = tuple(line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip())
+        return Start(seconds, said)
+
+
+def cold_and_warm(
+    config: str, overrides: Sequence[str], *, emulate: int | None = None, limit: float = _LIMIT_SECONDS
+) -> tuple[Start, Start]:
+    """A start with an empty cache, and one with what it left there.
+
+    Raises:
+        NoStepError: a run made no step.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        cold = start_seconds(config, overrides, cache, emulate=emulate, limit=limit)
+        return cold, start_seconds(config, overrides, cache, emulate=emulate, limit=limit)

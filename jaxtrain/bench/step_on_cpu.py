@@ -1,0 +1,43 @@
+"""The step of a config on this machine's CPU, in a process of its own: a request as JSON comes in, seconds go out."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Median seconds of a few steps after the first, as `seconds`."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from jaxtrain import distributed
+    from jaxtrain.config.schema import Config
+
+    distributed.start(emulate=1, compilation_cache=None)
+    import jax
+
+    from jaxtrain.bench.whole_step import RandomBatches
+    from jaxtrain.plan.workload import describe_workload
+    from jaxtrain.train.assemble import build_step
+
+    config = Config.model_validate(request["config"])
+    workload = describe_workload(config)
+    step = build_step(
+        config,
+        input_shape=workload.input_shape,
+        vocab_size=workload.vocab_size,
+        num_outputs=workload.num_outputs,
+    )
+    batches = RandomBatches(workload)
+    step.compile(batches.spec())
+    state, batch, seconds = step.init(config.seed), step.loader(batches)(0), []
+    for _ in range(4):
+        began = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": statistics.median(seconds[1:])}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.load(sys.stdin))))

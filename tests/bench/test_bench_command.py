@@ -1,0 +1,109 @@
+"""`jaxtrain bench` on a tiny model: everything is there and makes sense; mistakes are one line. No time is asserted."""
+
+import json
+import math
+
+import pytest
+
+from jaxtrain.bench.measure import PARTS
+from jaxtrain.bench.start import NoStepError, cold_and_warm, start_seconds
+from jaxtrain.cli import main
+
+TINY = ["model.num_layers=2", "model.embed_dim=32", "model.num_heads=2", "model.max_sequence_length=32"]
+TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num_rows=64"]
+
+# id: (words, blocks that must be timed, unit)
+CONFIGS = {
+    "transformer": (["bench_cpu", *TINY_RUN], ["embedding", "attention", "MLP", "norm", "head and loss"], "tokens"),
+    "mlp": (
+        ["digits_mlp", "data.kind=synthetic", "data.task=table", "data.num_rows=64", "train.global_batch_size=16"],
+        ["whole model"],
+        "examples",
+    ),
+}
+
+
+def positive(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_measured_makes_sense(tmp_path, capsys, name):
+    words, blocks, unit = CONFIGS[name]
+    assert main(["bench", *words, "--skip", "start", "--out", str(tmp_path), "--json", str(tmp_path / "b.json")]) == 0
+    answer = json.loads((tmp_path / "bench.json").read_text())
+    assert answer == json.loads((tmp_path / "b.json").read_text())
+    assert (tmp_path / "bench.svg").read_text().count("<path") > 10
+    printed = capsys.readouterr().out
+    assert "matmul fp32" in printed
+    assert f"{unit} a second" in printed
+
+    devices = answer["device"]["count"]
+    limits, step = answer["limits"], answer["step"]
+    assert positive(limits["matmul"]["fp32"])
+    assert positive(limits["memory"])
+    assert positive(limits["all_reduce"]) == (devices > 1)
+    assert [block["name"] for block in answer["blocks"]] == [*blocks, "optimizer"]
+    for block in answer["blocks"]:
+        assert positive(block["seconds"])
+        assert positive(block["roofline_seconds"])
+        assert block["bytes"] > 0
+        expected = block["roofline_seconds"] / block["seconds"]
+        assert block["share_of_roofline"] == pytest.approx(expected)
+    assert step["unit"] == unit
+    assert step["units_per_second"] == pytest.approx(step["units"] / step["seconds"])
+    rate = step["flops_per_second_per_device"]
+    assert rate == pytest.approx(step["model_flops"] / step["seconds"] / devices)
+    # Emulated devices share the cores that were measured as one.
+    assert step["share_of_measured_matmul"] == pytest.approx(rate * devices / limits["matmul"]["fp32"])
+    assert step["host_seconds"] > 0
+    assert positive(step["planned_bytes"])
+    assert positive(step["process_peak_bytes"])
+    # Every null has its reason.
+    assert step["joules_per_unit"] is None
+    assert step["model_flops_utilization"] is None
+    assert answer["cpu"] is None
+    lacking = {"start", "cpu", "step.joules_per_unit", "step.model_flops_utilization", "step.device_peak_bytes"}
+    lacking |= {f"limits.matmul.{each}" for each, found in limits["matmul"].items() if found is None}
+    assert lacking <= set(answer["reasons"])
+    assert all(answer["reasons"].values())
+
+
+MISTAKES = {
+    "part": (["bench", "bench_cpu", "--skip", "stop"], "--skip stop: no such part; there are"),
+    "limits": (["bench", "bench_cpu", "--skip", "limits"], "add --skip blocks"),
+    "auto": (["bench", "bench_cpu", "parallel=auto"], "a bench measures one layout"),
+    "config": (["bench", "bench_gpu"], "no config 'bench_gpu'"),
+    "file": (["bench", "bench_cpu", "--json", "/nowhere/b.json"], "cannot write /nowhere/b.json"),
+    "batch": (["bench", "bench_cpu", "train.global_batch_size=3", "--skip", "start"], "does not divide"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(capsys, name):
+    words, said = MISTAKES[name]
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_parts_are_those_of_the_help(capsys):
+    assert main(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(part in said for part in PARTS)
+
+
+@pytest.mark.long
+def test_a_warm_start_reads_what_the_cold_one_compiled():
+    words = [*TINY_RUN, "train.steps=5"]
+    cold, warm = cold_and_warm("bench_cpu", words)
+    assert any("cached next time" in line for line in cold.said)
+    assert any("from cache" in line for line in warm.said)
+    assert positive(cold.seconds)
+    assert positive(warm.seconds)
+
+
+def test_a_run_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(NoStepError, match=r"model\.embed_dim"):
+        start_seconds("bench_cpu", ["model.embed_dim=-1"], tmp_path)
