@@ -30,6 +30,7 @@ class Layout:
         rules: logical axis -> mesh axes.
         stack: top-level path of the parameters that are stacked layer by layer; their first dim goes to `pipe`.
         context_attention: how attention works on a sequence spread over `context`: ring, all_to_all, gather or auto.
+        state_axes: mesh axes that optimizer state is spread over besides those of its parameters (ZeRO over `data`).
         manual: mesh axes that the code being traced handles itself (inside `jax.shard_map`); they leave every spec.
     """
 
@@ -38,6 +39,7 @@ class Layout:
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DEFAULT_RULES)
     stack: str | None = None
     context_attention: str = "auto"
+    state_axes: tuple[str, ...] = ()
     manual: frozenset[str] = frozenset()
 
     def degree(self, axis: str) -> int:
@@ -263,7 +265,8 @@ def _gather(x: jax.Array, whole: NamedSharding, stored: NamedSharding, *, sum_wh
 
     @jax.custom_vjp
     def gather(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, whole)
+        # As stored first, or the compiler gathers what x was cast from: twice the bytes, and a copy in float32.
+        return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
 
     def forward(x: jax.Array) -> tuple[jax.Array, None]:
         return gather(x), None

@@ -1,11 +1,12 @@
 """Muon: momentum whose matrices are made orthogonal (Jordan et al. 2024), spread over every device of the mesh.
 
-Orthogonalising needs whole matrices, while they are stored in shards. So each stack of matrices changes places: mesh
-axes go to the dims that count matrices (layers, experts) as far as these divide, and the others to the long side of
-the matrices, where the product of X with its transpose costs one sum over them. No device ever holds a whole stack.
-`optax.contrib.muon` has the same iteration and no place for these constraints.
+Orthogonalising needs whole matrices, while they are stored in shards. So the matrices of a stack change places: each
+device gets some of them whole, works on them without communication, and gives every part back to where it is stored.
+Where they do not divide, some devices get a matrix of zeros. They change places over one mesh axis after the other,
+because XLA's partitioner moves two axes at once by making the whole stack everywhere (jaxlib 0.10.2). So no device ever
+holds a whole stack. `optax.contrib.muon` has the same iteration and no place for these constraints.
 
-Shapes: B... dims that count matrices, M the short side, N the long side.
+Shapes: M the short side of a matrix, N the long side.
 """
 
 import math
@@ -49,59 +50,82 @@ def orthogonalize(
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
 
 
-def newton_schulz(x: jax.Array, steps: int, constrain: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
-    """Nearly U V^T of each x [B..., M, N] = U S V^T, M <= N: singular values come out between 0.7 and 1.2."""
+def newton_schulz(x: jax.Array, steps: int) -> jax.Array:
+    """Nearly U V^T of each x [..., M, N] = U S V^T, M <= N: singular values come out between 0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
 
     def step(_: int, x: jax.Array) -> jax.Array:
         product = x @ jnp.matrix_transpose(x)
-        return constrain(a * x + (b * product + c * (product @ product)) @ x)
+        return a * x + (b * product + c * (product @ product)) @ x
 
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
     # Gradients of a part that is not used are 0, and stay so.
-    return jax.lax.fori_loop(0, steps, step, constrain(x / jnp.maximum(norm, jnp.finfo(x.dtype).tiny)))
+    return jax.lax.fori_loop(0, steps, step, x / jnp.maximum(norm, jnp.finfo(x.dtype).tiny))
 
 
 def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.Array:
     """One parameter's update, orthogonal, of the same shape."""
     rows, columns = (math.prod(leaf.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
-    short, long = (matrix.rows, matrix.columns) if rows <= columns else (matrix.columns, matrix.rows)
-    order = (*matrix.batch, *short, *long)
-    counts = tuple(leaf.shape[d] for d in matrix.batch)
-    turned = jnp.transpose(leaf, order)
-    x = turned.reshape(*counts, min(rows, columns), max(rows, columns))
+    sides = (matrix.rows, matrix.columns) if rows <= columns else (matrix.columns, matrix.rows)
+    order = (*matrix.batch, *sides[0], *sides[1])
     layout = current_layout()
 
-    def constrain(x: jax.Array) -> jax.Array:
-        if layout is None or layout.mesh.size == 1:
-            return x
-        stored = parameter_spec(path, leaf.shape, layout)
-        entries = spread([stored[d] for d in matrix.batch], x.shape, layout)
-        return jax.lax.with_sharding_constraint(x, layout.named(PartitionSpec(*entries)))
+    def run(x: jax.Array) -> jax.Array:
+        """Of x [..., the dims of the short side, those of the long side]."""
+        lead = x.shape[: x.ndim - len(sides[0]) - len(sides[1])]
+        found = newton_schulz(x.reshape(*lead, min(rows, columns), max(rows, columns)), steps)
+        return (found * (_UPDATE_RMS * math.sqrt(max(rows, columns)))).reshape(x.shape)
 
     with jax.named_scope("newton_schulz"):
-        x = newton_schulz(x, steps, constrain) * (_UPDATE_RMS * math.sqrt(max(rows, columns)))
-    x = jnp.transpose(x.reshape(turned.shape), sorted(range(len(order)), key=lambda dim: order[dim]))
-    if layout is None or layout.mesh.size == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, layout.named(parameter_spec(path, leaf.shape, layout)))
+        x = jnp.transpose(leaf, order)
+        if layout is None or layout.mesh.size == 1 or not matrix.batch:
+            x = run(x)  # a matrix alone is worked on where it lies, as the compiler sees fit
+        else:
+            stored = parameter_spec(path, leaf.shape, layout, also=layout.state_axes)
+            x = _dealt(run, x, len(matrix.batch), [stored[d] for d in order], layout)
+        return jnp.transpose(x, sorted(range(x.ndim), key=lambda dim: order[dim]))
 
 
-def spread(stored: list[Entry], shape: tuple[int, ...], layout: Layout) -> list[Entry]:
-    """Mesh axes of the dims of x [B..., M, N], all of them where they divide.
+def _dealt(
+    run: Callable[[jax.Array], jax.Array], x: jax.Array, num_counts: int, stored: list[Entry], layout: Layout
+) -> jax.Array:
+    """`run` on whole matrices, each on one device.
 
     Args:
-        stored: mesh axes of B... as the parameter is stored; they stay.
-        shape: of x.
+        run: keeps the shape of what it gets.
+        x: [counts..., dims of a matrix...].
+        num_counts: dims that count matrices; the mesh axes that split them stay there.
+        stored: mesh axes of every dim of x.
         layout: of the step.
     """
-    entries: list[Entry] = [*stored, None, None]
-    used = {axis for entry in stored for axis in entry_axes(entry)}
-    for axis, degree in layout.degrees.items():
-        if degree == 1 or axis in used:
-            continue
-        for dim in (*range(len(stored)), len(shape) - 1):
-            if shape[dim] % (degree * entry_degree(entries[dim], layout.degrees)) == 0:
-                entries[dim] = (*entry_axes(entries[dim]), axis)
-                break
-    return entries
+    parts = [entry_degree(entry, layout.degrees) for entry in stored[:num_counts]]
+    # [counts...] as [parts..., matrices of a part], then the matrices of a part over one axis after the other.
+    split = [size for count, n in zip(x.shape, parts, strict=False) for size in (n, count // n)]
+    dims, rest = range(len(split)), x.shape[num_counts:]
+    front = (*dims[::2], *dims[1::2], *range(len(split), len(split) + len(rest)))
+    turned = jnp.transpose(x.reshape(*split, *rest), front)
+    flat = turned.reshape(*parts, -1, *rest)
+
+    kept = {axis for entry in stored[:num_counts] for axis in entry_axes(entry)}
+    free = [axis for axis, degree in layout.degrees.items() if degree > 1 and axis not in kept]
+    count = flat.shape[num_counts]
+    missing = -count % entry_degree(tuple(free), layout.degrees)
+    flat = jnp.pad(flat, [(0, missing if dim == num_counts else 0) for dim in range(flat.ndim)])
+
+    def constrain(flat: jax.Array, moved: list[str]) -> jax.Array:
+        sides = [
+            tuple(axis for axis in entry_axes(entry) if axis not in moved) or None for entry in stored[num_counts:]
+        ]
+        spec = PartitionSpec(*stored[:num_counts], tuple(moved) or None, *sides)
+        return jax.lax.with_sharding_constraint(flat, layout.named(spec))
+
+    # From how they are stored, said too: the partitioner would lay the momentum out as the work is, then bring it back.
+    for number in range(len(free) + 1):
+        flat = constrain(flat, free[:number])
+    flat = run(flat)
+    for number in reversed(range(len(free) + 1)):
+        flat = constrain(flat, free[:number])
+    flat = jax.lax.slice_in_dim(flat, 0, count, axis=num_counts)
+    return jnp.transpose(flat.reshape(turned.shape), sorted(range(len(front)), key=lambda dim: front[dim])).reshape(
+        x.shape
+    )

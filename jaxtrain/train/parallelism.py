@@ -67,7 +67,14 @@ def make_layout(
     if parallelism.sequence_parallel:
         chosen["residual_sequence"] = ("context", "tensor")
     stack = None if model.parts is None else model.parts.stack
-    return Layout(mesh, model.axes, chosen, stack=stack, context_attention=parallelism.context_attention)
+    return Layout(
+        mesh,
+        model.axes,
+        chosen,
+        stack=stack,
+        context_attention=parallelism.context_attention,
+        state_axes=("data",) if parallelism.zero in (1, 2) else (),
+    )
 
 
 def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumulation_steps: int) -> Pipeline | None:

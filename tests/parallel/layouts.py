@@ -168,8 +168,12 @@ def make_step(case: Case, where: Layout, accumulation: int, remat: str = "none",
 
 
 def with_optimizer(kind: str, name: str = "transformer") -> Case:
-    """A case with another optimizer; Adafactor factors the small matrices of these models too."""
-    options = {"min_dim_size_to_factor": 16} if kind == "adafactor" else {}
+    """A case with another optimizer, "adamw int8" with its moments in int8.
+
+    Adafactor factors the small matrices of these models too.
+    """
+    kind, _, moments = kind.partition(" ")
+    options = {"min_dim_size_to_factor": 16} if kind == "adafactor" else {"moments": moments} if moments else {}
     config = TypeAdapter(OptimizerConfig).validate_python({"kind": kind, "learning_rate": 1e-3, **options})
     return dataclasses.replace(CASES[name], optimizer=config)
 

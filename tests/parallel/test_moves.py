@@ -20,9 +20,14 @@ MOVES: dict[str, tuple[Layout, Layout, str, str]] = {
     ),
     "zero 1 to stages x tensor": (layout(data=8, zero=1), layout(pipe=2, fsdp=2, tensor=2), "transformer", "adamw"),
     "stages to zero 2, factored": (layout(pipe=4), layout(data=4, fsdp=2, zero=2), "transformer", "adafactor"),
-    "experts to one device": (layout(expert=4, data=2), ONE, "experts", "adamw"),
-    "one device to experts x tensor": (ONE, layout(expert=2, tensor=2, fsdp=2), "experts", "adamw"),
-    "context to stages of experts": (layout(context=4, data=2), layout(pipe=2, expert=2, data=2), "experts", "lion"),
+    "experts to one device, int8": (layout(expert=4, data=2), ONE, "experts", "adamw int8"),
+    "one device to experts x tensor": (ONE, layout(expert=2, tensor=2, fsdp=2), "experts", "muon"),
+    "context to stages of experts": (
+        layout(context=4, data=2),
+        layout(pipe=2, expert=2, data=2),
+        "experts",
+        "lion bfloat16",
+    ),
 }
 
 
