@@ -7,6 +7,7 @@ import pytest
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision import POLICIES, LossScale, LossScaling, cast_floats, get_policy
+from jaxtrain.quantized import QuantizedKernel
 
 SCALING = LossScaling(initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0)
 
@@ -40,9 +41,12 @@ def test_casts_touch_floats_only():
         "b": jnp.array([True]),
         "k": jax.random.key(0),
         "n": np.ones(2, np.float32),
+        "q": QuantizedKernel(jnp.ones((2, 2), jnp.int8), jnp.ones(2, jnp.float32)),
         "none": None,
     }
     cast = cast_floats(tree, jnp.bfloat16)
+    quantized = cast.pop("q")
+    assert (quantized.values.dtype, quantized.scale.dtype) == (jnp.int8, jnp.float32)
     assert {name: leaf.dtype for name, leaf in cast.items() if leaf is not None} == {
         "w": jnp.bfloat16,
         "h": jnp.bfloat16,
@@ -55,24 +59,26 @@ def test_casts_touch_floats_only():
 
 
 @pytest.mark.parametrize(
-    ("name", "param_dtype", "compute_dtype", "matmul_precision", "loss_scaled"),
+    ("name", "param_dtype", "compute_dtype", "matmul_precision", "loss_scaled", "linear_format"),
     [
-        ("fp32", jnp.float32, jnp.float32, "highest", False),
-        ("tf32", jnp.float32, jnp.float32, "tensorfloat32", False),
-        ("bf16", jnp.float32, jnp.bfloat16, None, False),
-        ("bf16_pure", jnp.bfloat16, jnp.bfloat16, None, False),
-        ("fp16", jnp.float32, jnp.float16, None, True),
+        ("fp32", jnp.float32, jnp.float32, "highest", False, None),
+        ("tf32", jnp.float32, jnp.float32, "tensorfloat32", False, None),
+        ("bf16", jnp.float32, jnp.bfloat16, None, False, None),
+        ("bf16_pure", jnp.bfloat16, jnp.bfloat16, None, False, None),
+        ("fp16", jnp.float32, jnp.float16, None, True, None),
+        ("fp8", jnp.float32, jnp.bfloat16, None, False, "fp8"),
     ],
 )
-def test_policies(name, param_dtype, compute_dtype, matmul_precision, loss_scaled):
+def test_policies(name, param_dtype, compute_dtype, matmul_precision, loss_scaled, linear_format):
     policy = get_policy(name)
     assert (policy.param_dtype, policy.compute_dtype) == (param_dtype, compute_dtype)
     assert (policy.matmul_precision, policy.loss_scaled) == (matmul_precision, loss_scaled)
+    assert policy.linear_format == linear_format
     assert get_policy(policy) is policy
 
 
 def test_unknown_policy():
     with pytest.raises(ConfigError) as caught:
         get_policy("fp12")
-    assert str(caught.value) == "unknown precision policy 'fp12'; known: fp32, tf32, bf16, bf16_pure, fp16"
-    assert len(POLICIES) == 5
+    assert str(caught.value) == "unknown precision policy 'fp12'; known: fp32, tf32, bf16, bf16_pure, fp16, fp8"
+    assert len(POLICIES) == 6

@@ -98,15 +98,18 @@ def fp8_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled]]:
     a, b = quantize(x, FORWARD), quantize(kernel, FORWARD)
-    return _dot(a, b, (x.ndim - 1,), (0,), x.dtype), (a, b)
+    with jax.named_scope("fp8_forward"):
+        return _dot(a, b, (x.ndim - 1,), (0,), x.dtype), (a, b)
 
 
 def _backward(saved: tuple[Scaled, Scaled], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, b = saved
     c = quantize(gradient, GRADIENT)
     rows = tuple(range(gradient.ndim - 1))
-    dx = _dot(c, b, (gradient.ndim - 1,), (1,), gradient.dtype)
-    return dx, _dot(a, c, rows, rows, gradient.dtype)
+    with jax.named_scope("fp8_input_gradient"):
+        dx = _dot(c, b, (gradient.ndim - 1,), (1,), gradient.dtype)
+    with jax.named_scope("fp8_kernel_gradient"):
+        return dx, _dot(a, c, rows, rows, gradient.dtype)
 
 
 fp8_matmul.defvjp(_forward, _backward)

@@ -32,6 +32,22 @@ def test_repeats_the_evaluation_of_the_run(cli, any_run, layout):
     assert {name: answer[name] for name in metrics} == pytest.approx(metrics, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("format", ["int8", "int8_dynamic"])
+def test_quantized_layers_lose_little(cli, text_run, format):
+    plain, quantized = evaluate(cli, text_run), evaluate(cli, text_run, "--quantize", format)
+    assert plain["eval_loss"] != quantized["eval_loss"]
+    assert quantized["eval_loss"] == pytest.approx(plain["eval_loss"], rel=0.01)  # as docs/precision.md promises
+    shown = cli("eval", str(text_run), "--quantize", format).err
+    assert f"{format}: linear layers of " in shown
+
+
+def test_quantized_layers_that_are_not_there(cli, image_run):
+    answer = cli("eval", str(image_run), "--quantize", "int8")
+    assert answer.code == 2
+    assert "int8 is for linear layers" in answer.err
+    assert len(answer.err.splitlines()) <= 3, answer.err
+
+
 def test_reads_the_moving_average_and_the_statistics(image_run):
     opened = open_run(image_run)
     assert opened.step.abstract_state.ema is not None

@@ -94,3 +94,12 @@ def test_does_not_open_the_data(cli, text_run, tmp_path):
     answer = cli("sample", str(tmp_path), "-p", "a")
     assert answer.code == 2
     assert "has no tokenizer.json" in answer.err
+
+
+def test_quantized_layers_write_text(cli, text_run):
+    """The likeliest bytes of a model whose weights moved by half a percent: mostly the same ones."""
+    words = ("sample", str(text_run), "-p", "The ", "-n", "8", "--temperature", "0")
+    plain, quantized = cli(*words), cli(*words, "--quantize", "int8")
+    assert quantized.code == 0, quantized.err
+    assert len(quantized.out) == len(plain.out)
+    assert quantized.out.startswith("The ")

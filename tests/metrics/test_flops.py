@@ -95,6 +95,9 @@ def test_none_when_a_size_is_missing(config):
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
         ("NVIDIA H100 80GB HBM3", "bf16_pure", 989.4e12),
         ("NVIDIA H200", "tf32", 494.7e12),
+        ("NVIDIA H200", "fp8", 1978.9e12),
+        ("NVIDIA A100-SXM4-80GB", "fp8", 312e12),  # in bf16, as on every device without such units
+        ("TPU v5 lite", "fp8", 197e12),
         ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
         ("NVIDIA A100-SXM4-40GB", "fp32", 19.5e12),
         ("NVIDIA B200", "bf16", 2250e12),

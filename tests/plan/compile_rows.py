@@ -19,6 +19,7 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.mesh import crossing_axes, make_mesh
 from jaxtrain.models.build import build_model
 from jaxtrain.parallel.programs import collectives, crosses
+from jaxtrain.plan.fp8_program import fp8_products
 from jaxtrain.plan.topology import compile_for, topology_devices
 from jaxtrain.remat import Remat
 from jaxtrain.tasks import language_modeling
@@ -56,7 +57,8 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
     seconds = time.monotonic() - lowered_at
     memory = compiled.memory_analysis()
     leaves = [leaf for leaf in jax.tree.leaves(step.abstract_state) if leaf.dtype != jax.random.key(0).dtype]
-    found = collectives(program_text(compiled))
+    text = program_text(compiled)
+    found = collectives(text)
     return {
         "devices": len(devices),
         "kind": devices[0].device_kind,
@@ -74,6 +76,7 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
             {f"{one.kind} {axis}" for one in found for axis in mesh.shape if crosses(one, mesh, axis)}
         ),
         "permutes_in_branches": [one.line for one in found if one.kind == "collective-permute" and one.in_branch],
+        "fp8_products": {name: [found.native, found.emulated] for name, found in fp8_products(text).items()},
         "lower_seconds": lowered_at - began,
         "compile_seconds": seconds,
     }

@@ -73,10 +73,25 @@ STATE = {
     name: dict(target="v5e:2x4", degrees=degrees, model=dict(embed_dim=512), step={})
     for name, degrees in {"state zero-0": {}, "state zero-3": dict(fsdp=8)}.items()
 }
+# Layouts under which the linear layers run in 8 bits, and the sequence of the second is spread over two axes.
+FP8 = {
+    f"fp8 {target} {name}": dict(target=target, degrees=degrees, model=dict(num_kv_heads=4), step=step)
+    for target, name, degrees, step in (
+        ("h100:1x8", "fsdp=8", dict(fsdp=8), dict(policy="fp8")),
+        (
+            "h100:1x8",
+            "fsdp=2,tensor=2,context=2",
+            dict(fsdp=2, tensor=2, context=2),
+            dict(policy="fp8", parallelism=dict(sequence_parallel=True)),
+        ),
+        ("v5e:2x4", "fsdp=4,tensor=2", dict(fsdp=4, tensor=2), dict(policy="fp8")),
+    )
+}
 
 
 def rows(targets):
     more = {**ACTIVATIONS, **STATE} if "v5e:2x4" in targets else {}
+    more |= {name: row for name, row in FP8.items() if row["target"] in targets}
     return more | {
         f"{target} {layout}": dict(target=target, degrees=degrees, model=model, step=step)
         for target in targets
@@ -166,3 +181,25 @@ def test_zero_3_needs_a_quarter_of_the_state_at_most(compiled_for_tpu):
     """What a device is given of state and batch, as its compiler lays it out."""
     whole, spread = (compiled_for_tpu[name]["argument_bytes"] for name in STATE)
     assert spread <= whole / 4
+
+
+@pytest.mark.parametrize("name", [name for name, row in FP8.items() if row["target"] in GPUS])
+def test_fp8_reaches_the_units_of_an_h100(compiled_for_gpu, name):
+    """Forward and both backward products of every linear layer, and no wider product among them."""
+    result = compiled_for_gpu[name]
+    assert "error" not in result, result["error"]
+    assert not result["permutes_in_branches"]
+    for product, (native, emulated) in result["fp8_products"].items():
+        # Of seven layers a block; the compiler joins those with one input, as q, k and v.
+        assert native >= 4, product
+        assert emulated == 0, product
+    in_bf16 = compiled_for_gpu["h100:1x8 fsdp=8"]["fp8_products"]
+    assert set(map(tuple, in_bf16.values())) == {(0, 0)}
+
+
+def test_fp8_compiles_for_a_tpu(compiled_for_tpu):
+    """There its products are emulated."""
+    for name in [name for name, row in FP8.items() if row["target"] in TPUS]:
+        result = compiled_for_tpu[name]
+        assert "error" not in result, result["error"]
+        assert result["temporary_bytes"] >= 0

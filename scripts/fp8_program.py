@@ -1,0 +1,48 @@
+"""How many products of the linear layers a step multiplies in 8 bits on hardware that is not here, as JSON.
+
+    python scripts/fp8_program.py h100x8 "llama3_8b data.sequence_length=4096 train.global_batch_size=8"
+
+Adds precision.policy=fp8 to the config. Takes the compiler of the target (pip install 'jaxtrain[aot]'): half a minute.
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+
+from jaxtrain import distributed
+from jaxtrain.config import load_config
+from jaxtrain.plan.exact import batch_shapes
+from jaxtrain.plan.fp8_program import fp8_products
+from jaxtrain.plan.hardware import parse_targets
+from jaxtrain.plan.topology import compile_for, topology_devices
+from jaxtrain.plan.workload import describe_workload
+from jaxtrain.train.assemble import build_step
+
+
+def main() -> None:
+    """Print one row a config."""
+    distributed.start(emulate=1, compilation_cache=None)
+    target = parse_targets(sys.argv[1])[0]
+    if target.topology is None:
+        sys.exit(f"no compiler for {target.name}")
+    devices = topology_devices(target.topology)
+    for words in sys.argv[2:]:
+        name, *overrides = words.split()
+        config = load_config(name, overrides=[*overrides, "precision.policy=fp8"]).config
+        workload = describe_workload(config)
+        step = build_step(
+            config,
+            input_shape=workload.input_shape,
+            vocab_size=workload.vocab_size,
+            num_outputs=workload.num_outputs,
+            devices=devices,
+        )
+        text = compile_for(devices[0], step.lower(batch_shapes(workload))).as_text() or ""
+        products = {name: dataclasses.asdict(found) for name, found in fp8_products(text).items()}
+        print(json.dumps({"target": target.name, "config": words, "jax": jax.__version__, **products}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

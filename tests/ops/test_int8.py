@@ -1,0 +1,80 @@
+"""Kernels of 8-bit integers and their products against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.ops.int8 import int8_matmul
+from jaxtrain.ops.linear import linear
+from jaxtrain.quantized import QuantizedKernel, quantize_kernel, round_to_int8
+
+
+def test_rounding_is_within_half_a_step():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(3, 40, 24)) * np.exp2(rng.integers(-9, 9, size=(3, 1, 24)))).astype(np.float32)
+    x[1, :, 5] = 0
+    values, scale = map(np.asarray, jax.jit(round_to_int8, static_argnums=1)(x, (1,)))
+    assert (values.dtype, scale.dtype, scale.shape) == (np.int8, np.float32, (3, 1, 24))
+    assert (np.abs(values.astype(int)).max(axis=1)[x.any(axis=1)] == 127).all(), "each channel uses its whole range"
+    assert (np.abs(values * scale - x) <= 0.5 * scale * (1 + 1e-5)).all()
+
+
+# Shape with the layers of a stack in front, input dims, output dims, shape of the scale.
+KERNELS = {
+    "matrix": ((6, 4), 1, 1, (4,)),
+    "to heads": ((6, 2, 4), 1, 2, (2, 4)),
+    "from heads": ((2, 3, 4), 2, 1, (4,)),
+    "stacked": ((5, 2, 3, 4), 2, 1, (5, 4)),
+}
+
+
+@pytest.mark.parametrize(("shape", "inputs", "outputs", "scale"), KERNELS.values(), ids=KERNELS)
+def test_one_scale_an_output_channel(shape, inputs, outputs, scale):
+    kernel = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    found = quantize_kernel(jnp.asarray(kernel), inputs, outputs, activations=False)
+    assert (found.shape, found.scale.shape) == (shape, scale)
+    first = len(shape) - inputs - outputs
+    dims = tuple(range(first, first + inputs))
+    np.testing.assert_allclose(found.scale, np.abs(kernel).max(axis=dims) / 127, rtol=1e-6)
+
+
+@pytest.mark.parametrize("leading", [(7,), (2, 3)], ids=["rows", "sequences"])
+@pytest.mark.parametrize("activations", [False, True], ids=["weights", "dynamic"])
+def test_products(activations, leading):
+    rng = np.random.default_rng(2)
+    x, weights = rng.normal(size=(*leading, 6)).astype(np.float32), rng.normal(size=(6, 2, 4)).astype(np.float32)
+    kernel = quantize_kernel(jnp.asarray(weights), 1, 2, activations=activations)
+    y = np.asarray(jax.jit(linear)(x, kernel))
+    values, scale = np.asarray(kernel.values, np.int64).reshape(6, 8), np.asarray(kernel.scale, np.float64).reshape(8)
+    rows = x.astype(np.float64).reshape(-1, 6)
+    if activations:
+        unit = np.abs(rows).max(axis=1, keepdims=True).astype(np.float32) / np.float32(127)
+        integers = np.round(rows.astype(np.float32) / unit).astype(np.int64)
+        expected = (integers @ values) * unit.astype(np.float64) * scale
+    else:
+        expected = rows @ values * scale
+    # Sums of six numbers in float32; integers are summed exactly.
+    np.testing.assert_allclose(y.reshape(-1, 8), expected, rtol=1e-5, atol=1e-5)
+    assert y.shape == (*leading, 2, 4)
+
+
+def test_gradients_pass_through_a_frozen_kernel():
+    """To what stands before it: what adapters over quantized weights will ask for."""
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
+    kernel = quantize_kernel(jnp.asarray(rng.normal(size=(6, 4)), jnp.float32), 1, 1, activations=False)
+    whole = kernel.values.astype(jnp.float32) * kernel.scale
+    found, expected = (
+        jax.jit(jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2)))(x)
+        for f in (lambda x: int8_matmul(x, kernel), lambda x: x @ whole)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_integers_are_multiplied_as_integers():
+    kernel = QuantizedKernel(jnp.ones((6, 4), jnp.int8), jnp.ones(4, jnp.float32), activations=True)
+    program = jax.jit(int8_matmul).lower(jnp.ones((5, 6), jnp.bfloat16), kernel).as_text()
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    assert len(products) == 1
+    assert "tensor<5x6xi8>, tensor<6x4xi8>) -> tensor<5x4xi32>" in products[0]
