@@ -76,6 +76,8 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
             {f"{one.kind} {axis}" for one in found for axis in mesh.shape if crosses(one, mesh, axis)}
         ),
         "permutes_in_branches": [one.line for one in found if one.kind == "collective-permute" and one.in_branch],
+        "choices": list(step.choices),
+        "kernel_calls": text.count("tpu_custom_call") + text.count("__cudnn$fmha"),
         "fp8_products": {name: [found.native, found.emulated] for name, found in fp8_products(text).items()},
         "lower_seconds": lowered_at - began,
         "compile_seconds": seconds,

@@ -87,10 +87,22 @@ FP8 = {
         ("v5e:2x4", "fsdp=4,tensor=2", dict(fsdp=4, tensor=2), dict(policy="fp8")),
     )
 }
+# Where a sequence and a head fill the kernel's tiles: accumulation (manual over data) and a pipeline, heads spread.
+SPLASH = {
+    f"splash {name}": dict(target="v5e:2x4", degrees=degrees, model=dict(embed_dim=256, num_heads=4), step=step)
+    for name, degrees, step in (
+        ("data=2,fsdp=2,tensor=2", dict(data=2, fsdp=2, tensor=2), dict(accumulation_steps=2)),
+        (
+            "pipe=2,fsdp=2,tensor=2",
+            dict(pipe=2, fsdp=2, tensor=2),
+            dict(parallelism=dict(schedule="1f1b", microbatches=4)),
+        ),
+    )
+}
 
 
 def rows(targets):
-    more = {**ACTIVATIONS, **STATE} if "v5e:2x4" in targets else {}
+    more = {**ACTIVATIONS, **STATE, **SPLASH} if "v5e:2x4" in targets else {}
     more |= {name: row for name, row in FP8.items() if row["target"] in targets}
     return more | {
         f"{target} {layout}": dict(target=target, degrees=degrees, model=model, step=step)
@@ -181,6 +193,15 @@ def test_zero_3_needs_a_quarter_of_the_state_at_most(compiled_for_tpu):
     """What a device is given of state and batch, as its compiler lays it out."""
     whole, spread = (compiled_for_tpu[name]["argument_bytes"] for name in STATE)
     assert spread <= whole / 4
+
+
+@pytest.mark.parametrize("name", SPLASH)
+def test_splash_attention_compiles_inside_manual_regions(compiled_for_tpu, name):
+    result = compiled_for_tpu[name]
+    assert "error" not in result, result["error"]
+    assert result["choices"] == ["attention: splash"]
+    assert result["kernel_calls"] >= 3  # forward, and two of the backward pass
+    assert not result["permutes_in_branches"]
 
 
 @pytest.mark.parametrize("name", [name for name, row in FP8.items() if row["target"] in GPUS])
