@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 from jaxtrain.bench.limits import Limits
 from jaxtrain.bench.timing import call_seconds
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.mesh import make_mesh
 from jaxtrain.metrics.peaks import FORMATS
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.transformer import Block as TransformerBlock
@@ -89,7 +88,7 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     cut = Cut(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention=_least_attention(config, workload))
     counted = {block.name: block for block in step_blocks(config, workload, cut)}
     device = jax.local_devices()[0]
-    mesh = Mesh(np.array(device).reshape(1, 1, 1, 1, 1, 1), tuple(step.mesh.shape))
+    mesh = make_mesh(devices=[device])
     layout = dataclasses.replace(step.layout, mesh=mesh)
     if isinstance(config.model, TransformerConfig):
         calls = _transformer_calls(config.model, config, workload, step, rows, counted)
