@@ -76,26 +76,29 @@ def gradients_by_vocabulary(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of sum(push x (negative log-likelihood + z-loss)) for hidden states and kernel, in their dtypes.
 
-    Logits are computed a second time. The kernel's gradient needs no sum over blocks.
+    Logits are computed a second time. The kernel's gradient needs no sum over blocks, and takes the place of the kernel
+    block by block: where the caller needs the kernel no more, the compiler keeps one array for both. (Zeros to begin
+    with, it would moreover make together with those that an embedding's gradient begins with, and keep: two arrays of 1
+    GiB for Llama 8B on an H100, jax 0.10.2.)
     """
     size, ids = cut.size, _own_ids(kernel, cut)
     dim = _vocabulary_dim(cut)
 
     def step(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[Any, None]:
-        d_h_ND, d_kernel = carry
+        d_h_ND, mixed = carry
         start, fresh_C = _block(number, size, ids.size)
-        block = _slice(kernel, start, size, cut)
+        block = _slice(mixed, start, size, cut)
         ids_C = jax.lax.dynamic_slice_in_dim(ids, start, size)
         d_logits_NC = _logit_gradient(_logits(h_ND, block, cut), ids_C, targets_N, normalizer, push_N, cut)
-        if fresh_C is not None:
+        if fresh_C is not None:  # the others have been done, and their part of the block is gradient by now
             d_logits_NC = jnp.where(fresh_C, d_logits_NC, 0.0)
         d_h, d_block = _pull(h_ND, block, d_logits_NC.astype(h_ND.dtype), cut)
         d_block = d_block.astype(kernel.dtype)
-        if fresh_C is not None:  # the ids of the block before have theirs
-            d_block = d_block + jax.lax.dynamic_slice_in_dim(d_kernel, start, size, dim)
-        return (d_h_ND + d_h, jax.lax.dynamic_update_slice_in_dim(d_kernel, d_block, start, dim)), None
+        if fresh_C is not None:
+            d_block = jnp.where(fresh_C[:, None] if cut.tied else fresh_C, d_block, block)
+        return (d_h_ND + d_h, jax.lax.dynamic_update_slice_in_dim(mixed, d_block, start, dim)), None
 
-    start = (jnp.zeros(h_ND.shape, jnp.float32), jnp.zeros_like(kernel))
+    start = (jnp.zeros(h_ND.shape, jnp.float32), kernel)
     (d_h_ND, d_kernel), _ = jax.lax.scan(step, start, jnp.arange(-(-ids.size // size)))
     return _sum(d_h_ND.astype(h_ND.dtype), cut.vocabulary_axes), _sum(d_kernel, cut.token_axes)
 

@@ -29,6 +29,7 @@ from jaxtrain.train.assemble import Run, assemble, check_kinds, open_run_data, r
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
+from jaxtrain.train.loss_notes import loss_notes
 from jaxtrain.train.parallelism import pipeline_notes
 from jaxtrain.train.resume import check_stream, choose_start, config_changes, set_aside
 from jaxtrain.train.state import TrainState
@@ -135,6 +136,7 @@ class Session:
             f"run directory: {self.run_dir}",
             *mesh_notes(mesh),
             *pipeline_notes(run.step.pipeline),
+            *([] if self._own_model else loss_notes(run)),
             *option_notes(run.step.compiler_options),
             *notes,
         ]
