@@ -125,6 +125,30 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, d
             return _FP32 * (numbers + (size if optimizer.b1 else 0))
 
 
+def update_flops(config: Config, placed: Sequence[Placed], degrees: Mapping[str, int]) -> float:
+    """Operations of one device in matmuls of an update: Muon's, which deals whole matrices to the devices.
+
+    An iteration makes X X^T, its square, and a product of their sum with X, of X [M, N] with M <= N.
+    """
+    optimizer = config.optimizer
+    if not isinstance(optimizer, MuonConfig):
+        return 0.0
+    flops = 0.0
+    for one in placed:
+        matrix = (
+            as_matrix(one.path, one.shape, model_axes(config.model), exclude=optimizer.adamw) if one.trained else None
+        )
+        if matrix is None:
+            continue
+        short, long = sorted(math.prod(one.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
+        parts = math.prod(entry_degree(one.entries[d], degrees) for d in matrix.batch)
+        devices = math.prod(degrees.values()) / parts
+        count = math.prod(one.shape[d] for d in matrix.batch) / parts
+        each = math.ceil(count / devices) if matrix.batch else count / devices
+        flops += each * optimizer.newton_schulz_steps * (4 * short**2 * long + 2 * short**3)
+    return flops
+
+
 def _moment_bytes(moments: str, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
     """Of one moment, in the format in which it is stored."""
     if moments == "bfloat16" and is_stored(one.shape):

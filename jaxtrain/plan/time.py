@@ -13,7 +13,7 @@ from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.estimate import BlockTime, StepTime, Traffic
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.offload import host_bandwidth
-from jaxtrain.plan.state import COMPUTE_BYTES, Placed, StateBytes, local_size
+from jaxtrain.plan.state import COMPUTE_BYTES, Placed, StateBytes, local_size, update_flops
 from jaxtrain.plan.workload import Workload
 from jaxtrain.rules import entry_axes
 
@@ -191,7 +191,9 @@ def step_time(
         return None
     blocks = step_blocks(config, workload, cut)
     # The update reads state and gradients and writes state.
-    blocks.append(Block("optimizer", 1, 0.0, (2 * state.total + 2 * state.params) / 3))
+    # It has no backward pass, which a block counts twice.
+    update = update_flops(config, placed, cut.degrees)
+    blocks.append(Block("optimizer", 1, update / 3, (2 * state.total + 2 * state.params) / 3))
     sent = traffic(config, workload, placed, cut, schedule)
     times = {"activations": cut.microbatches * (1 if schedule is None else schedule.num_chunks)}
     sent += [

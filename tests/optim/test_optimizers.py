@@ -86,7 +86,7 @@ def test_updates_are_those_of_the_paper(config, reference, num_steps):
     np.testing.assert_allclose(params["kernel"], reference(KERNEL, GRADIENTS[:num_steps]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "lion", "adafactor"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "muon", "lion", "adafactor"])
 def test_goes_down_a_quadratic(kind):
     config = TypeAdapter(OptimizerConfig).validate_python({"kind": kind})
     optimizer = build_optimizer(config, optax.constant_schedule(0.02), axes={})

@@ -119,7 +119,7 @@ STATE = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw bfloat16", "lion", "adafactor", "muon"])
 @pytest.mark.parametrize("row", STATE)
 def test_state_bytes_follow_the_formulas(row: str, optimizer: str) -> None:
     """Parameters and optimizer state divided by their degrees, within 5 %."""

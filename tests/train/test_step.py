@@ -334,16 +334,21 @@ def test_regression_learns_a_line() -> None:
     assert metrics["loss"] < 1e-3
 
 
-OPTIMIZERS = ["sgd", "adamw", "lion", "adafactor"]
+OPTIMIZERS = ["sgd", "adamw", "lion", "adafactor", "muon", "adamw bfloat16", "adamw int8"]
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_pure", "fp16"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_state_keeps_its_structure_and_dtypes(kind: str, policy: str) -> None:
     """What comes out of a step can go in again: same tree, shapes and dtypes, for every optimizer and policy."""
-    config = load_config({"optimizer": {"kind": kind, "weight_decay": 0.1, "ema_decay": 0.9}}).config.optimizer
+    kind, _, moments = kind.partition(" ")
+    stored = {"moments": moments} if moments else {}
+    group = {"kind": kind, "weight_decay": 0.1, "ema_decay": 0.9, **stored}
+    config = load_config({"optimizer": group}).config.optimizer
     optimizer = build_optimizer(config, optax.constant_schedule(1e-3), axes={})
-    step = make(policy=policy, optimizer=optimizer, ema_decay=0.9, accumulation_steps=2)
+    # Wide enough for moments that are not float32.
+    model = build_model(MLPConfig(hidden_dims=(512,)), input_shape=(8,), num_outputs=4)
+    step = make(model, policy=policy, optimizer=optimizer, ema_decay=0.9, accumulation_steps=2)
     after, _ = jax.eval_shape(step._step, step.abstract_state, rows())
     assert jax.tree.structure(after) == jax.tree.structure(step.abstract_state)
     for (path, new), old in zip(
