@@ -72,13 +72,13 @@ def _dot(a: Scaled, b: Scaled, a_dims: tuple[int, ...], b_dims: tuple[int, ...],
     GPUs get the conversion from XLA. Elsewhere the operands are raised to the dtype of the result, exactly. The product
     is rounded before it is scaled, which is the same for powers of two, and is what remat policies save.
     """
-    values, precision = (a.values, b.values), None
+    lhs, rhs, precision = a.values, b.values, None
     if platform() != "gpu":
-        values = tuple(x.astype(dtype) for x in values)
-    elif GRADIENT in (a.values.dtype, b.values.dtype):
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    elif GRADIENT in (lhs.dtype, rhs.dtype):
         precision = jax.lax.Precision.HIGHEST  # for cuBLAS: no "fast accumulation", which cuts the sum to 14 bits
     dims = ((a_dims, b_dims), ((), ()))
-    product = jax.lax.dot_general(*values, dims, precision=precision, preferred_element_type=dtype)
+    product = jax.lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
     return product * (a.unit * b.unit).astype(dtype)
 
 
