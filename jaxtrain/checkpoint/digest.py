@@ -100,7 +100,8 @@ def _device_digest(array: Any) -> Digest:
 def _program() -> Any:
     import jax
 
-    return jax.jit(lambda array: _sums(*_device_words(array)))
+    # What lies in the host's memory for several processes is summed on their devices.
+    return jax.jit(lambda array: _sums(*_device_words(jax.device_put(array, jax.memory.Space.Device))))
 
 
 def _device_words(array: Any) -> tuple[Any, Any]:

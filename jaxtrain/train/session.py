@@ -118,11 +118,12 @@ class Session:
     def _banner(self, run: Run, notes: list[str]) -> None:
         config, mesh = self.config, run.step.mesh
         units = run.data.units_per_row * config.train.global_batch_size
-        state = sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(run.step.abstract_state)
-            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        )
+        places = zip(jax.tree.leaves(run.step.abstract_state), jax.tree.leaves(run.step.state_on_host), strict=True)
+        state, on_host = 0, 0
+        for leaf, is_there in places:
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+                state, on_host = (state, on_host + size) if is_there else (state + size, on_host)
         degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
         accumulation = config.train.accumulation_steps
         lines = [
@@ -131,7 +132,7 @@ class Session:
             + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
             *(f"data: {line}" for line in run.data.description),
             f"devices: {distributed.describe_devices()} ({degrees}), {config.precision.policy}, "
-            f"state {format_bytes(state)} a device",
+            f"state {format_bytes(state)} a device" + (f", {format_bytes(on_host)} on the host" if on_host else ""),
             f"compiled programs: {distributed.cache_folder(config.compilation_cache) or 'not kept'}",
             f"run directory: {self.run_dir}",
             *mesh_notes(mesh),
