@@ -157,7 +157,7 @@ def build_step(
         accumulation_steps=config.train.accumulation_steps,
         clip_norm=optimizer.clip_norm,
         ema_decay=optimizer.ema_decay,
-        trainable=trainable_predicate(optimizer.freeze, list(parameter_shapes(model))),
+        trainable=trainable_predicate(optimizer.freeze, list(parameter_shapes(model)) if optimizer.freeze else []),
         learning_rate=schedule,
         loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
         parallelism=Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"})),

@@ -69,7 +69,8 @@ class TrainStep:
         self.compiler_options = compiler_options
         self._settings = settings
         self.optimizer = optimizer
-        shapes = jax.eval_shape(self._create, jax.eval_shape(lambda: jax.random.key(0)))
+        create = self._create  # one object for both uses: jax then traces it once
+        shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
         self.state_shardings: TrainState = state_shardings(
             shapes, layout, settings.parallelism, offload_optimizer=settings.offload_optimizer
         )
@@ -86,7 +87,7 @@ class TrainStep:
             out_shardings=(self.state_shardings, whole),
             compiler_options={**compiler_options.used} or None,
         )
-        self._initialize = jax.jit(self._create, out_shardings=self.state_shardings)
+        self._initialize = jax.jit(create, out_shardings=self.state_shardings)
         self.choices: tuple[str, ...] = ()
         self._compiled: jax.stages.Compiled | None = None
         self._batch_spec: dict[str, tuple[tuple[int, ...], str]] = {}
