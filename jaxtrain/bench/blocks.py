@@ -100,7 +100,8 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
             seconds = call_seconds(call.make())
         least, bound = roofline(call.flops, call.bytes, rate, limits)
         timed.append(TimedBlock(call.name, call.count, seconds, call.flops, call.bytes, least, bound))
-    timed.append(_optimizer(config, step, limits))
+    if not config.optimizer.offload:  # it would be timed on arrays that lie elsewhere
+        timed.append(_optimizer(config, step, limits))
     return timed
 
 

@@ -7,58 +7,63 @@ python scripts/peers/torch_transformer.py eager|compile
 # pyright: reportMissingImports=false
 import os
 import sys
+from dataclasses import dataclass
 
+import peer
 import torch
-from peer import (
-    B1,
-    B2,
-    CLIP,
-    EPSILON,
-    HEADS,
-    LAYERS,
-    LEARNING_RATE,
-    LENGTH,
-    NORM_EPSILON,
-    VOCABULARY,
-    WEIGHT_DECAY,
-    WIDTH,
-    batches,
-    serve,
-)
+from peer import B1, B2, CLIP, EPSILON, LEARNING_RATE, NORM_EPSILON, WEIGHT_DECAY, batches, serve
 from torch import nn
 from torch.nn import functional
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of a GPT-2 style transformer."""
+
+    layers: int = peer.LAYERS
+    width: int = peer.WIDTH
+    heads: int = peer.HEADS
+    length: int = peer.LENGTH
+    vocabulary: int = peer.VOCABULARY
+    bias: bool = False
+    tied: bool = False
+
+
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, sizes: Sizes):
         super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH, eps=NORM_EPSILON, bias=False)
-        self.norm2 = nn.LayerNorm(WIDTH, eps=NORM_EPSILON, bias=False)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        width, bias = sizes.width, sizes.bias
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPSILON, bias=bias)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPSILON, bias=bias)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
+        self.heads = sizes.heads
 
     def forward(self, x):
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class Transformer(nn.Module):
-    def __init__(self):
+    def __init__(self, sizes: Sizes):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Parameter(torch.empty(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH, eps=NORM_EPSILON, bias=False)
-        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.positions = nn.Parameter(torch.empty(sizes.length, sizes.width))
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width, eps=NORM_EPSILON, bias=sizes.bias)
+        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        if sizes.tied:
+            self.output.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 small = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * LAYERS) ** 0.5 if small else 0.02)
+                nn.init.normal_(parameter, std=0.02 / (2 * sizes.layers) ** 0.5 if small else 0.02)
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.positions
@@ -67,18 +72,23 @@ class Transformer(nn.Module):
         return self.output(self.norm(x))
 
 
-def main(*, compiled: bool) -> None:
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
-    model = Transformer()
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in one kernel, matrices alone decaying."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(B1, B2), eps=EPSILON, fused=True)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(B1, B2), eps=EPSILON, fused=True)
+
+
+def main(*, compiled: bool) -> None:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    model = Transformer(Sizes())
+    optimizer = adamw(model)
 
     def loss_of(inputs, targets):
-        return functional.cross_entropy(model(inputs).view(-1, VOCABULARY), targets.view(-1))
+        return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     loss_of = torch.compile(loss_of) if compiled else loss_of
     rows = batches()
