@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxtrain.config.data import ImageFolderData
@@ -71,9 +72,7 @@ def images() -> None:
                 print(f"  {workers} workers on {len(os.sched_getaffinity(0))} cores: {statistics.median(rates):,.0f}")
 
 
-def _one_device() -> object:
-    import jax
-
+def _one_device() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 

@@ -8,17 +8,19 @@ what the program needs beside hidden state, output layer and their gradients.
 """
 
 import sys
+from typing import Any, get_args
 
 import jax
 
 from jaxtrain import distributed
+from jaxtrain.loss_blocks import Logits
 from jaxtrain.ops.cross_entropy import DeferredLogits, cross_entropy_sums
 from jaxtrain.plan.topology import compile_for, topology_devices
 
 TOKENS, VOCABULARY, WIDTHS = 8192, 128_256, (1024, 4096)
 
 
-def temporaries(device: jax.Device, width: int, by: str, dtype: str) -> int:
+def temporaries(device: Any, width: int, by: Logits, dtype: str) -> int:
     """Bytes of the compiled loss and gradients, arguments and results left out."""
     place = jax.sharding.SingleDeviceSharding(device)
 
@@ -31,7 +33,9 @@ def temporaries(device: jax.Device, width: int, by: str, dtype: str) -> int:
     factors = (shape(1, TOKENS, width, dtype=dtype), shape(width, VOCABULARY, dtype=dtype))
     tokens = (shape(1, TOKENS, dtype="int32"), shape(1, TOKENS, dtype="float32"))
     program = jax.jit(jax.value_and_grad(loss)).lower(factors, *tokens)
-    return compile_for(device, program).memory_analysis().temp_size_in_bytes
+    memory = compile_for(device, program).memory_analysis()
+    assert memory is not None, "every compiler that compile_for has gives it"
+    return memory.temp_size_in_bytes
 
 
 def main() -> None:
@@ -40,7 +44,7 @@ def main() -> None:
     for target in sys.argv[1:] or ["cpu"]:
         device = jax.devices()[0] if target == "cpu" else topology_devices(target)[0]
         for width in WIDTHS:
-            found = {by: temporaries(device, width, by, "bfloat16") for by in ("whole", "tokens", "vocabulary")}
+            found = {by: temporaries(device, width, by, "bfloat16") for by in get_args(Logits)}
             line = [f"{by} {size / 2**20:,.0f} MiB ({found['whole'] / size:.1f} x)" for by, size in found.items()]
             print(f"{target}, width {width}: {', '.join(line)}", flush=True)
 

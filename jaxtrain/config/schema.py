@@ -219,8 +219,8 @@ class TrainConfig(Group):
     """Microbatches a step; gradients are accumulated over them."""
     max_skipped_in_a_row: PositiveInt = 10
     """Stop (exit 5) after this many non-finite steps in a row."""
-    prefetch: PositiveInt = 2
-    """Batches prepared ahead of the device."""
+    prefetch: PositiveInt | Literal["auto"] = "auto"
+    """Batches prepared ahead of the device; auto: 16, or as many as make 64 MiB, but at least 2."""
     workers: PositiveInt | Literal["auto"] = "auto"
     """Threads that decode and augment rows read one by one (images); auto: this process's cores, up to 16."""
 

@@ -1,12 +1,28 @@
 """Loads batches on a background thread while a step runs."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
+import jax
+
 from jaxtrain.data.batches import Batch
+
+_DEPTHS = (2, 16)
+_BYTES = 64 * 2**20
+
+
+def queue_depth(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Batches to prepare ahead: many of small ones, so that a thread that the machine stops for a while is not felt.
+
+    Args:
+        spec: shapes of a batch, from `Batches.spec()`.
+    """
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in spec.values())
+    return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // size))
 
 
 def prefetch(

@@ -213,10 +213,12 @@ class Session:
     def run(self) -> "Result":
         """Train to the last step, then evaluate, save, sample and report."""
         from jaxtrain.data import prefetch
+        from jaxtrain.data.prefetch import queue_depth
         from jaxtrain.train.trainer import Result
 
         config, run, steps = self.config, self._run, self.config.train.steps
-        batches = prefetch(run.step.loader(run.batches), self._start, steps, depth=config.train.prefetch)
+        depth = queue_depth(run.batches.spec()) if config.train.prefetch == "auto" else config.train.prefetch
+        batches = prefetch(run.step.loader(run.batches), self._start, steps, depth=depth)
         hooks = Hooks(self._before_step, self._finished, self._wants_pause, self._pause, self._interrupt.requested)
         done = self._start
         if self._start < steps:

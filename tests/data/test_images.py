@@ -64,7 +64,9 @@ def test_a_jpeg_decoded_at_a_fraction_shows_the_same(tmp_path: Path) -> None:
     found = {}
     for suffix in ("png", "jpg"):
         config = write(tmp_path / suffix, [smooth] * 4, suffix)
-        found[suffix] = open_data(config, sequence_length=None, seed=0).validation[0]["inputs"]
+        validation = open_data(config, sequence_length=None, seed=0).validation
+        assert validation is not None
+        found[suffix] = validation[0]["inputs"]
     # The loss of JPEG on smooth colours and half a pixel between two ways to shrink: 1 % of the range on average.
     assert np.abs(pixels_of(found["jpg"]) - pixels_of(found["png"])).mean() < 2.55
     assert not np.array_equal(found["jpg"], found["png"])

@@ -3,9 +3,12 @@
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
 
 from jaxtrain.data import prefetch
+from jaxtrain.data.prefetch import queue_depth
 
 
 def threads() -> list[str]:
@@ -22,6 +25,12 @@ def test_batches_come_in_order(depth):
     assert [batch["k"] for batch, _ in items] == list(range(3, 9))
     assert all(seconds >= 0 for _, seconds in items)
     assert threads() == []
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(64, 16), (2**15, 8), (2**20, 2)])
+def test_small_batches_lie_ready_in_larger_numbers(rows, depth):
+    spec = {name: jax.ShapeDtypeStruct((rows, 32), np.int32) for name in ("inputs", "targets")}
+    assert queue_depth(spec) == depth
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.loss_blocks import block_bytes, choose_blocks
+from jaxtrain.loss_blocks import Logits, block_bytes, choose_blocks
 from jaxtrain.ops.cross_entropy import DeferredLogits, compute_logits, cross_entropy_sums
 from jaxtrain.tasks import build_task, language_modeling
 
@@ -24,7 +24,7 @@ B, L, D, V = 2, 21, 16, 300
 class Row:
     """How logits are cut, and what else differs from the plainest case."""
 
-    by: str
+    by: Logits
     size: int
     dtype: Any = jnp.float32
     tied: bool = False
@@ -65,7 +65,7 @@ def inputs(row: Row) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     )
 
 
-def numbers(row: Row, by: str, dtype: Any) -> list[np.ndarray]:
+def numbers(row: Row, by: Logits, dtype: Any) -> list[np.ndarray]:
     """Total, cross-entropy, z-loss and both gradients of a loss that scales the total."""
     hidden, kernel, targets, weights = inputs(row)
 
@@ -136,7 +136,7 @@ def test_the_cut_follows_from_the_sizes(name: str) -> None:
         assert 2 * held <= itemsize * tokens * vocabulary
 
 
-def temporaries(by: str | None) -> int:
+def temporaries(by: Logits | None) -> int:
     """What the CPU's compiler plans for loss and gradients of 8,192 tokens and 128,256 ids, width 1024, fp32."""
     shapes = [
         jax.ShapeDtypeStruct(dims, dtype)
@@ -148,7 +148,9 @@ def temporaries(by: str | None) -> int:
         return cross_entropy_sums(DeferredLogits(hidden, kernel), targets, weights, by=by).total
 
     compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
 
 def test_memory_of_a_large_vocabulary_falls_at_least_fourfold() -> None:

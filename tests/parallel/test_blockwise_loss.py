@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from layouts import CASES, ONE, TRANSFORMERS, Layout, load_batches, make_step
 
+from jaxtrain.loss_blocks import Logits
 from jaxtrain.parallel import programs
 from jaxtrain.tasks import language_modeling
 from jaxtrain.train.step import TrainStep
@@ -22,7 +23,7 @@ class Row:
     name: str
     mesh: str
     accumulation: int
-    by: str
+    by: Logits
     block: int
     policy: str = "fp32"
     # Sums in another order: 2^-24 a sum, a few thousand of them.
@@ -36,7 +37,7 @@ CUTS = {
 }
 
 
-def numbers(row: Row, where: Layout, *, by: str, block: int | None) -> tuple[np.ndarray, TrainStep, str]:
+def numbers(row: Row, where: Layout, *, by: Logits, block: int | None) -> tuple[np.ndarray, TrainStep, str]:
     """Loss, z-loss and gradient norm of two steps with tokens of different weight."""
     case = dataclasses.replace(CASES[row.name], task=language_modeling(z_loss=1e-3, logits=by, block=block))
     step = make_step(case, where, row.accumulation, "full", row.policy)
