@@ -121,7 +121,9 @@ def choose_options(device: Any, num_devices: int, more: Mapping[str, Value] | No
         {name: value for name, value in {**instead, **wanted}.items() if name not in {**refused, **without}},
         tuple(
             f"the compiler for {device.platform} does not know {name}, so programs go without it"
-            for name in refused
+            if _UNKNOWN in why
+            else f"the compiler for {device.platform} refuses {name}, so programs go without it: {why}"
+            for name, why in refused.items()
             if name not in older or older[name].older in without
         ),
     )
@@ -129,7 +131,7 @@ def choose_options(device: Any, num_devices: int, more: Mapping[str, Value] | No
 
 def option_notes(options: CompilerOptions) -> list[str]:
     """Lines for the banner."""
-    used = ", ".join(f"{name}={value}" for name, value in options.used.items())
+    used = ", ".join(f"{name}={value if value != '' else 'none'}" for name, value in options.used.items())
     return [*([f"compiler options: {used}"] if used else []), *options.dropped]
 
 

@@ -8,20 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.ops.choice import note_choice
+from jaxtrain.remat_policy import BLOCK_INPUT, check_remat
 from jaxtrain.segments import segment_layers
 from jaxtrain.sharding import platform
 
-# Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
-TENSOR_NAMES = ("query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output")
 # What a fused attention's backward pass needs besides queries, keys and values: its result and the statistics of its
 # softmax. Kept (or offloaded) where the attention output is, and under "dots", which would otherwise attend again.
 KERNEL_RESIDUALS = "attention_kernel"
-# What flows into a block; every policy keeps it, so that it can only be offloaded.
-BLOCK_INPUT = "block_input"
-
-POLICIES = ("none", "full", "dots", "sqrt", "names")
 
 Block = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -43,23 +37,7 @@ class Remat:
     offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"unknown remat.policy {self.policy!r}; known: {', '.join(POLICIES)}")
-        known = {"names": TENSOR_NAMES, "offload": (BLOCK_INPUT, *TENSOR_NAMES)}
-        for key, names in known.items():
-            unknown = [name for name in getattr(self, key) if name not in names]
-            if unknown:
-                raise ConfigError(f"remat.{key}: no tensor {unknown[0]!r}; known: {', '.join(names)}")
-        if self.policy == "names" and not self.names:
-            raise ConfigError(f"remat.policy=names needs remat.names; known: {', '.join(TENSOR_NAMES)}")
-        if self.offload and self.policy not in ("full", "names"):
-            raise ConfigError(
-                f"remat.offload={list(self.offload)} does not work under remat.policy={self.policy}, which decides "
-                "without names what is kept; use remat.policy=full or names"
-            )
-        both = [name for name in self.offload if name in self.names]
-        if both and self.policy == "names":
-            raise ConfigError(f"remat.names and remat.offload both hold {both[0]!r}; leave it out of one of them")
+        check_remat(self.policy, self.names, self.offload)
 
     def scan(self, block: Block, carry: Any, layers: Any, *, unroll: bool = False) -> tuple[Any, Any]:
         """`jax.lax.scan(block, carry, layers)` with a backward pass that keeps what this policy says.

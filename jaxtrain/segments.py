@@ -32,7 +32,7 @@ def segment_layers(num_layers: int) -> Segments:
     """The cut with the fewest block inputs at once (about 2 sqrt(N), Chen et al. 2016, section 4.3).
 
     Of equal ones that without a rest, which compiles one loop less, and of those the one with fewer segments: their
-    inputs are there while the loss is computed. 48 layers are 6 x 8, 7 are 3 x 2 + 1, 32 are 4 x 8.
+    inputs are there while the loss is computed. 48 layers are 6 x 8, 7 are one of 4 and one of 3, 32 are 4 x 8.
     """
     cuts = [Segments(num_layers // n, n, num_layers % n) for n in range(1, num_layers + 1)]
     return min(cuts, key=lambda cut: (cut.live, cut.rest > 0, cut.total))

@@ -22,28 +22,47 @@ Loss = Callable[[Any, Batch], tuple[jax.Array, jax.Array, Sums]]
 
 
 @dataclass(frozen=True)
+class LogitsLoss:
+    """A loss that takes `DeferredLogits` where outputs hold logits, and may differ in evaluation.
+
+    A `Task.loss` that is a plain function gets whole logits and is the same in both.
+
+    Attributes:
+        train: as `Task.loss`.
+        evaluate: without what training adds and measures no quality (z-loss).
+    """
+
+    train: Loss
+    evaluate: Loss
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+        return self.train(outputs, batch)
+
+
+@dataclass(frozen=True)
 class Task:
     """What outputs are compared with.
 
     Attributes:
         name: for people and for `run.json`.
         loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); metrics are name -> (sum,
-            weight) pairs of their own.
+            weight) pairs of their own. A `LogitsLoss` is spared whole logits.
         batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest whole.
-        evaluation_loss: the same for evaluation, where training adds what measures no quality (z-loss); None: loss.
-        takes_deferred_logits: whether the losses take `DeferredLogits` where outputs hold logits.
     """
 
     name: str
     loss: Loss
     batch_axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
-    evaluation_loss: Loss | None = None
-    takes_deferred_logits: bool = False
 
     @property
     def evaluation(self) -> Loss:
         """What evaluation computes."""
-        return self.evaluation_loss or self.loss
+        return self.loss.evaluate if isinstance(self.loss, LogitsLoss) else self.loss
+
+    @property
+    def takes_deferred_logits(self) -> bool:
+        """Whether the loss takes `DeferredLogits` where outputs hold logits."""
+        return isinstance(self.loss, LogitsLoss)
 
 
 def _weights(batch: Batch, shape: tuple[int, ...]) -> jax.Array:
@@ -91,13 +110,8 @@ def language_modeling(
         return total, weight, {**metrics, **{name: (value, jnp.float32(1)) for name, value in more.items()}}
 
     axes = {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")}
-    return Task(
-        "language_modeling",
-        functools.partial(loss_with, z_loss),
-        axes,
-        evaluation_loss=functools.partial(loss_with, None),
-        takes_deferred_logits=True,
-    )
+    loss = LogitsLoss(functools.partial(loss_with, z_loss), functools.partial(loss_with, None))
+    return Task("language_modeling", loss, axes)
 
 
 def classification() -> Task:

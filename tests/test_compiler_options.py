@@ -60,7 +60,10 @@ COMPILERS = {"jax 0.12": (NEW | OLD, NEW, 0), "jax 0.10": (OLD, OLD, 0), "some l
 @pytest.mark.parametrize("name", COMPILERS)
 def test_an_older_compiler_gets_the_older_names(monkeypatch, name):
     known, expected, num_lines = COMPILERS[name]
-    refuse = lambda device, options: {key: "No such compile option" for key, _ in options if key not in known}
+
+    def refuse(device, options):
+        return {key: "No such compile option" for key, _ in options if key not in known}
+
     monkeypatch.setattr(compiler_options, "refused_options", refuse)
     gpu = SimpleNamespace(platform="gpu")
     chosen = choose_options(gpu, 8)

@@ -11,7 +11,8 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.build import build_model
 from jaxtrain.models.transformer import transformer
-from jaxtrain.remat import TENSOR_NAMES, Remat
+from jaxtrain.remat import Remat
+from jaxtrain.remat_policy import TENSOR_NAMES
 
 CONFIG = TransformerConfig(num_layers=3, embed_dim=16, num_heads=2, vocab_size=32, max_sequence_length=8)
 TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8)

@@ -246,7 +246,8 @@ def _optimizer(config: Config, step: TrainStep, limits: Limits) -> TimedBlock:
     )
 
     def make(shapes: Any, value: float) -> Any:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        # On the device, also what a step keeps on the host: the update is timed, not the way there.
+        shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(None), shapes)
         fill = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), shapes), out_shardings=shardings
         )

@@ -101,6 +101,9 @@ def measure(
         with phase("timing the step"):
             measured = dataclasses.asdict(measure_step(step, batches, seed=config.seed))
         answer["step"] = _step(config, workload, measured, answer, reasons)
+    # After the step was traced: what its operations run on, and what it was compiled with.
+    answer["choices"] = list(step.choices)
+    answer["compiler_options"] = dict(step.compiler_options.used)
     answer["cpu"] = None
     if "cpu" not in skip:
         with phase("comparing with the CPU"):

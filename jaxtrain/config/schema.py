@@ -194,7 +194,7 @@ class RematConfig(Group):
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tensors to keep under policy names."""
     offload: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Tensors to keep in host memory under policies full and names: block_input, or one of remat.names."""
+    """Tensors to keep in host memory under policies full and names: block_input, or a tensor not in remat.names."""
 
 
 class LossConfig(Group):

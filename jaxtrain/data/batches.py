@@ -127,7 +127,7 @@ class Batches:
 
     def _read_one_by_one(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         # Decoders of images release the interpreter lock; a pool a call leaves no thread behind.
-        with ThreadPoolExecutor(min(len(indices), self._workers)) as pool:
+        with ThreadPoolExecutor(max(1, min(len(indices), self._workers))) as pool:
             rows: list[Any] = list(pool.map(self._rows.__getitem__, indices.tolist()))
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 

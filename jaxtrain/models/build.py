@@ -10,7 +10,8 @@ from jaxtrain.models.mlp import mlp
 from jaxtrain.models.model import Model
 from jaxtrain.models.resnet import resnet
 from jaxtrain.models.transformer import transformer
-from jaxtrain.remat import BLOCK_INPUT, Remat
+from jaxtrain.remat import Remat
+from jaxtrain.remat_policy import BLOCK_INPUT
 
 # kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
 _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {

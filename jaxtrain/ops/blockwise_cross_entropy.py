@@ -100,7 +100,11 @@ def gradients_by_vocabulary(
 
     start = (jnp.zeros(h_ND.shape, jnp.float32), kernel)
     (d_h_ND, d_kernel), _ = jax.lax.scan(step, start, jnp.arange(-(-ids.size // size)))
-    return _sum(d_h_ND.astype(h_ND.dtype), cut.vocabulary_axes), _sum(d_kernel, cut.token_axes)
+    d_h_ND = _sum(d_h_ND.astype(h_ND.dtype), cut.vocabulary_axes)
+    if not cut.token_axes:
+        return d_h_ND, d_kernel
+    # Sums over devices are float32 under every policy; fp16 could overflow in one.
+    return d_h_ND, _sum(d_kernel.astype(jnp.float32), cut.token_axes).astype(kernel.dtype)
 
 
 def by_tokens(

@@ -136,7 +136,16 @@ def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | N
         degrees = [math.prod(layout.degree(axis) for axis in axes) for axes in spread]
         tokens, vocabulary = tokens // (degrees[0] * degrees[1]), vocabulary // degrees[2]
     itemsize = logits.hidden.dtype.itemsize
-    return choose_blocks(tokens, width, vocabulary, itemsize=itemsize, by=by, size=size)
+    blocks = choose_blocks(tokens, width, vocabulary, itemsize=itemsize, by=by, size=size)
+    if blocks.by == "tokens" and logits.hidden.dtype == jnp.float16:
+        # Gradients made in the forward pass are rounded before the loss scale reaches them.
+        if by == "tokens":
+            raise ConfigError(
+                "loss.logits=tokens rounds gradients before the loss scale of precision.policy=fp16 reaches them; "
+                "use loss.logits=vocabulary or auto"
+            )
+        blocks = choose_blocks(tokens, width, vocabulary, itemsize=itemsize, by="vocabulary")
+    return blocks
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -33,7 +33,7 @@ _MOST_EXPONENT = 100
 
 
 class Scaled(NamedTuple):
-    """A tensor in an 8-bit format: `values` times `unit`, float32 [], a power of two (NaN where the tensor held one)."""
+    """A tensor in an 8-bit format: `values` times `unit`, float32 [], a power of two (NaN where it held one)."""
 
     values: jax.Array
     unit: jax.Array

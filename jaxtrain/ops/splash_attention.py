@@ -62,12 +62,16 @@ def splash_attention(
         # The kernel does not scale scores. In the dtype of q: a power of two for head dims of 64 and 256, else one
         # rounding of the queries.
         scaled = q * jnp.asarray(1 / math.sqrt(q.shape[-1]), q.dtype)
-        kernel = _kernel(q.shape[2], q.shape[1], form, interpret=interpret)
+        kernel: Any = _kernel(q.shape[2], q.shape[1], form, interpret=interpret)
         heads_first = [x.transpose(0, 2, 1, 3) for x in (scaled, k, v)]
         if segments is None:
             out = jax.vmap(lambda *row: kernel(*row))(*heads_first)
         else:
-            out = jax.vmap(lambda q, k, v, s: kernel(q, k, v, _segment_ids(s)))(*heads_first, segments)
+
+            def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+                return kernel(q, k, v, _segment_ids(segments))
+
+            out = jax.vmap(row)(*heads_first, segments)
         return out.transpose(0, 2, 1, 3)
 
     constants = () if segments_BL is None else (segments_BL,)
@@ -89,7 +93,7 @@ def splash_attention(
     )
 
 
-def _segment_ids(segments_L: jax.Array) -> object:
+def _segment_ids(segments_L: jax.Array) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel.SegmentIds(segments_L, segments_L)

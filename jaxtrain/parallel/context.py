@@ -201,13 +201,12 @@ def choose_context(layout: Layout, num_heads: int, num_kv_heads: int, form: Atte
     Raises:
         ConfigError: an unknown name, or an implementation that cannot run on this mesh with these heads.
     """
-    case = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, form=form)
     wanted = layout.context_attention
     if wanted != "auto" and wanted not in IMPLEMENTATIONS:
         raise ConfigError(f"unknown parallel.context_attention={wanted!r}; known: auto, {', '.join(IMPLEMENTATIONS)}")
     problem = None
     for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
-        problem = _problem(name, layout, **case)
+        problem = _problem(name, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, form=form)
         if problem is None:
             return name
     raise ConfigError(str(problem))

@@ -65,7 +65,9 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
     order = ("none", "dots", "full", "sqrt") if isinstance(config.model, TransformerConfig) else ("none", "full")
     if config.remat.policy in order:
         for policy in order[order.index(config.remat.policy) + 1 :]:
-            remat = config.remat.model_copy(update={"policy": policy})
+            # Only full (and names, which are the user's) take tensors that are offloaded.
+            offload = config.remat.offload if policy == "full" else ()
+            remat = config.remat.model_copy(update={"policy": policy, "offload": offload})
             yield f"remat.policy={policy}", config.model_copy(update={"remat": remat}), target
     if parallel.data != 1 and isinstance(parallel.data, int):
         if parallel.zero == 0:
@@ -81,7 +83,7 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
             steps = train.accumulation_steps * factor
             more = train.model_copy(update={"accumulation_steps": steps})
             yield f"train.accumulation_steps={steps}", config.model_copy(update={"train": more}), target
-    if not config.optimizer.offload:
+    if not config.optimizer.offload and target.hardware.kind != "cpu":
         moved = config.optimizer.model_copy(update={"offload": True})
         yield "optimizer.offload=true", config.model_copy(update={"optimizer": moved}), target
     if config.precision.policy == "fp32":

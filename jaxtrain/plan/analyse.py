@@ -17,6 +17,7 @@ from jaxtrain.plan.parameters import model_tensors
 from jaxtrain.plan.state import place, state_bytes
 from jaxtrain.plan.time import has_fp8, step_time
 from jaxtrain.plan.workload import Workload, describe_workload
+from jaxtrain.remat_policy import BLOCK_INPUT, check_remat
 from jaxtrain.rules import nearest_multiples
 
 # What cloud disks and object stores take of one host. Saves are written while training goes on, so this is the most
@@ -57,9 +58,7 @@ def with_degrees(config: Config, num_devices: int) -> Config:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
 
 
-def analyse(
-    config: Config, target: Target, terms: Terms | None = None
-) -> Estimate:
+def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
     """Memory, time and cost of a config on a target.
 
     Args:
@@ -75,7 +74,10 @@ def analyse(
             "precision.policy=fp8 is for linear layers, and a resnet has none: nothing would run in it; "
             "use precision.policy=bf16"
         )
+    check_remat(config.remat.policy, config.remat.names, config.remat.offload)
     config = with_degrees(config, target.num_devices)
+    if target.hardware.kind == "cpu":
+        config = _on_one_memory(config)
     workload = describe_workload(config)
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
@@ -148,9 +150,17 @@ def microbatches_of(config: Config) -> int:
     return num_microbatches(parallel.microbatches, int(parallel.pipe), accumulation_steps=accumulation)
 
 
-def cut_batch(
-    config: Config, workload: Workload, schedule: Schedule | None, attention: AttentionWork | None
-) -> Cut:
+def _on_one_memory(config: Config) -> Config:
+    """The config as a CPU runs it, whose device memory is the host's: what is offloaded stays where it is."""
+    remat, optimizer = config.remat, config.optimizer
+    kept = tuple(name for name in remat.offload if name != BLOCK_INPUT)
+    remat = remat.model_copy(update={"names": (*remat.names, *kept), "offload": ()})
+    if kept and remat.policy == "full":
+        remat = remat.model_copy(update={"policy": "names"})
+    return config.model_copy(update={"remat": remat, "optimizer": optimizer.model_copy(update={"offload": False})})
+
+
+def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, attention: AttentionWork | None) -> Cut:
     """What one device gets of a batch.
 
     Raises:

@@ -1,10 +1,11 @@
-"""What attention runs on where a step is planned for, and what that computes and holds; the table is `ops/attention.py`'s."""
+"""What attention runs on where a step is planned for, by the table of `ops/attention.py`, and what that holds."""
 
 from dataclasses import dataclass
 
 from jaxtrain.attention_blocks import block_size, computed_share, pairs_at_once
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
 from jaxtrain.plan.hardware import Target
 
 # Bytes moved for each score that is computed outside a kernel: in float32 it is written, masked, reduced and
@@ -45,14 +46,14 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
         return None
     kind = target.hardware.kind
     score_bytes = _SCORE_BYTES.get(kind, _SCORE_BYTES_ELSEWHERE)
-    context = config.parallel.context
+    context = int(config.parallel.context)
     if context != 1:
         way = config.parallel.context_attention
         ring = way == "ring" or (way == "auto" and config.parallel.pipe == 1)
         # A ring holds one block of keys at a time; the others hold all keys, of all heads or of a part of them.
         return AttentionWork("context", 1.0, length * length / (context if ring else 1) / context, score_bytes, False)
     name = _implementation(config, model, target, length)
-    form = dict(causal=model.causal, window=model.sliding_window)
+    causal, window = model.causal, model.sliding_window
     match name:
         case "cudnn" | "splash":
             seen = 0.5 if model.causal else 1.0
@@ -61,23 +62,34 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
             return AttentionWork(name, seen, 0.0, 0, name == "splash")
         case "blockwise":
             block = block_size(kind)
-            pairs = pairs_at_once(length, block, **form)
-            return AttentionWork(name, computed_share(length, block, **form), pairs, score_bytes, True)
+            pairs = pairs_at_once(length, block, causal=causal, window=window)
+            return AttentionWork(
+                name, computed_share(length, block, causal=causal, window=window), pairs, score_bytes, True
+            )
         case _:
             return AttentionWork(name, 1.0, length * length, score_bytes, False)
 
 
 def _implementation(config: Config, model: TransformerConfig, target: Target, length: int) -> str:
     """The first of the platform's table that takes the case, or the one that the config names."""
-    if model.attention != "auto":
-        return model.attention
     kind = target.hardware.kind
     head_dim = model.head_dim or model.embed_dim // model.num_heads
     ampere = target.hardware.title.startswith("NVIDIA") and "bf16" in target.hardware.peak_flops
     sixteen_bits = config.precision.policy in ("bf16", "bf16_pure", "fp16", "fp8")
     plain = model.attention_softcap is None and (model.causal or model.sliding_window is None)
-    if ampere and sixteen_bits and plain and head_dim % 8 == 0 and head_dim <= 128:
-        return "cudnn"
-    if kind == "tpu" and length % 128 == 0 and head_dim % 64 == 0:
-        return "splash"
+    runs = {
+        "cudnn": ampere and sixteen_bits and plain and head_dim % 8 == 0 and head_dim <= 128,
+        "splash": kind == "tpu" and length % 128 == 0 and head_dim % 64 == 0,
+    }
+    if model.attention != "auto":
+        if not runs.get(model.attention, True):
+            raise ConfigError(
+                f"model.attention={model.attention} cannot run on {target.name} with head_dim={head_dim}, "
+                f"data.sequence_length={length} and precision.policy={config.precision.policy}; "
+                "use model.attention=auto"
+            )
+        return model.attention
+    for name, possible in runs.items():
+        if possible:
+            return name
     return "blockwise" if length > block_size(kind) else "reference"

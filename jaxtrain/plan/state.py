@@ -134,9 +134,12 @@ def update_flops(config: Config, placed: Sequence[Placed], degrees: Mapping[str,
     if not isinstance(optimizer, MuonConfig):
         return 0.0
     flops = 0.0
+    stack = next((one.path.split("/")[0] for one in placed if one.stacked), None)
     for one in placed:
         matrix = (
-            as_matrix(one.path, one.shape, model_axes(config.model), exclude=optimizer.adamw) if one.trained else None
+            as_matrix(one.path, one.shape, model_axes(config.model), stack=stack, exclude=optimizer.adamw)
+            if one.trained
+            else None
         )
         if matrix is None:
             continue

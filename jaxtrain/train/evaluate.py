@@ -21,7 +21,7 @@ class Evaluator:
 
     def __init__(self, step: TrainStep):
         self._step = step
-        self._jitted = jax.jit(self._sums)
+        self._jitted = jax.jit(self._sums, compiler_options={**step.compiler_options.used} or None)
 
     def _sums(self, params: Any, model_state: Any, batch: dict[str, Any]) -> Sums:
         step = self._step

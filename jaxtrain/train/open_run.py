@@ -83,9 +83,9 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
 def saved_config(run_dir: str | Path, *, overrides: Iterable[str] = ()) -> Loaded:
     """The config of a run for this machine.
 
-    The saved degrees say how the run was trained, not what is here, so `data` takes all devices unless an override
-    says otherwise. Text is read with the tokenizer that was saved with the run: another one, trained on other text,
-    would give the ids other meanings.
+    The saved degrees (and kernels) say how the run was trained, not what is here, so `data` takes all devices unless an
+    override says otherwise. Text is read with the tokenizer that was saved with the run: another one, trained on other
+    text, would give the ids other meanings.
 
     Args:
         run_dir: directory of the run.
@@ -96,6 +96,10 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] = ()) -> Loade
     parallel = saved.get("parallel")
     if isinstance(parallel, dict):
         saved["parallel"] = {key: value for key, value in parallel.items() if key == "max_replicated_fraction"}
+    # What computes attention and how logits are cut was for the hardware of the run; neither changes a number.
+    for group, keys in (("model", ("attention",)), ("loss", ("logits", "block"))):
+        if isinstance(saved.get(group), dict):
+            saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
     given = list(overrides)
     tokenizer = run_dir / "tokenizer.json"
     loaded = load_config(saved, overrides=given, origin="run.json")

@@ -35,7 +35,7 @@ def main(name: str, overrides: list[str]) -> None:
 
     def run(steps: int) -> float:
         nonlocal state, done
-        loaded = prefetch(load, done, done + steps, depth=config.train.prefetch)
+        loaded = prefetch(load, done, done + steps, depth=2)
         try:
             state, done = train_loop(
                 step, state, loaded, first=done + 1, last=done + steps, max_skipped_in_a_row=10, hooks=hooks

@@ -3,6 +3,7 @@
 Shapes: B batch, L sequence, D embed, V vocabulary.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,21 @@ def test_options_that_mean_nothing_are_refused(name: str) -> None:
     overrides, said = REFUSED[name]
     with pytest.raises(ConfigError, match=said):
         build_task(load_config("quickstart", overrides=overrides).config)
+
+
+def test_a_loss_put_in_the_place_of_the_task_s_own_is_that_of_evaluation_too_and_gets_logits() -> None:
+    task = dataclasses.replace(language_modeling(), loss=lambda outputs, batch: (jnp.sum(outputs), jnp.float32(1), {}))
+    assert task.evaluation is task.loss
+    assert not task.takes_deferred_logits
+
+
+def test_tokens_are_refused_in_fp16() -> None:
+    """Gradients that are made in the forward pass would be rounded before the loss scale reaches them."""
+    hidden, kernel, targets, weights = inputs(ROWS["vocabulary, fp16"])
+    logits = DeferredLogits(hidden, kernel)
+    weights = jnp.ones(targets.shape) if weights is None else weights
+    with pytest.raises(ConfigError, match=r"loss\.logits=tokens .* use loss\.logits=vocabulary"):
+        cross_entropy_sums(logits, targets, weights, by="tokens")
 
 
 def test_z_loss_is_reported_and_left_out_of_evaluation() -> None:

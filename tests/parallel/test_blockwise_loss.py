@@ -33,7 +33,7 @@ class Row:
 CUTS = {
     "spread sequence and vocabulary, tied": Row("gpt2", "context=2,tensor=2,fsdp=2", 1, "vocabulary", 48),
     # A product has 11 bits: half of 2^-10 a rounding, and a norm over all gradients.
-    "last stage of a pipeline, fp16": Row("transformer", "pipe=2,fsdp=2,tensor=2", 4, "tokens", 20, "fp16", 2.0**-11),
+    "last stage, fp16": Row("transformer", "pipe=2,fsdp=2,tensor=2", 4, "vocabulary", 20, "fp16", 2.0**-11),
 }
 
 

@@ -1,4 +1,4 @@
-"""Fused attention on the shards of a mesh: what cuDNN refuses, and that each kernel gives the losses of the reference."""
+"""Fused attention on the shards of a mesh: what cuDNN refuses, and each kernel's losses against the reference's."""
 
 import dataclasses
 import functools

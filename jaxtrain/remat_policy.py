@@ -1,0 +1,34 @@
+"""Names of remat policies and of the tensors that they keep or move, and what goes together. No jax here."""
+
+from jaxtrain.errors import ConfigError
+
+# Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
+TENSOR_NAMES = ("query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output")
+# What flows into a block; every policy keeps it, so that it can only be offloaded.
+BLOCK_INPUT = "block_input"
+
+POLICIES = ("none", "full", "dots", "sqrt", "names")
+
+
+def check_remat(policy: str, names: tuple[str, ...], offload: tuple[str, ...]) -> None:
+    """Raise where the settings of `Remat` do not go together.
+
+    Raises:
+        ConfigError: an unknown policy or tensor, or tensors that the policy does not decide on.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"unknown remat.policy {policy!r}; known: {', '.join(POLICIES)}")
+    for key, given, known in (("names", names, TENSOR_NAMES), ("offload", offload, (BLOCK_INPUT, *TENSOR_NAMES))):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ConfigError(f"remat.{key}: no tensor {unknown[0]!r}; known: {', '.join(known)}")
+    if policy == "names" and not names:
+        raise ConfigError(f"remat.policy=names needs remat.names; known: {', '.join(TENSOR_NAMES)}")
+    if offload and policy not in ("full", "names"):
+        raise ConfigError(
+            f"remat.offload={list(offload)} does not work under remat.policy={policy}, which decides "
+            "without names what is kept; use remat.policy=full or names"
+        )
+    both = [name for name in offload if name in names]
+    if both and policy == "names":
+        raise ConfigError(f"remat.names and remat.offload both hold {both[0]!r}; leave it out of one of them")
