@@ -64,14 +64,12 @@ def splash_attention(
         scaled = q * jnp.asarray(1 / math.sqrt(q.shape[-1]), q.dtype)
         kernel: Any = _kernel(q.shape[2], q.shape[1], form, interpret=interpret)
         heads_first = [x.transpose(0, 2, 1, 3) for x in (scaled, k, v)]
-        if segments is None:
-            out = jax.vmap(lambda *row: kernel(*row))(*heads_first)
-        else:
+        rows = heads_first if segments is None else [*heads_first, segments]
 
-            def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-                return kernel(q, k, v, _segment_ids(segments))
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+            return kernel(q, k, v, *map(_segment_ids, segments))
 
-            out = jax.vmap(row)(*heads_first, segments)
+        out = jax.vmap(attend)(*rows)
         return out.transpose(0, 2, 1, 3)
 
     constants = () if segments_BL is None else (segments_BL,)

@@ -56,7 +56,7 @@ USAGE = {
 
 
 def one_line(err: str, pattern: str) -> None:
-    lines = [line for line in err.splitlines() if not re.match(r"[a-z ]+ … ", line)]
+    lines = [line for line in err.splitlines() if not re.match(r"[a-z ]+ …( |$)", line)]
     assert len(lines) == 1, err
     assert lines[0].startswith("jaxtrain")
     assert re.search(pattern, lines[0]), lines[0]
