@@ -87,10 +87,6 @@ class Session:
         notes = list(self.loaded.notes)
         if start is not None:
             notes += self._check_resumed(start)
-        elif self._main:
-            previous = set_aside(self.run_dir)
-            if previous is not None:
-                notes.append(f"what an earlier run left here was moved to {previous}")
         self._banner(run, notes)
         with ThreadPoolExecutor(1) as pool:
             # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
@@ -104,6 +100,11 @@ class Session:
                 with progress.phase("restoring checkpoint"):
                     self._state = self._checkpointer.restore(run.step.abstract_state)
                 self._start = int(self._state.step)
+        if start is None and self._main:
+            # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
+            previous = set_aside(self.run_dir)
+            if previous is not None:
+                progress.message(f"what an earlier run left here was moved to {previous}")
         self._evaluator = Evaluator(run.step)
         self._open_files(run)
 

@@ -66,6 +66,19 @@ def test_never_starts_anew_and_keeps_what_was_there(tmp_path: Path) -> None:
     assert (kept[0] / "checkpoints" / "3").is_dir()
 
 
+def test_a_mistake_that_compiling_shows_leaves_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, train__steps=2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise jt.ConfigError("no such kernel; use another")
+
+    monkeypatch.setattr("jaxtrain.train.step.TrainStep.lower", fail)
+    with pytest.raises(jt.ConfigError, match="no such kernel"):
+        train(tmp_path, train__steps=2, resume="never")
+    assert not (tmp_path / "previous").exists()
+    assert list(losses(tmp_path)) == [1, 2]
+
+
 def test_must_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(jt.CheckpointError, match="no checkpoint") as caught:
         train(tmp_path, resume="must")
