@@ -45,8 +45,8 @@ def test_the_compiler_finds_offloaded_state_on_the_host(name):
         pytest.skip(f"{TARGETS[name]} is not installed")
     moved = compiled(name, *OFFLOADED)
     assert moved.exact.host_bytes == pytest.approx(sum(moved.memory.host_parts.values()), rel=0.05)
-    # All of it at once would be more than there is.
-    assert moved.exact.temporary_bytes < moved.memory.host_parts["optimizer state"]
+    # All of it at once, beside the gradients, would be more than there is.
+    assert moved.exact.temporary_bytes < moved.memory.host_parts["optimizer state"] + moved.memory.parts["gradients"]
 
 
 @pytest.mark.long
