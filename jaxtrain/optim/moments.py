@@ -4,16 +4,16 @@ Arithmetic stays float32: moments are decoded, the transformation runs, and what
 is stochastic. To nearest, a second moment stands still: at b2 = 0.999 it shrinks by 0.1 % a step, which is less than
 half of the distance between two neighbours in bfloat16 (0.4 %), let alone in 8 bits.
 
-int8: a code is the head of a float32, and the elements of a block share the exponent of their largest (block-wise
-quantization, Dettmers et al. 2021, with a floating code in place of their table). A moment with a sign has 1 bit of
-sign, 4 of exponent and 3 of mantissa and reaches from the largest of its block down to 2^-16 of it; one without has
-5 and 3 and reaches down to 2^-32, and never falls to 0: an element with a first moment but no second would explode.
-No arithmetic on floats is involved, so that codes are the same on every layout and machine that computes the same
-moments.
+int8: a code is a short float, and the elements of a block share the exponent of their largest (block-wise quantization,
+Dettmers et al. 2021). As in their table, what is small is coarser: octaves near the largest have 16 codes, later ones 8,
+the last 4. A moment with a sign reaches from the largest of its block 14 octaves down, one without 31 octaves, and never
+falls to 0: an element with a first moment and no second would explode. Nothing here is arithmetic on floats, so that
+codes are the same on every layout and machine that computes the same moments.
 
 The codes of a parameter have its shape, so that they are sharded, pipelined and checkpointed as a moment is.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +22,10 @@ import optax
 
 from jaxtrain.optimizer_rules import is_stored, moment_block
 
-# Bits of a float32 that a code drops: 20 of the 23 of the mantissa.
-_DROPPED = 20
-_STEPS = 1 << (23 - _DROPPED)  # codes in an octave
+_MANTISSA = 23
+# Octaves below the largest of a block that drop 19, 20 and 21 bits of the mantissa, so have 16, 8 and 4 codes.
+_DROPPED = (19, 20, 21)
+_OCTAVES = {"signed": (4, 5, 5), "unsigned": (8, 8, 15)}  # 124 codes and a sign, 252 codes
 _BFLOAT16_DROPPED = 16
 
 
@@ -58,85 +59,132 @@ def store_moments(
     if moments == "float32":
         return transformation
 
-    def encode(state: Any, count: jax.Array) -> StoredState:
-        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-        stored, exponents = [], []
-        for number, (path, leaf) in enumerate(leaves):
-            random = _random_bits(leaf.shape, count, number)
-            kept, exponent = leaf, None
-            if moments == "bfloat16" and _is_moment(leaf):
-                kept = _to_bfloat16(leaf, random)
-            elif moments == "int8" and _is_moment(leaf) and (block := moment_block(leaf.shape)) is not None:
-                signed = getattr(path[0], "name", None) not in nonnegative
-                kept, exponent = to_codes(leaf, random, block=block, signed=signed)
-            stored.append(kept)
-            exponents.append(exponent)
-        return StoredState(count, structure.unflatten(stored), structure.unflatten(exponents))
+    def signed(path: tuple[Any, ...]) -> bool:
+        return getattr(path[0], "name", None) not in nonnegative
+
+    def block_exponents(state: Any) -> Any:
+        """The exponents that the moments of a state get; None for what is no code."""
+
+        def one(leaf: jax.Array) -> jax.Array | None:
+            block = moment_block(leaf.shape) if moments == "int8" and _is_moment(leaf) else None
+            return None if block is None else largest_exponents(leaf, block)
+
+        return jax.tree.map(one, state)
+
+    def encode(state: Any, exponents: Any, count: jax.Array) -> StoredState:
+        numbers = itertools.count()
+
+        def one(path: tuple[Any, ...], leaf: jax.Array, exponents: jax.Array | None) -> jax.Array:
+            random = _random_bits(leaf.shape, count, next(numbers))
+            if exponents is not None:
+                return to_codes(leaf, exponents, random, signed=signed(path))
+            return _to_bfloat16(leaf, random) if moments == "bfloat16" and _is_moment(leaf) else leaf
+
+        return StoredState(count, jax.tree_util.tree_map_with_path(one, state, exponents), exponents)
 
     def decode(state: StoredState) -> Any:
         def one(path: tuple[Any, ...], leaf: jax.Array, exponents: jax.Array | None) -> jax.Array:
             if exponents is not None:
-                return from_codes(leaf, exponents, signed=getattr(path[0], "name", None) not in nonnegative)
+                return from_codes(leaf, exponents, signed=signed(path))
             return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
         return jax.tree_util.tree_map_with_path(one, state.inner, state.exponents)
 
     def init(params: Any) -> StoredState:
         # Moments begin at 0, which is 0 in every format; to encode it would only be work for the compiler.
-        shapes = jax.eval_shape(lambda: encode(transformation.init(params), jnp.int32(0)))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return zeros
+        def start() -> StoredState:
+            state = transformation.init(params)
+            return encode(state, block_exponents(state), jnp.int32(0))
+
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(start))
 
     def update(updates: Any, state: StoredState, params: Any = None) -> tuple[Any, StoredState]:
+        exponents = state.exponents
+        if moments == "int8":
+            # Once for the exponents, and again for the codes: a compiler that shared the two would keep the new moments
+            # of all parameters in float32 in between, 5 bytes a parameter (XLA for H100, jaxlib 0.10.2).
+            exponents = block_exponents(transformation.update(updates, decode(state), params)[1])
+            state, exponents = jax.lax.optimization_barrier((state, exponents))
         updates, inner = transformation.update(updates, decode(state), params)
-        return updates, encode(inner, state.count + 1)
+        return updates, encode(inner, exponents, state.count + 1)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def to_codes(x: jax.Array, random: jax.Array, *, block: int, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """Codes of x, and the exponents of its blocks.
+def largest_exponents(x: jax.Array, block: int) -> jax.Array:
+    """Of each block of x [..., L], the exponent that its largest can be rounded up to: uint8 [..., blocks]."""
+    bits = _bits(x).reshape(*x.shape[:-1], x.shape[-1] // block, block)
+    # Bits of positive floats are in the order of the floats.
+    return ((jnp.max(bits, axis=-1) + ((1 << _DROPPED[0]) - 1)) >> _MANTISSA).astype(jnp.uint8)
+
+
+def to_codes(x: jax.Array, exponents: jax.Array, random: jax.Array, *, signed: bool) -> jax.Array:
+    """Codes of x.
 
     Args:
         x: float32 [..., L]; nothing negative unless `signed`.
+        exponents: uint8 [..., blocks], from `largest_exponents`.
         random: uint32 [..., L], for rounding.
-        block: divides L.
         signed: see the top of the file.
 
     Returns:
-        uint8 [..., L] and uint8 [..., L / block].
+        uint8 [..., L].
     """
-    largest = 127 if signed else 255
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
-    blocks = bits.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    # Bits of positive floats are in the order of the floats. What the largest can be rounded up to decides.
-    top = jnp.max(blocks, axis=-1) + ((1 << _DROPPED) - 1)
-    exponents = top >> 23
-    rounded = (bits + (random & ((1 << _DROPPED) - 1))) >> _DROPPED
-    first = _first_code(exponents, largest)
-    codes = rounded.astype(jnp.int32) - _per_element(first, x.shape)
-    codes = jnp.maximum(codes, 0 if signed else 1)
-    codes = jnp.where(bits == 0, 0, codes)
-    if signed:
-        codes = codes | jnp.where(x < 0, 128, 0)
-    return codes.astype(jnp.uint8), exponents.astype(jnp.uint8)
+    tiers = _tiers(signed)
+    bits = _bits(x)
+    above = bits.astype(jnp.int32) - _per_element(_lowest(exponents, signed), x.shape)
+    codes = jnp.zeros(x.shape, jnp.int32)
+    for tier in tiers:
+        # Rounded up at the end of a tier it becomes the first of the next.
+        noise = (random & ((1 << tier.dropped) - 1)).astype(jnp.int32)
+        code = tier.first_code + ((above - tier.start + noise) >> tier.dropped)
+        codes = jnp.where(above >= tier.start, code, codes)
+    codes = jnp.where(bits == 0, 0, jnp.maximum(codes, 0 if signed else 1))
+    return (codes | jnp.where(x < 0, 128, 0) if signed else codes).astype(jnp.uint8)
 
 
 def from_codes(codes: jax.Array, exponents: jax.Array, *, signed: bool) -> jax.Array:
-    """The float32 array of codes and exponents that `to_codes` gave."""
-    largest = 127 if signed else 255
+    """The float32 array of codes [..., L] and exponents [..., blocks]."""
+    tiers = _tiers(signed)
     codes = codes.astype(jnp.int32)
-    magnitudes = codes & largest
-    heads = magnitudes + _per_element(_first_code(exponents, largest), codes.shape)
+    magnitudes = codes & 127 if signed else codes
+    above = jnp.zeros(codes.shape, jnp.int32)
+    for tier in tiers:
+        here = tier.start + ((magnitudes - tier.first_code) << tier.dropped)
+        above = jnp.where(magnitudes >= tier.first_code, here, above)
+    bits = above + _per_element(_lowest(exponents, signed), codes.shape)
     # Below the smallest normal number there is nothing to keep.
-    heads = jnp.where((magnitudes == 0) | (heads < _STEPS), 0, heads)
-    values = jax.lax.bitcast_convert_type(heads.astype(jnp.uint32) << _DROPPED, jnp.float32)
+    bits = jnp.where((magnitudes == 0) | (bits < 1 << _MANTISSA), 0, bits)
+    values = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(codes > 127, -values, values) if signed else values
 
 
-def _first_code(exponents: jax.Array, largest: int) -> jax.Array:
-    """The head of a float32 that code 0 would stand for, so that `largest` is the last head of the largest octave."""
-    return exponents.astype(jnp.int32) * _STEPS + (_STEPS - 1 - largest)
+class _Tier(NamedTuple):
+    """Octaves with equally many codes: bits dropped, where it starts above the lowest number, and its first code."""
+
+    dropped: int
+    start: int
+    first_code: int
+
+
+def _tiers(signed: bool) -> list[_Tier]:
+    """From the lowest on; code 0 is 0."""
+    found, start, code = [], 0, 1
+    for octaves, dropped in zip(_OCTAVES["signed" if signed else "unsigned"][::-1], _DROPPED[::-1], strict=True):
+        found.append(_Tier(dropped, start, code))
+        start += octaves << _MANTISSA
+        code += octaves << (_MANTISSA - dropped)
+    return found
+
+
+def _lowest(exponents: jax.Array, signed: bool) -> jax.Array:
+    """Bits of the lowest number that a block holds; negative where that is below every float32."""
+    octaves = sum(_OCTAVES["signed" if signed else "unsigned"])
+    return (exponents.astype(jnp.int32) + 1 - octaves) << _MANTISSA
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
 
 
 def _per_element(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
