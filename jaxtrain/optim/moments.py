@@ -5,10 +5,10 @@ is stochastic. To nearest, a second moment stands still: at b2 = 0.999 it shrink
 half of the distance between two neighbours in bfloat16 (0.4 %), let alone in 8 bits.
 
 int8: a code is a short float, and the elements of a block share the exponent of their largest (block-wise quantization,
-Dettmers et al. 2021). As in their table, what is small is coarser: octaves near the largest have 16 codes, later ones 8,
-the last 4. A moment with a sign reaches from the largest of its block 14 octaves down, one without 31 octaves, and never
-falls to 0: an element with a first moment and no second would explode. Nothing here is arithmetic on floats, so that
-codes are the same on every layout and machine that computes the same moments.
+Dettmers et al. 2021). As in their table, what is small is coarser: octaves near the largest have 16 codes, later ones
+8, the last 4. A moment with a sign reaches from the largest of its block 14 octaves down, one without 31 octaves, and
+never falls to 0: an element with a first moment and no second would explode. Nothing here is arithmetic on floats, so
+that codes are the same on every layout and machine that computes the same moments.
 
 The codes of a parameter have its shape, so that they are sharded, pipelined and checkpointed as a moment is.
 """
