@@ -101,9 +101,10 @@ def gradients_by_vocabulary(
     start = (jnp.zeros(h_ND.shape, jnp.float32), kernel)
     (d_h_ND, d_kernel), _ = jax.lax.scan(step, start, jnp.arange(-(-ids.size // size)))
     d_h_ND = _sum(d_h_ND.astype(h_ND.dtype), cut.vocabulary_axes)
-    if not cut.token_axes:
-        return d_h_ND, d_kernel
-    # Sums over devices are float32 under every policy; fp16 could overflow in one.
+    if kernel.dtype != jnp.float16:
+        return d_h_ND, _sum(d_kernel, cut.token_axes)
+    # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and would become a float32 array of
+    # the whole output layer: 1.5 GiB more for Llama 8B on 8 H100.
     return d_h_ND, _sum(d_kernel.astype(jnp.float32), cut.token_axes).astype(kernel.dtype)
 
 
