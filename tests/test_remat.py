@@ -81,8 +81,8 @@ def test_policies_keep_less():
 def test_segments_give_what_a_plain_scan_gives(count):
     """The last carry, the outputs of every layer in order, and gradients: the same operations.
 
-    Bit for bit on jax 0.10.2; newer compilers fuse, and so round, the two programs otherwise. Layers of a gain near 1 do
-    not amplify that.
+    Bit for bit on jax 0.10.2; newer compilers fuse, and so round, the two programs otherwise. Layers of a gain near 1
+    do not amplify that.
     """
     rng = np.random.default_rng(0)
     carry, layers = (0.35 * rng.normal(size=shape).astype(np.float32) for shape in ((4, 8), (count, 8, 8)))

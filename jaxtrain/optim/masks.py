@@ -30,6 +30,18 @@ def decay_mask(axes: Mapping[str, tuple[str | None, ...]]) -> Callable[[Any], An
     return mask
 
 
+def check_patterns(key: str, patterns: tuple[str, ...], paths: list[str]) -> None:
+    """Raise where a pattern of a config's key matches no parameter.
+
+    Raises:
+        ConfigError: names the pattern and some parameters.
+    """
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+            raise ConfigError(f"{key}: {pattern!r} matches no parameter; there are {some}")
+
+
 def trainable_predicate(freeze: tuple[str, ...], paths: list[str]) -> Callable[[str], bool] | None:
     """path -> whether it is trained; None when nothing is frozen.
 
@@ -42,10 +54,7 @@ def trainable_predicate(freeze: tuple[str, ...], paths: list[str]) -> Callable[[
     """
     if not freeze:
         return None
-    for pattern in freeze:
-        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-            some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
-            raise ConfigError(f"optimizer.freeze: {pattern!r} matches no parameter; there are {some}")
+    check_patterns("optimizer.freeze", freeze, paths)
 
     def trainable(path: str) -> bool:
         return not any(fnmatch.fnmatchcase(path, pattern) for pattern in freeze)

@@ -14,7 +14,7 @@ from jaxtrain.mesh import make_mesh
 from jaxtrain.models.build import build_model
 from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.optim import build_optimizer, build_schedule
-from jaxtrain.optim.masks import trainable_predicate
+from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.precision import LossScaling
 from jaxtrain.remat import Remat
 from jaxtrain.tasks import Task, build_task
@@ -146,6 +146,8 @@ def build_step(
             remat=Remat(config.remat.policy, config.remat.names, config.remat.offload),
         )
     optimizer = config.optimizer
+    if optimizer.kind == "muon" and optimizer.adamw:
+        check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
     schedule = build_schedule(optimizer.schedule, peak=optimizer.learning_rate, steps=config.train.steps)
     scale = config.precision.loss_scale
     return make_train_step(

@@ -116,6 +116,11 @@ BAD = {
     "sequence too long": (["data.sequence_length=64"], 2, "data.sequence_length=64 exceeds"),
     "task of other data": (["task=classification"], 2, "set task=language_modeling"),
     "unknown frozen parameter": (["optimizer.freeze=[nothing]"], 2, "'nothing' matches no parameter"),
+    "unknown parameter for AdamW": (
+        ["optimizer={kind: muon, adamw: [nothing]}"],
+        2,
+        "optimizer.adamw: 'nothing' matches no parameter",
+    ),
     "unknown tensor to keep": (["remat.policy=names", "remat.names=[nothing]"], 2, "no tensor 'nothing'"),
 }
 
