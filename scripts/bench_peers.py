@@ -10,6 +10,7 @@ the same text, with AdamW, clipping and weight decay alike.
 
 import argparse
 import json
+import operator
 import os
 import platform
 import statistics
@@ -45,12 +46,14 @@ class Peer:
         work: transformer, resnet or matmul; rows of one work are compared.
         command: file in scripts/peers and its arguments.
         theirs: whether it runs in the peers' environment.
+        malloc: whether it gets the malloc settings that ours takes; it is no peer then but another ceiling.
     """
 
     name: str
     work: str
     command: tuple[str, ...]
     theirs: bool = False
+    malloc: bool = False
 
 
 PEERS = (
@@ -62,13 +65,16 @@ PEERS = (
     Peer("PyTorch eager", "transformer", ("torch_transformer.py", "eager"), theirs=True),
     Peer("PyTorch torch.compile", "transformer", ("torch_transformer.py", "compile"), theirs=True),
     Peer("Keras on JAX", "transformer", ("keras_transformer.py",), theirs=True),
+    Peer("hand-written JAX, remat dots, our malloc", "transformer", ("bare_jax.py", "dots"), malloc=True),
+    Peer("PyTorch eager, our malloc", "transformer", ("torch_transformer.py", "eager"), theirs=True, malloc=True),
+    Peer("torch.compile, our malloc", "transformer", ("torch_transformer.py", "compile"), theirs=True, malloc=True),
     Peer("jaxtrain ResNet-50", "resnet", ("ours.py", *_RESNET)),
     Peer("PyTorch eager ResNet-50", "resnet", ("torch_resnet.py", "eager"), theirs=True),
     Peer("PyTorch torch.compile ResNet-50", "resnet", ("torch_resnet.py", "compile"), theirs=True),
     Peer("matmul", "matmul", ("matmul.py",)),
 )
-# The flattened step is ours written by hand, not what people write: it is a ceiling and no peer.
-_CEILING = "hand-written JAX, remat dots, flattened"
+# The flattened step is ours written by hand, and nobody tunes malloc for a peer: ceilings, which are no peers.
+_CEILINGS = {"hand-written JAX, remat dots, flattened", *(peer.name for peer in PEERS if peer.malloc)}
 # Rows of a step and items of a row.
 _ITEMS = {"transformer": (16, 256), "resnet": (8, 1)}
 
@@ -116,8 +122,8 @@ def ask(running: Running, steps: int | None) -> dict[str, Any]:
     return {}
 
 
-def launch(peer: Peer, python: str, errors: Any, settings: dict[str, str]) -> Running:
-    """Start a peer, with more settings in its environment, and wait for its first step."""
+def launch(peer: Peer, python: str, errors: Any) -> Running:
+    """Start a peer and wait for its first step."""
     # One compilation a process, and no cache of an earlier run: torch.compile has one of its own.
     cache = tempfile.mkdtemp(prefix="peer-")
     environment = {
@@ -125,7 +131,7 @@ def launch(peer: Peer, python: str, errors: Any, settings: dict[str, str]) -> Ru
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "JAX_PLATFORMS": "cpu",
-        **settings,
+        **(SETTINGS if peer.malloc else {}),
     }
     began = time.time()
     process = subprocess.Popen(
@@ -143,9 +149,7 @@ def finish(running: Running) -> None:
     if running.error is None:
         assert running.process.stdin is not None
         running.process.stdin.close()
-        assert running.process.stdout is not None
-        running.facts |= json.loads(running.process.stdout.read().splitlines()[-1])
-    running.process.wait(timeout=60)
+        running.facts |= ask(running, None)
 
 
 def row_of(running: Running, steps: int) -> dict[str, Any]:
@@ -178,11 +182,12 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
         peers = [row for row in done if row is not ours]
         if ours is None or not peers:
             continue
-        best = max((row for row in peers if row["name"] != _CEILING), key=lambda row: row["items_per_second"])
+        rate = operator.itemgetter("items_per_second")
+        best = max((row for row in peers if row["name"] not in _CEILINGS), key=rate, default=None)
         answer[work] = {
-            "over_best_peer": round(ours["items_per_second"] / best["items_per_second"], 3),
-            "best_peer": best["name"],
-            "over": {row["name"]: round(ours["items_per_second"] / row["items_per_second"], 3) for row in peers},
+            "over_best_peer": best and round(rate(ours) / rate(best), 3),
+            "best_peer": best and best["name"],
+            "over": {row["name"]: round(rate(ours) / rate(row), 3) for row in peers},
             "memory_over": {
                 row["name"]: round(ours["peak_memory_bytes"] / row["peak_memory_bytes"], 3) for row in peers
             },
@@ -235,7 +240,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a block")
     parser.add_argument("--only", action="append", help="part of a peer's name or its work; ours always runs")
-    parser.add_argument("--malloc", action="store_true", help="give every peer the malloc settings that ours takes")
     parser.add_argument("--json", help="file for the whole answer")
     arguments = parser.parse_args()
     chosen = [peer for peer in PEERS if wanted(peer, arguments.only)]
@@ -245,7 +249,7 @@ def main() -> None:
         try:
             for peer in chosen:
                 python = arguments.peers_python if peer.theirs else sys.executable
-                alive.append(launch(peer, python, errors, SETTINGS if arguments.malloc else {}))
+                alive.append(launch(peer, python, errors))
                 print(f"{peer.name}: {alive[-1].error or alive[-1].facts}", file=sys.stderr, flush=True)
             for number in range(arguments.rounds):
                 for running in alive:
@@ -263,7 +267,6 @@ def main() -> None:
             errors.seek(0)
             print(errors.read()[-4000:], file=sys.stderr)
     print("\n".join(map(line_of, rows)))
-    about["malloc_settings_for_all"] = arguments.malloc
     answer = {"machine": about, "rounds": arguments.rounds, "steps": arguments.steps, "rows": rows}
     answer["ratios"] = compare(rows)
     print(json.dumps(answer["ratios"], indent=2))
