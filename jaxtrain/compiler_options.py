@@ -6,7 +6,7 @@ flag in the environment ends the process, an unknown option is an error that can
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,9 +129,10 @@ def choose_options(device: Any, num_devices: int, more: Mapping[str, Value] | No
     )
 
 
-def option_notes(options: CompilerOptions) -> list[str]:
-    """Lines for the banner."""
-    used = ", ".join(f"{name}={value if value != '' else 'none'}" for name, value in options.used.items())
+def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]:
+    """Lines for the banner: what the user asked for, and what the compiler does not take; run.json has all."""
+    shown = {name: options.used[name] for name in asked if name in options.used}
+    used = ", ".join(f"{name}={value if value != '' else 'none'}" for name, value in shown.items())
     return [*([f"compiler options: {used}"] if used else []), *options.dropped]
 
 

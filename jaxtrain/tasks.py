@@ -12,7 +12,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.schema import Config, LossConfig
+from jaxtrain.config.kinds import check_loss
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.cross_entropy import cross_entropy, cross_entropy_sums
 
@@ -148,11 +149,7 @@ def build_task(config: Config) -> Task:
     """
     if config.task == "language_modeling":
         return language_modeling(z_loss=config.loss.z_loss, logits=config.loss.logits, block=config.loss.block)
-    for name, value in config.loss:
-        if value != getattr(LossConfig(), name):
-            raise ConfigError(
-                f"loss.{name}={value} is for task=language_modeling, but task={config.task}; leave it out"
-            )
+    check_loss(config)
     return TASKS[config.task]()
 
 

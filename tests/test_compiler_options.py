@@ -69,11 +69,15 @@ def test_an_older_compiler_gets_the_older_names(monkeypatch, name):
     chosen = choose_options(gpu, 8)
     assert set(chosen.used) == expected
     assert len(chosen.dropped) == num_lines
-    assert len(option_notes(chosen)) == bool(expected) + num_lines
+    assert len(option_notes(chosen, asked=())) == num_lines
     assert choose_options(gpu, 1).used == {}, "one card has nobody to wait for"
     # What a user says of either name stands.
     theirs = dict.fromkeys(expected, False)
-    assert choose_options(gpu, 8, theirs).used == theirs
+    asked = choose_options(gpu, 8, theirs)
+    assert asked.used == theirs
+    assert len(option_notes(asked, asked=theirs)) == bool(theirs) + len(asked.dropped), (
+        "the banner shows what they asked"
+    )
 
 
 def test_each_option_has_its_reason():

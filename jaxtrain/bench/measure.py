@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import __version__, distributed
+from jaxtrain.allocator import restart_environment
 from jaxtrain.bench.start import NoStepError, cold_and_warm
 from jaxtrain.config import Loaded
 from jaxtrain.config.schema import Config
@@ -181,6 +182,7 @@ def _cpu(config: Config, answer: dict[str, Any], reasons: dict[str, str]) -> dic
     # One device holds what several do here.
     parallel = {"auto": False} | dict.fromkeys(("pipe", "data", "fsdp", "expert", "context", "tensor"), 1)
     request = {"config": config.model_dump(mode="json") | {"parallel": parallel}}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "jaxtrain.bench.step_on_cpu"],
@@ -188,7 +190,7 @@ def _cpu(config: Config, answer: dict[str, Any], reasons: dict[str, str]) -> dic
             capture_output=True,
             text=True,
             timeout=_CPU_LIMIT_SECONDS,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env=restart_environment(environment, accelerator=False) or environment,
         )
     except subprocess.TimeoutExpired:
         reasons["cpu"] = f"not done within {_CPU_LIMIT_SECONDS} s"

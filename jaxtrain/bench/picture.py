@@ -18,12 +18,17 @@ def draw(answer: dict[str, Any], path: Path) -> None:
     blocks, step = answer["blocks"] or [], answer["step"]
     figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for axes, part in ((left, answer["blocks"]), (right, step)):
+        if part is None:
+            axes.set_axis_off()
+            axes.text(0, 0.5, "left out", color="gray")
     names = [f"{block['name']} x {block['count']}" for block in blocks]
     places = range(len(blocks))
     milliseconds = [block["count"] * block["seconds"] * 1e3 for block in blocks]
     least = [block["count"] * block["roofline_seconds"] * 1e3 for block in blocks]
-    left.barh(places, milliseconds, color=_MEASURED, label="measured")
-    left.barh(places, least, height=0.3, color=_LEAST, label="roofline")
+    if blocks:
+        left.barh(places, milliseconds, color=_MEASURED, label="measured")
+        left.barh(places, least, height=0.3, color=_LEAST, label="roofline")
     for place, block, value in zip(places, blocks, milliseconds, strict=True):
         left.annotate(f" {block['share_of_roofline']:.0%}", (value, place), va="center", fontsize=9)
     left.set_yticks(list(places), names)
@@ -35,8 +40,10 @@ def draw(answer: dict[str, Any], path: Path) -> None:
         left.legend(frameon=False, fontsize=9, loc="lower right")
     if step is not None:
         total = step["seconds"] * 1e3
-        parts = [("model FLOPs at the matmul rate", (step["share_of_measured_matmul"] or 0) * total, _MEASURED)]
-        parts += [("blocks, as timed alone", sum(milliseconds), _LEAST), ("step", total, _REST)]
+        share = step["share_of_measured_matmul"]
+        parts = [] if share is None else [("model FLOPs at the matmul rate", share * total, _MEASURED)]
+        parts += [("blocks, as timed alone", sum(milliseconds), _LEAST)] if blocks else []
+        parts.append(("step", total, _REST))
         right.barh([name for name, _, _ in parts], [value for _, value, _ in parts], color=[c for _, _, c in parts])
         for place, (_, value, _) in enumerate(parts):
             right.annotate(f" {value:,.3g} ms", (value, place), va="center", fontsize=9)
@@ -44,8 +51,6 @@ def draw(answer: dict[str, Any], path: Path) -> None:
         unit = step["unit"]
         right.set_title(f"{step['units_per_second']:,.0f} {unit}/s", fontsize=11, loc="left")
         right.set_xlabel("ms")
-    else:
-        right.set_axis_off()
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     device = answer["device"]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxtrain.allocator import SETTINGS
+
 _LIMIT_SECONDS = 600.0
 # Beside the config's own: nothing is written after the first step that could be waited for.
 _QUIET = ("logging.report=false", "logging.tensorboard=false", "checkpoint.every=null")
@@ -53,7 +55,9 @@ def start_seconds(
     """
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "JAXTRAIN_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    # A bench runs with malloc's settings itself; a start has to find its own way to them.
+    inherited = {name: value for name, value in os.environ.items() if SETTINGS.get(name) != value}
+    environment = {**inherited, "JAXTRAIN_CACHE_DIR": str(cache), "PYTHONPATH": path}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         metrics, log = Path(folder) / "run" / "metrics.jsonl", Path(folder) / "said"
         command = [sys.executable, "-m", "jaxtrain", "train", config, *overrides, *_QUIET]

@@ -1,5 +1,6 @@
 """The checkpoints of a run: saved in the background, restored on any mesh, every array verified."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -178,6 +179,21 @@ class Checkpointer:
             "restore the files from a copy, or start again in another run directory"
         )
 
+    def check_like(self, target: Any) -> None:
+        """Compare names, shapes and dtypes with the newest record, as `restore` does, and read no array.
+
+        Args:
+            target: tree of `jax.ShapeDtypeStruct` or arrays.
+
+        Raises:
+            CheckpointError: no step, another model or another optimizer.
+        """
+        self.wait()
+        for candidate in reversed(self._candidates()):
+            with contextlib.suppress(DamagedError):  # `restore` tells of it, and takes the step before
+                _check_like(self.info(candidate), tree.flatten(target).leaves, None)
+                return
+
     def verify(self, step: int | None = None) -> CheckpointInfo:
         """Read every array of a step (one at a time) and compare it with its digest.
 
@@ -287,13 +303,7 @@ class Checkpointer:
         directory.remove(self.directory, set(steps) - directory.steps_to_keep(losses, **self._keep))
 
     def _read(self, info: CheckpointInfo, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
-        inside = tuple(name for name in info.leaves if _is_inside(name, prefix))
-        found = tree.difference(
-            {name: info.leaves[name] for name in inside},
-            {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
-        )
-        if found is not None:
-            raise CheckpointError(f"checkpoint {info.path} is of another model: {found}")
+        _check_like(info, wanted, prefix)
         return arrays.read_verified(self._open(), info, wanted)
 
     def _set_aside(self, damaged: list[int], reasons: list[str], *, instead: int) -> None:
@@ -304,6 +314,16 @@ class Checkpointer:
             if arrays.is_process_0():
                 self._report(f"{reason}{moved}; step {instead} is used instead")
         arrays.barrier("jaxtrain_set_aside")
+
+
+def _check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | None) -> None:
+    found = tree.difference(
+        {name: leaf for name, leaf in info.leaves.items() if _is_inside(name, prefix)},
+        {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
+    )
+    if found is not None:
+        what = "optimizer" if all(name.startswith("optimizer_state") for name in found.names) else "model"
+        raise CheckpointError(f"checkpoint {info.path} is of another {what}: {found.phrase}")
 
 
 def _is_inside(name: str, prefix: str | None) -> bool:

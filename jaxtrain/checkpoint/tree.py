@@ -83,20 +83,34 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     return array.shape, str(array.dtype)
 
 
-def difference(saved: Leaves, wanted: Leaves) -> str | None:
-    """Compare two tables; return one phrase with the count and the first two differences, or None if equal."""
-    found = []
+@dataclass(frozen=True)
+class Difference:
+    """Where two tables differ.
+
+    Attributes:
+        names: paths of all that differ.
+        phrase: their count and the first two, for people.
+    """
+
+    names: tuple[str, ...]
+    phrase: str
+
+
+def difference(saved: Leaves, wanted: Leaves) -> Difference | None:
+    """Compare two tables; None if they are equal."""
+    found: dict[str, str] = {}
     for path in [*wanted, *(path for path in saved if path not in wanted)]:
         if path not in saved:
-            found.append(f"{path} is not there ({_text(wanted[path])} here)")
+            found[path] = f"{path} is not there ({_text(wanted[path])} here)"
         elif path not in wanted:
-            found.append(f"{path} is {_text(saved[path])} there and not here")
+            found[path] = f"{path} is {_text(saved[path])} there and not here"
         elif (tuple(saved[path][0]), saved[path][1]) != (tuple(wanted[path][0]), wanted[path][1]):
-            found.append(f"{path} is {_text(saved[path])} there, {_text(wanted[path])} here")
+            found[path] = f"{path} is {_text(saved[path])} there, {_text(wanted[path])} here"
     if not found:
         return None
     total = len(set(saved) | set(wanted))
-    return f"{len(found)} of {total} arrays differ, first {'; '.join(found[:2])}"
+    phrase = f"{len(found)} of {total} arrays differ, first {'; '.join(list(found.values())[:2])}"
+    return Difference(tuple(found), phrase)
 
 
 def _text(entry: tuple[tuple[int, ...], str]) -> str:

@@ -37,6 +37,7 @@ def run_bench(
     Raises:
         ConfigError: a config that cannot run, an unknown part, or a file that cannot be written.
     """
+    skip = [part for given in skip for part in given.split(",")]
     wrong = [part for part in skip if part not in PARTS]
     if wrong:
         raise ConfigError(f"--skip {wrong[0]}: no such part; there are {', '.join(PARTS)}")
@@ -45,6 +46,8 @@ def run_bench(
     loaded = load_config(config, overrides=overrides)
     if loaded.config.parallel.auto:
         raise ConfigError("parallel.auto: a bench measures one layout; set the degrees, or leave parallel out")
+    if json_path and Path(json_path).suffix != ".json":
+        raise ConfigError(f"--json {json_path}: give the file to write, as in --json {Path(json_path).stem}.json")
     paths = [Path(json_path)] if json_path else []
     folder = None if out is None else Path(out)
     try:

@@ -10,6 +10,7 @@ from jaxtrain.commands.output import print_remark, print_table, print_text
 from jaxtrain.config import Config, Loaded, find_config, load_config, shipped_configs
 from jaxtrain.config.describe import DescribedGroup, describe
 from jaxtrain.config.keys import nearest
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
@@ -48,6 +49,11 @@ def run_config(
         print_shardings(loaded.config, only=only, emulate=emulate)
     else:
         _print_keys(_chosen(loaded, only))
+        try:
+            check_kinds(loaded.config)
+        except ConfigError as error:
+            # Keys of another kind are what people look up here, one change at a time.
+            print_remark(f"jaxtrain train would refuse this: {error}")
     return 0
 
 

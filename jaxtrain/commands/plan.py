@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxtrain.commands.output import print_json, print_remark, print_text
 from jaxtrain.config import load_config
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
@@ -114,7 +115,8 @@ def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
 
 
 def _check(config: Config, wanted: Wanted) -> None:
-    """Raise where options do not belong together."""
+    """Raise where options, or parts of the config, do not belong together."""
+    check_kinds(config)
     if wanted.search:
         return
     if config.parallel.auto:

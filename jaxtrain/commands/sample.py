@@ -45,6 +45,8 @@ def run_sample(
 
     sampling = Sampling(temperature, top_k, top_p)
     run = open_run(run_dir, step=step, with_data=False, quantize=quantize, report=print_remark)
+    for remark in run.remarks:
+        print_remark(remark)
     assert run.tokenizer is not None
     assert run.step.model.decoder is not None
     if new_tokens is None:

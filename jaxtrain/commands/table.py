@@ -248,7 +248,11 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
     parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg")
     parser.add_argument(
-        "--skip", action="append", default=[], metavar="PART", help="leave out start, limits, blocks, step or cpu"
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="leave out start, limits, blocks, step or cpu, or several: start,cpu",
     )
     _add_emulate(parser)
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from jaxtrain.config.keys import locate, members, nearest
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
+from jaxtrain.config.no_effect import no_effect_notes
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
@@ -25,7 +26,7 @@ class Loaded:
         config: the validated tree.
         name: the name of the config (file stem), used for the run directory.
         origins: dotted key -> "quickstart.yaml:12", "command line", "keyword" or "size gpt2".
-        notes: what the loader left out, one line each (keys of another kind or of a replaced size).
+        notes: keys that the loader left out (of another kind or of a replaced size) or that have no effect, a line each.
     """
 
     config: Config
@@ -224,6 +225,8 @@ def _explain(error: ValidationError, tree: _Tree) -> str:
         message = first["msg"].removeprefix("Input should be ")
         if kind == "too_short":
             message = f"at least {context['min_length']} of them"
+        if key and key.type.startswith("list") and isinstance(value, str):
+            takes += f", as in [{value}]"
         limit = f", {message}" if key and ("than" in message or "finite" in message or "at least" in message) else ""
         line = f"{dotted} is {_show(value)} ({where}); {takes}{limit}"
     # A list that loses a wrong item can be too short as well: what stands above the first mistake is no second one.
@@ -305,7 +308,8 @@ def load_config(
     except ValidationError as error:
         raise ConfigError(_explain(error, tree)) from None
     origins = {".".join(path): where for path, where in tree.where.items()}
+    written = tuple(origins)
     size = getattr(config.model, "size", None)
     for key in {**TRANSFORMER_SIZES, **RESNET_SIZES}.get(size or "", {}):
         origins.setdefault(f"model.{key}", f"size {size}")
-    return Loaded(config, config.name or label, origins, tuple(tree.notes))
+    return Loaded(config, config.name or label, origins, (*tree.notes, *no_effect_notes(config, written)))

@@ -1,12 +1,14 @@
 """The whole config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.remat_policy import check_remat
 
 # The axes of the mesh, outermost first: what talks least crosses the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -196,6 +198,14 @@ class RematConfig(Group):
     offload: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tensors to keep in host memory under policies full and names: block_input, or a tensor not in remat.names."""
 
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        try:
+            check_remat(self.policy, self.names, self.offload)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
 
 class LossConfig(Group):
     """The loss of language models."""
@@ -206,6 +216,14 @@ class LossConfig(Group):
     """In memory at once: whole, some tokens' or some ids' (less memory, a matmul more); auto: by their sizes."""
     block: PositiveInt | None = None
     """Tokens or ids at once; null: from the sizes."""
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.block is not None and self.logits in ("auto", "whole"):
+            raise ValueError(
+                f"loss.block={self.block} says nothing of loss.logits={self.logits}; set that to tokens or vocabulary"
+            )
+        return self
 
 
 class TrainConfig(Group):

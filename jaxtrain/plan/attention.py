@@ -1,6 +1,6 @@
 """What attention runs on where a step is planned for, by the table of `ops/attention.py`, and what that holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtrain.attention_blocks import block_size, computed_share, pairs_at_once
 from jaxtrain.config.models import TransformerConfig
@@ -44,14 +44,39 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
+    score_bytes = _SCORE_BYTES.get(target.hardware.kind, _SCORE_BYTES_ELSEWHERE)
+    context = int(config.parallel.context)
+    match context_way(config, model):
+        case "ring":  # one block of keys at a time
+            return AttentionWork("context", 1.0, (length / context) ** 2, score_bytes, False)
+        case "gather":  # all keys, for the queries of this device
+            return AttentionWork("context", 1.0, length * length / context, score_bytes, False)
+        case "all_to_all":  # whole sequences of some of the heads
+            whole = _whole_sequence(config, model, target, length)
+            return replace(whole, name="context", pairs_at_once=whole.pairs_at_once / context, keeps_output=False)
+        case _:
+            return _whole_sequence(config, model, target, length)
+
+
+def context_way(config: Config, model: TransformerConfig) -> str | None:
+    """How attention crosses `context`: ring, all_to_all or gather, as `parallel/context.py` chooses; None: it does not.
+
+    Args:
+        config: with degrees resolved.
+        model: its model.
+    """
+    parallel = config.parallel
+    if int(parallel.context) == 1 or parallel.context_attention != "auto":
+        return None if int(parallel.context) == 1 else parallel.context_attention
+    if int(parallel.pipe) == 1 and model.sliding_window is None and model.attention_softcap is None:
+        return "ring"
+    return "gather" if model.num_heads % (int(parallel.tensor) * int(parallel.context)) else "all_to_all"
+
+
+def _whole_sequence(config: Config, model: TransformerConfig, target: Target, length: int) -> AttentionWork:
+    """Attention of whole sequences on one device."""
     kind = target.hardware.kind
     score_bytes = _SCORE_BYTES.get(kind, _SCORE_BYTES_ELSEWHERE)
-    context = int(config.parallel.context)
-    if context != 1:
-        way = config.parallel.context_attention
-        ring = way == "ring" or (way == "auto" and config.parallel.pipe == 1)
-        # A ring holds one block of keys at a time; the others hold all keys, of all heads or of a part of them.
-        return AttentionWork("context", 1.0, length * length / (context if ring else 1) / context, score_bytes, False)
     name = _implementation(config, model, target, length)
     causal, window = model.causal, model.sliding_window
     match name:

@@ -9,6 +9,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.degrees import AXES
 from jaxtrain.metrics.peaks import FORMATS
 from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.plan.attention import context_way
 from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.estimate import BlockTime, StepTime, Traffic
 from jaxtrain.plan.hardware import Target
@@ -150,10 +151,7 @@ def _attention_traffic(
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     head_bytes = column_bytes * (model.head_dim or model.embed_dim // heads) / degrees["tensor"]
     others = degrees["context"] - 1
-    kind = config.parallel.context_attention
-    if kind == "auto" and degrees["pipe"] > 1:
-        kind = "gather" if heads % (degrees["tensor"] * degrees["context"]) else "all_to_all"
-    match kind:
+    match context_way(config, model):
         case "all_to_all":
             # Queries, keys and values to the devices of their heads, and outputs back; the gradients likewise.
             return (forwards + 1) * 2 * (heads + groups) * head_bytes * others / degrees["context"]

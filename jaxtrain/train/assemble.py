@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.schema import Config
 from jaxtrain.degrees import AXES, config_degrees
 from jaxtrain.errors import ConfigError
@@ -67,27 +68,6 @@ def open_run_data(config: Config) -> "Data":
 def reading_threads(config: Config) -> int | None:
     """What `Batches` takes as `workers`."""
     return None if config.train.workers == "auto" else config.train.workers
-
-
-def check_kinds(config: Config, *, own_task: bool = False) -> None:
-    """Raise where the kinds of task, model and data do not belong together; looks at the config alone."""
-    kind = config.data.kind
-    if config.model.kind == "transformer" and not config.model.causal and not own_task:
-        raise ConfigError(
-            "model.causal=false would let task=language_modeling read its targets; set model.causal=true, "
-            "or bring a task of your own (Python)"
-        )
-    tokens = kind in ("text", "jsonl", "tokens", "mixture") or getattr(config.data, "task", None) == "tokens"
-    if tokens != (config.task == "language_modeling"):
-        works = "language_modeling" if tokens else "classification or regression"
-        unit = "tokens" if tokens else "examples"
-        raise ConfigError(f"task={config.task}, but data.kind={kind} gives {unit}; set task={works}")
-    if tokens and config.model.kind != "transformer":
-        raise ConfigError(
-            f"model.kind={config.model.kind} does not take the tokens of data.kind={kind}; use model.kind=transformer"
-        )
-    if not tokens and config.model.kind == "transformer":
-        raise ConfigError(f"model.kind=transformer takes tokens, but data.kind={kind} gives examples; use another")
 
 
 def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, own_task: bool) -> None:

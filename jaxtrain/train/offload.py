@@ -120,6 +120,9 @@ def update_on_host(
     Returns:
         Parameters on the device, and optimizer state as it came.
     """
+    if all(leaf.ndim == 0 for leaf in jax.tree.leaves(optimizer_state)):
+        note_choice("optimizer state", "on the device: it has counts alone", [])
+        return advance(gradients, optimizer_state, params, scalars)
     on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
     if not is_elementwise(optimizer, params):
         note_choice(

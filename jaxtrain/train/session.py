@@ -15,8 +15,9 @@ from jaxtrain import distributed
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.compiler_options import option_notes
 from jaxtrain.config import Loaded
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.degrees import config_degrees
-from jaxtrain.errors import PreemptedError
+from jaxtrain.errors import CheckpointError, PreemptedError
 from jaxtrain.mesh import make_mesh, mesh_notes
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.format import format_bytes, format_count
@@ -25,7 +26,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import MultiWriter, open_writers
-from jaxtrain.train.assemble import Run, assemble, check_kinds, open_run_data, reading_threads
+from jaxtrain.train.assemble import Run, assemble, open_run_data, reading_threads
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
@@ -69,8 +70,8 @@ class Session:
         self._own_model = model is not None
         # Degrees and kinds that do not fit fail before any data is read.
         make_mesh(**config_degrees(config.parallel), devices=None)
-        if model is None and data is None and task is None:
-            check_kinds(config)
+        if model is None and data is None:
+            check_kinds(config, own_task=task is not None)
         with progress.phase("reading data") as phase:
             opened = data if data is not None else open_run_data(config)
             phase.note(opened.description[0] if opened.description else "")
@@ -113,6 +114,14 @@ class Session:
         saved = self._checkpointer.metadata()
         check_stream(saved.get("stream", {}), self._run.stream)
         changes = config_changes(saved.get("config", {}), self.config.model_dump(mode="json"))
+        try:
+            self._checkpointer.check_like(self._run.step.abstract_state)  # before minutes of compiling
+        except CheckpointError as error:
+            grouped = [change for change in changes if change.startswith(("model", "optimizer"))]
+            since = f"; changed since: {', '.join(grouped[:3])}" if grouped else ""
+            raise CheckpointError(
+                f"{error}{since}; set it back, use another --run-dir, or start again with --resume never"
+            ) from None
         same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
         return [f"resuming step {start} from {self.run_dir / 'checkpoints'}: {same}"]
 
@@ -139,7 +148,7 @@ class Session:
             *mesh_notes(mesh),
             *pipeline_notes(run.step.pipeline),
             *([] if self._own_model else loss_notes(run)),
-            *option_notes(run.step.compiler_options),
+            *option_notes(run.step.compiler_options, asked=config.compiler_options),
             *notes,
         ]
         unused = distributed.unused_accelerator(jax.devices()[0].platform)
@@ -196,6 +205,7 @@ class Session:
         )
         self._info["own_model"] = self._own_model
         self._info["choices"] = list(run.step.choices)
+        self._info["compiler_options"] = dict(run.step.compiler_options.used)
         if self._start:
             self._continue_info(self._info)
         if not self._was_done:

@@ -1,0 +1,48 @@
+"""Whether task, model, data and loss of a config belong together. No jax here: `config` and `plan` ask too."""
+
+from jaxtrain.config.schema import Config, LossConfig
+from jaxtrain.errors import ConfigError
+
+
+def check_kinds(config: Config, *, own_task: bool = False) -> None:
+    """Raise where the kinds of task, model and data do not belong together; looks at the config alone.
+
+    Args:
+        config: with a model of its own (a user's model in its place is nothing to check here).
+        own_task: whether a task from Python takes the place of the config's.
+
+    Raises:
+        ConfigError: names what would work.
+    """
+    kind = config.data.kind
+    if config.model.kind == "transformer" and not config.model.causal and not own_task:
+        raise ConfigError(
+            "model.causal=false would let task=language_modeling read its targets; set model.causal=true, "
+            "or bring a task of your own (Python)"
+        )
+    tokens = kind in ("text", "jsonl", "tokens", "mixture") or getattr(config.data, "task", None) == "tokens"
+    if tokens != (config.task == "language_modeling"):
+        works = "language_modeling" if tokens else "classification or regression"
+        unit = "tokens" if tokens else "examples"
+        raise ConfigError(f"task={config.task}, but data.kind={kind} gives {unit}; set task={works}")
+    if tokens and config.model.kind != "transformer":
+        raise ConfigError(
+            f"model.kind={config.model.kind} does not take the tokens of data.kind={kind}; use model.kind=transformer"
+        )
+    if not tokens and config.model.kind == "transformer":
+        raise ConfigError(f"model.kind=transformer takes tokens, but data.kind={kind} gives examples; use another")
+    check_loss(config, own_task=own_task)
+
+
+def check_loss(config: Config, *, own_task: bool = False) -> None:
+    """Raise where options of the loss would do nothing.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    if config.task == "language_modeling" and not own_task:
+        return
+    for name, value in config.loss:
+        if value != getattr(LossConfig(), name):
+            other = "your own task has a loss of its own" if own_task else f"task is {config.task}"
+            raise ConfigError(f"loss.{name}={value} is for task=language_modeling, but {other}; leave it out")

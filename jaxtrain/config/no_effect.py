@@ -1,0 +1,50 @@
+"""Keys that somebody set and that do nothing beside the others: a note each, since a layout may come and go."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxtrain.config.schema import Config
+
+
+def no_effect_notes(config: Config, keys: Iterable[str]) -> tuple[str, ...]:
+    """A line for each key that has no effect.
+
+    Args:
+        config: validated.
+        keys: dotted, that somebody set.
+    """
+    # Whole configs, as runs keep them, hold every key: what is at its default asks for nothing.
+    default = Config()
+    keys = [key for key in keys if _value(config, key) != _value(default, key)]
+    found = ((key, why) for key in keys for start, why in _reasons(config) if f"{key}.".startswith(f"{start}."))
+    return tuple(f"{key} has no effect: {why}" for key, why in found)
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _reasons(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys, or groups of keys, that do nothing, and why."""
+    parallel, precision, evaluation = config.parallel, config.precision, config.evaluation
+    if config.remat.policy != "names" and config.remat.names:
+        yield "remat.names", f"remat.policy={config.remat.policy} decides without them; remat.policy=names takes them"
+    if precision.policy != "fp16":
+        yield "precision.loss_scale", f"precision.policy={precision.policy} does not scale the loss, fp16 does"
+    if not parallel.auto:
+        for key, axis in (
+            ("schedule", "pipe"),
+            ("microbatches", "pipe"),
+            ("context_attention", "context"),
+            ("sequence_parallel", "tensor"),
+        ):
+            if getattr(parallel, axis) == 1:
+                yield f"parallel.{key}", f"parallel.{axis} is 1"
+    if evaluation.sample_prompt is None:
+        for key in ("sample_tokens", "sample_temperature"):
+            yield f"evaluation.{key}", "evaluation.sample_prompt is null"
+    if config.profile.start_step is None:
+        yield "profile.num_steps", "profile.start_step is null"
