@@ -252,7 +252,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PART",
-        help="leave out start, limits, blocks, step or cpu, or several: start,cpu",
+        help="leave out start, limits, blocks, step, cpu",
     )
     _add_emulate(parser)
 

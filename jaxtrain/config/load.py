@@ -26,7 +26,7 @@ class Loaded:
         config: the validated tree.
         name: the name of the config (file stem), used for the run directory.
         origins: dotted key -> "quickstart.yaml:12", "command line", "keyword" or "size gpt2".
-        notes: keys that the loader left out (of another kind or of a replaced size) or that have no effect, a line each.
+        notes: a line for each key that was left out (of another kind or a replaced size) or has no effect.
     """
 
     config: Config

@@ -74,12 +74,12 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; of another kind, the kind alone."""
+    """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; kinds first."""
     before, after = _flat(saved), _flat(current)
     kinds = [key.removesuffix("kind") for key in after if key.endswith(".kind") and before.get(key) != after[key]]
     return [
         f"{key} {before.get(key)} -> {after.get(key)}"
-        for key in sorted({*before, *after})
+        for key in sorted({*before, *after}, key=lambda key: (not key.endswith(".kind"), key))
         if before.get(key) != after.get(key)
         and not any(key.startswith(kind) and not (key in before and key in after) for kind in kinds)
     ]

@@ -186,10 +186,22 @@ def test_another_model_is_refused_before_reading(saved, monkeypatch, target, phr
         raise AssertionError("arrays were read")
 
     monkeypatch.setattr(Storage, "read", read)
-    with pytest.raises(CheckpointError, match=f"checkpoints/2 is of another model: .*{phrase}") as caught:
+    with pytest.raises(CheckpointError, match=f"checkpoints/2 is of another (model|optimizer): .*{phrase}") as caught:
         saved.restore(target())
     assert "\n" not in str(caught.value)
     assert saved.steps() == [1, 2]
+    assert ("another optimizer" in str(caught.value)) == ("first optimizer_state" in phrase)
+    # Without a read, for who has to compile first.
+    with pytest.raises(CheckpointError, match=phrase):
+        saved.check_like(target())
+
+
+def test_what_is_like_the_newest_intact_record_passes_unread(saved, monkeypatch):
+    monkeypatch.setattr(Storage, "read", lambda *arguments: pytest.fail("arrays were read"))
+    saved.check_like(abstract(make_state()))
+    # One whose record is damaged is passed over, as by `restore`.
+    cut_record(saved, 2)
+    saved.check_like(abstract(make_state()))
 
 
 def test_a_prefix_that_is_not_there(saved):

@@ -90,7 +90,7 @@ def test_must_without_a_checkpoint(tmp_path: Path) -> None:
     [
         (dict(model__embed_dim=64), jt.CheckpointError, "of another model: .* arrays differ.*shape|differ"),
         (dict(model__num_layers=3), jt.CheckpointError, "of another model"),
-        (dict(optimizer__kind="sgd"), jt.CheckpointError, "of another model"),
+        (dict(optimizer__kind="sgd"), jt.CheckpointError, "of another optimizer"),
         (dict(precision__policy="bf16_pure"), jt.CheckpointError, "of another model"),
         (dict(seed=1), jt.DataError, "other data: seed was 0, is 1"),
         (dict(train__global_batch_size=16), jt.DataError, "global_batch_size was 8, is 16"),

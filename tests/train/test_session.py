@@ -176,3 +176,9 @@ def test_a_checkpoint_of_another_model_through_the_command_line(
     assert line.startswith("jaxtrain: checkpoint ")
     assert "of another model" in line
     assert list(losses(tmp_path / "run")) == [1, 2]
+    # Nothing is compiled for a state that cannot be taken over.
+    assert main([*run, "optimizer.kind=lion"]) == 4
+    said = capfd.readouterr().err.strip().splitlines()
+    assert not any(line.startswith("tracing") for line in said)
+    assert "of another optimizer" in said[-1]
+    assert "changed since: optimizer.kind adamw -> lion, optimizer.b2 0.95 -> 0.99; set it back" in said[-1]

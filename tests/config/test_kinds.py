@@ -1,0 +1,78 @@
+"""What of a config does not belong together, told before any data is read; keys that do nothing are told too."""
+
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.config.kinds import check_kinds
+from jaxtrain.errors import ConfigError
+
+# id: (overrides, what `load_config` says)
+WHERE = {
+    "no names": (["remat.policy=names"], r"remat \(command line\): remat.policy=names needs remat.names; known: query"),
+    "offload under dots": (
+        ["remat.offload=[block_input]"],
+        r"remat \(command line\): remat.offload=\['block_input'\] does not work under remat.policy=dots",
+    ),
+    "text for offload": (["remat.offload=block_input"], r"takes list of text, as in \[block_input\]"),
+    "block of whatever": (["loss.block=3"], r"loss \(command line\): loss.block=3 says nothing of loss.logits=auto"),
+}
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_told_with_where_it_was_set(name):
+    overrides, said = WHERE[name]
+    with pytest.raises(ConfigError, match=said):
+        load_config("quickstart", overrides=overrides)
+
+
+# id: (overrides, what is refused)
+REFUSED = {
+    "a task that reads its targets": (["model.causal=false"], "model.causal=false would let"),
+    "a task of other data": (["task=classification"], "set task=language_modeling"),
+    "a model of other data": (["model.kind=mlp"], "use model.kind=transformer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_train_and_plan_refuse_and_config_remarks(cli, name):
+    overrides, said = REFUSED[name]
+    with pytest.raises(ConfigError, match=said):
+        check_kinds(load_config("quickstart", overrides=overrides).config)
+    planned = cli("plan", "quickstart", "--on", "h100", "--analytic", *overrides)
+    assert (planned.code, planned.err.count("\n")) == (2, 1)
+    assert said in planned.err
+    shown = cli("config", "quickstart", *overrides)
+    assert shown.code == 0
+    assert f"train would refuse this: {planned.err.removeprefix('jaxtrain: ')}" in shown.err
+
+
+def test_options_of_a_loss_that_is_not_there_are_refused():
+    config = load_config("digits_mlp", overrides=["loss.z_loss=1e-4"]).config
+    with pytest.raises(ConfigError, match=r"loss.z_loss=0.0001 is for task=language_modeling, but task is class"):
+        check_kinds(config)
+    own = load_config("quickstart", overrides=["loss.logits=whole"]).config
+    with pytest.raises(ConfigError, match="your own task has a loss of its own"):
+        check_kinds(own, own_task=True)
+
+
+# id: (overrides, the keys that are told)
+IDLE = {
+    "names under dots": (["remat.names=[query]"], ["remat.names"]),
+    "a schedule without a pipeline": (["parallel.schedule=gpipe"], ["parallel.schedule"]),
+    "a pipeline": (["parallel.schedule=gpipe", "parallel.pipe=2"], []),
+    "a loss scale of fp32": (["precision.loss_scale.initial=4"], ["precision.loss_scale.initial"]),
+    "a loss scale of fp16": (["precision.loss_scale.initial=4", "precision.policy=fp16"], []),
+    "at its default": (["parallel.schedule=1f1b", "profile.num_steps=3"], []),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_keys_without_effect_are_told(name):
+    overrides, keys = IDLE[name]
+    notes = load_config("quickstart", overrides=overrides).notes
+    assert [note.partition(" has no effect: ")[0] for note in notes] == keys
+
+
+def test_a_whole_config_tells_nothing_of_its_defaults():
+    whole = load_config("quickstart").config.model_dump(mode="json")
+    assert load_config(whole).notes == ()
