@@ -46,7 +46,8 @@ def draw(answer: dict[str, Any], path: Path) -> None:
         parts.append(("step", total, _REST))
         right.barh([name for name, _, _ in parts], [value for _, value, _ in parts], color=[c for _, _, c in parts])
         for place, (_, value, _) in enumerate(parts):
-            right.annotate(f" {value:,.3g} ms", (value, place), va="center", fontsize=9)
+            shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            right.annotate(f" {shown} ms", (value, place), va="center", fontsize=9)
         right.margins(x=0.25)
         unit = step["unit"]
         right.set_title(f"{step['units_per_second']:,.0f} {unit}/s", fontsize=11, loc="left")

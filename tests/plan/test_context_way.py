@@ -1,0 +1,50 @@
+"""The planner takes attention over `context` the way that the step does, and holds what that way holds."""
+
+import itertools
+
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import make_mesh
+from jaxtrain.ops.reference_attention import AttentionForm
+from jaxtrain.parallel.context import choose_context
+from jaxtrain.plan.attention import attention_work, context_way
+from jaxtrain.plan.hardware import parse_targets
+from jaxtrain.sharding import Layout
+
+WINDOW = ["model.sliding_window=128"]
+EXTRA = {"plain": [], "window": WINDOW, "softcap": ["model.attention_softcap=50.0"]}
+
+
+@pytest.mark.parametrize("extra", EXTRA)
+@pytest.mark.parametrize("way", ["auto", "ring", "all_to_all", "gather"])
+def test_the_way_is_that_of_the_step(way, extra):
+    for (pipe, tensor, context), heads in itertools.product([(1, 1, 8), (1, 2, 4), (2, 1, 4), (2, 2, 2)], [4, 6, 8]):
+        degrees = dict(pipe=pipe, tensor=tensor, context=context, data=1)
+        keys = [f"parallel.{axis}={size}" for axis, size in degrees.items()]
+        own = ["model.embed_dim=192", f"model.num_heads={heads}", f"parallel.context_attention={way}"]
+        config = load_config("quickstart", overrides=[*keys, *own, *EXTRA[extra]]).config
+        form = AttentionForm(True, config.model.sliding_window, config.model.attention_softcap)
+        try:
+            chosen = choose_context(Layout(make_mesh(**degrees), context_attention=way), heads, heads, form)
+        except ConfigError:
+            continue  # the step refuses it, and a plan of it does not get here
+        assert context_way(config, config.model) == chosen, (degrees, heads)
+
+
+def test_all_to_all_holds_a_part_of_the_heads_of_the_implementation():
+    (target,) = parse_targets("h100x4", None)
+    given = ["data.sequence_length=8192", "parallel.fsdp=1", "parallel.data=1"]
+
+    def work(*overrides):
+        config = load_config("llama3_8b", overrides=[*given, *overrides]).config
+        found = attention_work(config, target, 8192)
+        assert found is not None
+        return found.pairs_at_once
+
+    softcap = "model.attention_softcap=50.0"  # not for cuDNN, so that scores are in memory
+    whole = work("parallel.context=1", softcap)
+    assert 0 < work("parallel.context=4", softcap, "parallel.context_attention=all_to_all") == whole / 4
+    assert work("parallel.context=4", "parallel.context_attention=gather") == 8192**2 / 4
+    assert work("parallel.context=4", "parallel.context_attention=ring") == 2048**2
