@@ -24,7 +24,7 @@ from jaxtrain.sharding import constrain, platform
 
 def refusal(q_BLHK: jax.Array) -> str | None:
     """Why blocks would not help, or None; they can always compute it."""
-    block = block_size(platform())
+    block = block_size(platform(), q_BLHK.shape[1])
     return f"the sequence is one block of {block}" if q_BLHK.shape[1] <= block else None
 
 
@@ -218,4 +218,4 @@ def blockwise_attention(
         form: who sees whom.
         block: queries of a block; None: what suits the platform.
     """
-    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block or block_size(platform()))
+    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block or block_size(platform(), q_BLHK.shape[1]))

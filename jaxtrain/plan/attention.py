@@ -86,7 +86,7 @@ def _whole_sequence(config: Config, model: TransformerConfig, target: Target, le
                 seen = min(seen, model.sliding_window / length * (1 if model.causal else 2))
             return AttentionWork(name, seen, 0.0, 0, name == "splash")
         case "blockwise":
-            block = block_size(kind)
+            block = block_size(kind, length)
             pairs = pairs_at_once(length, block, causal=causal, window=window)
             return AttentionWork(
                 name, computed_share(length, block, causal=causal, window=window), pairs, score_bytes, True
@@ -117,4 +117,4 @@ def _implementation(config: Config, model: TransformerConfig, target: Target, le
     for name, possible in runs.items():
         if possible:
             return name
-    return "blockwise" if length > block_size(kind) else "reference"
+    return "blockwise" if length > block_size(kind, length) else "reference"

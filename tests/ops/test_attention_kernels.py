@@ -169,14 +169,14 @@ def chosen(case, **options):
 
 
 def test_the_choice_is_told_once_with_its_reasons():
-    assert chosen(Case(length=256)) == ["attention: blockwise"]
+    assert chosen(Case()) == ["attention: blockwise"]
     assert chosen(Case(), implementation="reference") == ["attention: reference"]
     short = Case(length=128, dtype="bfloat16")
     q = jnp.zeros((1, 32, 4, 64))
     with record_choices() as notes:
         for _ in range(2):
             jax.eval_shape(self_attention, q, q, q)
-    assert notes == ["attention: reference, not blockwise (the sequence is one block of 128)"]
+    assert notes == ["attention: reference, not blockwise (the sequence is one block of 64)"]
     with pytest.raises(ConfigError, match=r"model\.attention=cudnn cannot run: the platform is cpu; use"):
         chosen(short, implementation="cudnn")
     with pytest.raises(ConfigError, match=r"unknown model\.attention='flash'; known: auto, cudnn, splash"):
