@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxtrain import distributed
+from jaxtrain import collector, distributed
 from jaxtrain.allocator import restart
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
@@ -201,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and words[:1] in (["train"], ["bench"]):
         restart(accelerator=distributed.has_accelerator())
+    if arguments is None and words[:1] == ["train"]:
+        collector.pause()
     # What stands behind "--" is for a command that is run by this one.
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain import distributed
+from jaxtrain import collector, distributed
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.compiler_options import option_notes
 from jaxtrain.config import Loaded
@@ -227,6 +227,7 @@ class Session:
         from jaxtrain.data.prefetch import queue_depth
         from jaxtrain.train.trainer import Result
 
+        collector.resume()
         config, run, steps = self.config, self._run, self.config.train.steps
         depth = queue_depth(run.batches.spec()) if config.train.prefetch == "auto" else config.train.prefetch
         batches = prefetch(run.step.loader(run.batches), self._start, steps, depth=depth)
