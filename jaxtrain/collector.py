@@ -1,7 +1,7 @@
 """Python's garbage collector, off while a training process starts.
 
 Imports and tracing make a million objects that stay; looking through them again and again takes 0.4 of the 3.9 s of a
-start of `quickstart` (2 cores; docs/benchmarks.md). What is there when training begins is frozen: never looked at again.
+start of `quickstart` (2 cores; docs/benchmarks.md). What is there when training begins is frozen: nobody looks again.
 """
 
 import gc
