@@ -1,7 +1,7 @@
 """Python's garbage collector, off while a training process starts.
 
-Imports and tracing make a million objects that stay; looking through them again and again takes 0.4 of the 3.9 s of a
-start of `quickstart` (2 cores; docs/benchmarks.md). What is there when training begins is frozen: nobody looks again.
+Imports and tracing make a million objects that stay; looking through them again and again takes 0.5 of the 2.9 s
+of a warm start of `quickstart` (2 cores; docs/benchmarks.md). What is left after the first step is looked through once.
 """
 
 import gc
@@ -18,9 +18,10 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """Collect again, but for what is there already; nothing without `pause`."""
+    """Collect, and again from now on, but for what is still there; nothing without `pause`."""
     global _paused
     if _paused:
+        gc.collect()
         gc.freeze()
         gc.enable()
         _paused = False

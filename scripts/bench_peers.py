@@ -1,6 +1,6 @@
 """jaxtrain against its peers on the same work in the same run: tokens/s, images/s, memory, time to the first step.
 
-    python scripts/bench_peers.py --peers-python PEERS/bin/python [--rounds 5] [--steps 5] [--only torch] [--json FILE]
+    python scripts/bench_peers.py --peers-python PEERS/bin/python [--rounds 5] [--only PyTorch] [--json FILE]
 
 PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras). Every peer is a process that stays alive;
 each round every peer makes a block of steps, one peer after the other, so that the noise of a shared machine meets all.
@@ -29,7 +29,6 @@ from jaxtrain.allocator import SETTINGS  # noqa: E402
 from jaxtrain.config.models import ResNetConfig, TransformerConfig  # noqa: E402  (the checkout's, not an installed one)
 from jaxtrain.metrics.flops import model_flops_per_row  # noqa: E402
 
-_LIMIT_SECONDS = 900
 _RESNET = (
     "resnet50_imagenet", "data.kind=synthetic", "data.task=images", "data.image_size=96", "data.num_classes=1000",
     "data.num_rows=64", "precision.policy=fp32", "train.global_batch_size=8", "optimizer.learning_rate=0.1",
@@ -127,7 +126,7 @@ def launch(peer: Peer, python: str, errors: Any) -> Running:
     # One compilation a process, and no cache of an earlier run: torch.compile has one of its own.
     cache = tempfile.mkdtemp(prefix="peer-")
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in SETTINGS},
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "JAX_PLATFORMS": "cpu",

@@ -35,10 +35,11 @@ def test_who_turned_it_off_keeps_it_off(collecting):
 
 def test_a_command_trains_with_it(tmp_path):
     script = (
-        "import gc, sys; sys.argv = ['jaxtrain', *sys.argv[1:]]; from jaxtrain import allocator, cli;"
-        "cli.restart = lambda accelerator: None; code = cli.main(); print('collects', gc.isenabled()); sys.exit(code)"
+        "import gc, sys; sys.argv = ['jaxtrain', *sys.argv[1:]]; from jaxtrain import cli;"
+        "cli.restart = lambda accelerator: None; code = cli.main();"
+        "print('collects', gc.isenabled(), gc.get_freeze_count() > 0); sys.exit(code)"
     )
     words = ["train", "digits_mlp", "train.steps=2", "logging.report=false", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "collects True"
+    assert done.stdout.splitlines()[-1] == "collects True True"

@@ -322,7 +322,8 @@ def _check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | N
         {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
     )
     if found is not None:
-        what = "optimizer" if all(name.startswith("optimizer_state") for name in found.names) else "model"
+        parts = {name.partition(".")[0] for name in found.names}
+        what = "model" if parts & {"params", "model_state"} else "optimizer" if "optimizer_state" in parts else "kind"
         raise CheckpointError(f"checkpoint {info.path} is of another {what}: {found.phrase}")
 
 

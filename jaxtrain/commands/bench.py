@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.bench.measure import PARTS, measure
+from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_remark, print_table, print_text
-from jaxtrain.config import load_config
+from jaxtrain.config import load_config, shipped_configs
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.files import strict_json
 from jaxtrain.metrics.format import format_bytes
@@ -44,10 +45,11 @@ def run_bench(
     if "limits" in skip and "blocks" not in skip:
         raise ConfigError("--skip limits: blocks are compared with them; add --skip blocks")
     loaded = load_config(config, overrides=overrides)
+    check_or_remark(loaded)
     if loaded.config.parallel.auto:
         raise ConfigError("parallel.auto: a bench measures one layout; set the degrees, or leave parallel out")
-    if json_path and Path(json_path).suffix != ".json":
-        raise ConfigError(f"--json {json_path}: give the file to write, as in --json {Path(json_path).stem}.json")
+    if json_path in shipped_configs():
+        raise ConfigError(f"--json {json_path} is a config; give the file to write, as in --json {json_path}.json")
     paths = [Path(json_path)] if json_path else []
     folder = None if out is None else Path(out)
     try:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_json, print_remark, print_text
 from jaxtrain.config import load_config
-from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
@@ -65,6 +65,7 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     loaded = load_config(config, overrides=overrides)
     if loaded.config.name is None:
         loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"name": loaded.name}))
+    check_or_remark(loaded)
     _check(loaded.config, wanted)
     targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
     terms = _terms(loaded.config, wanted)
@@ -115,8 +116,7 @@ def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
 
 
 def _check(config: Config, wanted: Wanted) -> None:
-    """Raise where options, or parts of the config, do not belong together."""
-    check_kinds(config)
+    """Raise where options do not belong together."""
     if wanted.search:
         return
     if config.parallel.auto:

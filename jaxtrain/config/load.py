@@ -225,7 +225,7 @@ def _explain(error: ValidationError, tree: _Tree) -> str:
         message = first["msg"].removeprefix("Input should be ")
         if kind == "too_short":
             message = f"at least {context['min_length']} of them"
-        if key and key.type.startswith("list") and isinstance(value, str):
+        if key and key.type == "list of text" and isinstance(value, str):
             takes += f", as in [{value}]"
         limit = f", {message}" if key and ("than" in message or "finite" in message or "at least" in message) else ""
         line = f"{dotted} is {_show(value)} ({where}); {takes}{limit}"
@@ -308,7 +308,7 @@ def load_config(
     except ValidationError as error:
         raise ConfigError(_explain(error, tree)) from None
     origins = {".".join(path): where for path, where in tree.where.items()}
-    written = tuple(origins)
+    written = dict(origins)
     size = getattr(config.model, "size", None)
     for key in {**TRANSFORMER_SIZES, **RESNET_SIZES}.get(size or "", {}):
         origins.setdefault(f"model.{key}", f"size {size}")

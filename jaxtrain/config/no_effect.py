@@ -1,23 +1,23 @@
 """Keys that somebody set and that do nothing beside the others: a note each, since a layout may come and go."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.config.schema import Config
 
 
-def no_effect_notes(config: Config, keys: Iterable[str]) -> tuple[str, ...]:
+def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ...]:
     """A line for each key that has no effect.
 
     Args:
         config: validated.
-        keys: dotted, that somebody set.
+        origins: dotted keys that somebody set -> where.
     """
     # Whole configs, as runs keep them, hold every key: what is at its default asks for nothing.
     default = Config()
-    keys = [key for key in keys if _value(config, key) != _value(default, key)]
+    keys = [key for key in origins if _value(config, key) != _value(default, key)]
     found = ((key, why) for key in keys for start, why in _reasons(config) if f"{key}.".startswith(f"{start}."))
-    return tuple(f"{key} has no effect: {why}" for key, why in found)
+    return tuple(f"{key} ({origins[key]}) has no effect: {why}" for key, why in found)
 
 
 def _value(config: Config, key: str) -> Any:
@@ -37,7 +37,6 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if not parallel.auto:
         for key, axis in (
             ("schedule", "pipe"),
-            ("microbatches", "pipe"),
             ("context_attention", "context"),
             ("sequence_parallel", "tensor"),
         ):

@@ -19,7 +19,7 @@ class AttentionWork:
     """Attention of one layer on one device.
 
     Attributes:
-        name: implementation: cudnn, splash, blockwise or reference; over `context`: context.
+        name: implementation: cudnn, splash, blockwise or reference; context for a ring and gathered keys.
         computed: of all pairs of a query and a key, those that are multiplied.
         pairs_at_once: scores that exist in memory at once, a row and head; 0 where they stay inside a kernel.
         score_bytes: moved for each computed score.
@@ -53,7 +53,7 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
             return AttentionWork("context", 1.0, length * length / context, score_bytes, False)
         case "all_to_all":  # whole sequences of some of the heads
             whole = _whole_sequence(config, model, target, length)
-            return replace(whole, name="context", pairs_at_once=whole.pairs_at_once / context, keeps_output=False)
+            return replace(whole, pairs_at_once=whole.pairs_at_once / context)
         case _:
             return _whole_sequence(config, model, target, length)
 

@@ -1,7 +1,7 @@
 """Where a run starts: from nothing, or from the newest checkpoint of its directory."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,14 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 
 RESUME_MODES = ("auto", "must", "never")
+_SHAPES_STATE = {
+    "precision.policy",
+    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw")),
+    "optimizer.min_dim_size_to_factor",
+}
+_SHAPES_NOTHING = {
+    f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
+}
 
 
 def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str) -> int | None:
@@ -74,12 +82,22 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; kinds first."""
+    """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; of a new kind, the kind alone."""
     before, after = _flat(saved), _flat(current)
     kinds = [key.removesuffix("kind") for key in after if key.endswith(".kind") and before.get(key) != after[key]]
     return [
         f"{key} {before.get(key)} -> {after.get(key)}"
-        for key in sorted({*before, *after}, key=lambda key: (not key.endswith(".kind"), key))
+        for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
-        and not any(key.startswith(kind) and not (key in before and key in after) for kind in kinds)
+        and not any(key.startswith(kind) and key != f"{kind}kind" for kind in kinds)
+    ]
+
+
+def state_changes(changes: Iterable[str]) -> list[str]:
+    """Of what `config_changes` gives, that which may change names, shapes or dtypes of the state."""
+    return [
+        change
+        for change in changes
+        if (key := change.partition(" ")[0]) in _SHAPES_STATE
+        or (key.startswith("model.") and key not in _SHAPES_NOTHING)
     ]

@@ -32,7 +32,7 @@ from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
 from jaxtrain.train.loss_notes import loss_notes
 from jaxtrain.train.parallelism import pipeline_notes
-from jaxtrain.train.resume import check_stream, choose_start, config_changes, set_aside
+from jaxtrain.train.resume import check_stream, choose_start, config_changes, set_aside, state_changes
 from jaxtrain.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -117,11 +117,9 @@ class Session:
         try:
             self._checkpointer.check_like(self._run.step.abstract_state)  # before minutes of compiling
         except CheckpointError as error:
-            grouped = [change for change in changes if change.startswith(("model", "optimizer"))]
-            since = f"; changed since: {', '.join(grouped[:3])}" if grouped else ""
-            raise CheckpointError(
-                f"{error}{since}; set it back, use another --run-dir, or start again with --resume never"
-            ) from None
+            found = state_changes(changes)
+            back = f"; changed since: {', '.join(found[:3])}; set that back," if found else ";"
+            raise CheckpointError(f"{error}{back} use another --run-dir, or start again with --resume never") from None
         same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
         return [f"resuming step {start} from {self.run_dir / 'checkpoints'}: {same}"]
 
@@ -227,7 +225,6 @@ class Session:
         from jaxtrain.data.prefetch import queue_depth
         from jaxtrain.train.trainer import Result
 
-        collector.resume()
         config, run, steps = self.config, self._run, self.config.train.steps
         depth = queue_depth(run.batches.spec()) if config.train.prefetch == "auto" else config.train.prefetch
         batches = prefetch(run.step.loader(run.batches), self._start, steps, depth=depth)
@@ -304,6 +301,7 @@ class Session:
             self._progress.message(f"profile: {self.run_dir / 'profile'}")
 
     def _finished(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+        collector.resume()  # beside the next step, which is under way
         self._meter.record(number, seconds, waited)
         window = self.config.profile
         if window.start_step is not None and number == window.start_step + window.num_steps:

@@ -71,7 +71,7 @@ def test_what_is_measured_makes_sense(tmp_path, capsys, name):
 
 MISTAKES = {
     "part": (["bench", "bench_cpu", "--skip", "stop"], "--skip stop: no such part; there are"),
-    "name for a file": (["bench", "--json", "quickstart"], "--json quickstart: give the file to write, as in --json q"),
+    "name for a file": (["bench", "--json", "quickstart"], "--json quickstart is a config; give the file to write"),
     "part of several": (["bench", "bench_cpu", "--skip", "start,stop"], "--skip stop: no such part; there are"),
     "limits": (["bench", "bench_cpu", "--skip", "limits"], "add --skip blocks"),
     "auto": (["bench", "bench_cpu", "parallel=auto"], "a bench measures one layout"),

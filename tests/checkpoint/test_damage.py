@@ -186,11 +186,14 @@ def test_another_model_is_refused_before_reading(saved, monkeypatch, target, phr
         raise AssertionError("arrays were read")
 
     monkeypatch.setattr(Storage, "read", read)
-    with pytest.raises(CheckpointError, match=f"checkpoints/2 is of another (model|optimizer): .*{phrase}") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"checkpoints/2 is of another (model|optimizer|kind): .*{phrase}"
+    ) as caught:
         saved.restore(target())
     assert "\n" not in str(caught.value)
     assert saved.steps() == [1, 2]
     assert ("another optimizer" in str(caught.value)) == ("first optimizer_state" in phrase)
+    assert ("another model" in str(caught.value)) == ("params" in phrase)
     # Without a read, for who has to compile first.
     with pytest.raises(CheckpointError, match=phrase):
         saved.check_like(target())

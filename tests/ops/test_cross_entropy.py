@@ -162,7 +162,7 @@ def test_memory_of_a_large_vocabulary_falls_at_least_fourfold() -> None:
 
 REFUSED = {
     "a block of whole logits": (["loss.block=64"], "loss.block=64"),
-    "z-loss of classes": (["loss.z_loss=1e-4", "task=classification"], "task is classification"),
+    "z-loss of classes": (["loss.z_loss=1e-4", "task=classification"], "task=classification"),
 }
 
 

@@ -98,6 +98,14 @@ def test_an_update_that_needs_whole_arrays_gets_them():
     assert any("whole" in line for line in choices)
 
 
+@pytest.mark.parametrize(("devices", "degrees"), [(1, {}), (2, dict(data=2))])
+def test_a_state_of_counts_alone_stays_on_the_device(devices, degrees):
+    plain = optax.sgd(optax.constant_schedule(1e-2))
+    state, choices = train(make(plain, offload=True, devices=devices, **degrees))
+    assert_equal(state, train(make(plain, offload=False))[0])
+    assert "optimizer state: on the device: it has counts alone" in choices
+
+
 def test_a_checkpoint_moves_between_host_and_device(alone, tmp_path):
     """Saved from the host, restored to the device, and back: bit for bit; training goes on with the same numbers."""
     plain, _ = alone

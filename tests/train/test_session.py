@@ -181,4 +181,4 @@ def test_a_checkpoint_of_another_model_through_the_command_line(
     said = capfd.readouterr().err.strip().splitlines()
     assert not any(line.startswith("tracing") for line in said)
     assert "of another optimizer" in said[-1]
-    assert "changed since: optimizer.kind adamw -> lion, optimizer.b2 0.95 -> 0.99; set it back" in said[-1]
+    assert "changed since: optimizer.kind adamw -> lion; set that back, use" in said[-1]
