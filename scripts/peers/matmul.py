@@ -1,5 +1,7 @@
 """The machine's limit: one fp32 product of the MLP's shape, [4096, 384] x [384, 1536], as XLA runs it at best."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ def main() -> None:
     a = jnp.asarray(generator.standard_normal((BATCH * LENGTH, WIDTH), np.float32))
     b = jnp.asarray(generator.standard_normal((WIDTH, 4 * WIDTH), np.float32))
     # Jax's defaults may run it on one thread, which is no limit.
-    options = dict(choose_options(jax.devices()[0], 1).used)
+    options: dict[str, Any] = dict(choose_options(jax.devices()[0], 1).used)
     multiply = jax.jit(lambda a, b: a @ b).lower(a, b).compile(compiler_options=options)
 
     def run(steps: int) -> float:
