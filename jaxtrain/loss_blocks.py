@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxtrain.errors import ConfigError
+
 Logits = Literal["whole", "tokens", "vocabulary"]
 
 _FP32 = 4
@@ -43,6 +45,20 @@ class LossBlocks:
     by: Logits
     size: int
     count: int
+
+
+def check_blocks(by: str, size: int | None) -> None:
+    """Raise where a size of a block is given for no cut that it could be of.
+
+    Args:
+        by: auto or a way to cut.
+        size: tokens or ids of a block; None: from the sizes.
+
+    Raises:
+        ConfigError: a size for auto or whole.
+    """
+    if size is not None and by in ("auto", "whole"):
+        raise ConfigError(f"loss.block={size} says nothing of loss.logits={by}; set that to tokens or vocabulary")
 
 
 def choose_blocks(

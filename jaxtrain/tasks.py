@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import ConfigError
+from jaxtrain.loss_blocks import check_blocks
 from jaxtrain.ops.cross_entropy import cross_entropy, cross_entropy_sums
 
 Batch = Mapping[str, Any]
@@ -90,8 +90,7 @@ def language_modeling(
     Raises:
         ConfigError: a block of whole logits.
     """
-    if block is not None and logits in ("auto", "whole"):
-        raise ConfigError(f"loss.block={block} says nothing of loss.logits={logits}; use tokens or vocabulary")
+    check_blocks(logits, block)
 
     def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}

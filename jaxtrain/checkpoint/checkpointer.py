@@ -317,6 +317,7 @@ class Checkpointer:
 
 
 def _check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | None) -> None:
+    """Raise where the record of a step is not that of these leaves; says what of the state differs."""
     found = tree.difference(
         {name: leaf for name, leaf in info.leaves.items() if _is_inside(name, prefix)},
         {name: tree.describe(leaf, name) for name, leaf in wanted.items()},

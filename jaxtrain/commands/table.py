@@ -248,11 +248,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
     parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg")
     parser.add_argument(
-        "--skip",
-        action="append",
-        default=[],
-        metavar="PART",
-        help="leave out start, limits, blocks, step, cpu",
+        "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu"
     )
     _add_emulate(parser)
 

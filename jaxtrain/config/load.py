@@ -308,8 +308,8 @@ def load_config(
     except ValidationError as error:
         raise ConfigError(_explain(error, tree)) from None
     origins = {".".join(path): where for path, where in tree.where.items()}
-    written = dict(origins)
+    notes = (*tree.notes, *no_effect_notes(config, origins))
     size = getattr(config.model, "size", None)
     for key in {**TRANSFORMER_SIZES, **RESNET_SIZES}.get(size or "", {}):
         origins.setdefault(f"model.{key}", f"size {size}")
-    return Loaded(config, config.name or label, origins, (*tree.notes, *no_effect_notes(config, written)))
+    return Loaded(config, config.name or label, origins, notes)

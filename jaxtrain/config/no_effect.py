@@ -14,10 +14,13 @@ def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ..
         origins: dotted keys that somebody set -> where.
     """
     # Whole configs, as runs keep them, hold every key: what is at its default asks for nothing.
-    default = Config()
-    keys = [key for key in origins if _value(config, key) != _value(default, key)]
-    found = ((key, why) for key in keys for start, why in _reasons(config) if f"{key}.".startswith(f"{start}."))
-    return tuple(f"{key} ({origins[key]}) has no effect: {why}" for key, why in found)
+    default, reasons = Config(), tuple(_reasons(config))
+    found = ((key, why) for key in origins for start, why in reasons if f"{key}.".startswith(f"{start}."))
+    return tuple(
+        f"{key} ({origins[key]}) has no effect: {why}"
+        for key, why in found
+        if _value(config, key) != _value(default, key)
+    )
 
 
 def _value(config: Config, key: str) -> Any:

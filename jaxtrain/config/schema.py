@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from jaxtrain.config.base import Group
+from jaxtrain.config.base import Group, mistakes_told_by_pydantic
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
-from jaxtrain.errors import ConfigError
+from jaxtrain.loss_blocks import check_blocks
 from jaxtrain.remat_policy import check_remat
 
 # The axes of the mesh, outermost first: what talks least crosses the slowest links.
@@ -200,10 +200,8 @@ class RematConfig(Group):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        try:
+        with mistakes_told_by_pydantic():
             check_remat(self.policy, self.names, self.offload)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
         return self
 
 
@@ -219,10 +217,8 @@ class LossConfig(Group):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        if self.block is not None and self.logits in ("auto", "whole"):
-            raise ValueError(
-                f"loss.block={self.block} says nothing of loss.logits={self.logits}; set that to tokens or vocabulary"
-            )
+        with mistakes_told_by_pydantic():
+            check_blocks(self.logits, self.block)
         return self
 
 

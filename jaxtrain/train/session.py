@@ -301,15 +301,18 @@ class Session:
             self._progress.message(f"profile: {self.run_dir / 'profile'}")
 
     def _finished(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
-        collector.resume()  # beside the next step, which is under way
         self._meter.record(number, seconds, waited)
         window = self.config.profile
         if window.start_step is not None and number == window.start_step + window.num_steps:
             self._stop_profile()
         logged = number % self.config.logging.every == 0 or number in (self._start + 1, self.config.train.steps)
-        if not logged:
+        if logged:
+            self._log(number, metrics)
+        else:
             self._progress.update(number, {})
-            return
+        collector.resume()  # beside the next step, which is under way
+
+    def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         values = {name: value.item() for name, value in jax.device_get(dict(metrics)).items()}
         standard = {name: values.pop(name) for name in ("loss", "grad_norm", "learning_rate", "skipped_steps")}
         for name in ("weight", "skipped_in_a_row"):

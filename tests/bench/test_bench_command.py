@@ -6,6 +6,7 @@ import math
 import pytest
 
 from jaxtrain.bench.measure import PARTS
+from jaxtrain.bench.picture import draw
 from jaxtrain.bench.start import NoStepError, cold_and_warm, start_seconds
 from jaxtrain.cli import main
 
@@ -67,6 +68,20 @@ def test_what_is_measured_makes_sense(tmp_path, capsys, name):
     lacking |= {f"limits.matmul.{each}" for each, found in limits["matmul"].items() if found is None}
     assert lacking <= set(answer["reasons"])
     assert all(answer["reasons"].values())
+
+
+def test_parts_left_out_are_not_drawn_as_nothing(tmp_path):
+    bare = {"config": "c", "device": {"count": 1, "kind": "cpu"}}
+    step = {"seconds": 2.0, "share_of_measured_matmul": None, "units_per_second": 5.0, "unit": "tokens"}
+    drawn = {}
+    for name, parts in {"nothing": {"blocks": None, "step": None}, "step": {"blocks": None, "step": step}}.items():
+        draw(bare | parts, tmp_path / f"{name}.svg")
+        drawn[name] = (tmp_path / f"{name}.svg").read_text()  # texts are paths, with a comment each
+    assert drawn["nothing"].count("<!-- left out -->") == 2
+    assert drawn["step"].count("<!-- left out -->") == 1
+    assert "2,000 ms" in drawn["step"]
+    assert "matmul rate" not in drawn["step"]
+    assert "as timed alone" not in drawn["step"]
 
 
 MISTAKES = {

@@ -101,5 +101,6 @@ def test_quantized_layers_write_text(cli, text_run):
     words = ("sample", str(text_run), "-p", "The ", "-n", "8", "--temperature", "0")
     plain, quantized = cli(*words), cli(*words, "--quantize", "int8")
     assert quantized.code == 0, quantized.err
+    assert "int8: linear layers of " in quantized.err
     assert len(quantized.out) == len(plain.out)
     assert quantized.out.startswith("The ")

@@ -173,6 +173,11 @@ def test_options_that_mean_nothing_are_refused(name: str) -> None:
         build_task(load_config("quickstart", overrides=overrides).config)
 
 
+def test_a_block_of_whole_logits_is_refused_in_python_too() -> None:
+    with pytest.raises(ConfigError, match=r"loss\.block=64 says nothing of loss\.logits=whole"):
+        language_modeling(logits="whole", block=64)
+
+
 def test_a_loss_put_in_the_place_of_the_task_s_own_is_that_of_evaluation_too_and_gets_logits() -> None:
     task = dataclasses.replace(language_modeling(), loss=lambda outputs, batch: (jnp.sum(outputs), jnp.float32(1), {}))
     assert task.evaluation is task.loss

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import `runs`."""
+"""Lets the tests of this folder import `training_runs`."""
 
 import sys
 from pathlib import Path

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import environment, losses, run_process, write_config
+from training_runs import environment, losses, run_process, write_config
 
 LAYOUTS = {
     "data": ["parallel.data=8", "train.accumulation_steps=2"],

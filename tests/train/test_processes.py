@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import command, environment, losses, run_process, saved_arrays, write_config
+from training_runs import command, environment, losses, run_process, saved_arrays, write_config
 
 from jaxtrain.train.lock import RunLock
 

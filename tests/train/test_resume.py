@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import TINY, losses, rows, run_process, saved_arrays, write_config
+from training_runs import TINY, losses, rows, run_process, saved_arrays, write_config
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.train.resume import config_changes, state_changes
 
 
 def train(run_dir: Path, *, config: dict[str, Any] | None = None, resume: str = "auto", **overrides: Any) -> jt.Result:
@@ -83,6 +84,17 @@ def test_must_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(jt.CheckpointError, match="no checkpoint") as caught:
         train(tmp_path, resume="must")
     assert "\n" not in str(caught.value)
+
+
+def test_only_what_shapes_the_state_is_to_be_set_back() -> None:
+    before = {"model": {"attention": "auto", "num_layers": 2}, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}}
+    after = {"model": {"attention": "blockwise", "num_layers": 3}, "optimizer": {"kind": "adamw", "learning_rate": 1.0}}
+    changes = config_changes({**before, "precision": {"policy": "fp32"}}, {**after, "precision": {"policy": "fp16"}})
+    assert len(changes) == 4
+    assert state_changes(changes) == ["model.num_layers 2 -> 3", "precision.policy fp32 -> fp16"]
+    # The keys of another kind are others: the kind says it all.
+    other = {"optimizer": {"kind": "sgd", "momentum": 0.9}}
+    assert config_changes({"optimizer": before["optimizer"]}, other) == ["optimizer.kind adamw -> sgd"]
 
 
 @pytest.mark.parametrize(

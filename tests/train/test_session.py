@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from runs import TINY, losses, rows, write_config
+from training_runs import TINY, losses, rows, write_config
 
 import jaxtrain as jt
 from jaxtrain.cli import main
+from jaxtrain.compiler_options import choose_options
 
 
 def train(run_dir: Path, **overrides: Any) -> jt.Result:
@@ -36,6 +38,8 @@ def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytes
     info = json.loads((tmp_path / "run.json").read_text())
     assert (info["status"], info["config"]["train"]["steps"], info["mesh"]["data"]) == ("done", 6, 8)
     assert {"config", "versions", "devices", "mesh", "git_commit"} <= set(info)
+    # All that the compiler was given, which the banner does not show.
+    assert info["compiler_options"] == dict(choose_options(jax.devices()[0], 8).used) != {}
     assert [row["step"] for row in rows(tmp_path) if "eval_loss" in row] == [2, 4, 6]
     assert list(tmp_path.glob("profile/**/*.xplane.pb")), "the profiler window wrote nothing"
     assert list(tmp_path.glob("tensorboard/events*"))
@@ -48,6 +52,7 @@ def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytes
     out, err = capfd.readouterr()
     for phase in ("reading data", "tracing", "compiling", "creating state"):
         assert f"{phase} … " in err
+    assert "compiler options" not in err
     assert "ETA" in err
     assert "report.html" in out
 
