@@ -11,6 +11,8 @@ _BLOCKS = {"cpu": ((128, 64), (math.inf, 128))}
 _LARGE = ((math.inf, 256),)
 # Groups of blocks, each with its own keys: 8 leave 1/16 of the products above the causal diagonal's half.
 _MAX_GROUPS = 8
+# Bytes of scores that the caches of a CPU keep from one operation to the next.
+_SCORES_IN_CACHE = 2**21
 
 
 @dataclass(frozen=True)
@@ -64,3 +66,16 @@ def computed_share(length: int, block: int, *, causal: bool, window: int | None)
 def pairs_at_once(length: int, block: int, *, causal: bool, window: int | None) -> int:
     """The most pairs of a query and a key, of one row and head, whose scores exist at once."""
     return max(group.size * group.width for group in cut_sequence(length, block, causal=causal, window=window))
+
+
+def row_parts(rows: int, scores: int) -> int:
+    """In how many parts of equal size a CPU attends to its rows: the fewest whose scores stay in its caches.
+
+    Args:
+        rows: of the batch.
+        scores: pairs of a query and a key, of all heads of one row, whose scores exist at once.
+    """
+    for parts in range(1, rows):
+        if rows % parts == 0 and rows // parts * scores * 4 <= _SCORES_IN_CACHE:
+            return parts
+    return rows

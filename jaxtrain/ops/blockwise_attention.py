@@ -10,22 +10,43 @@ a block meets.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.attention_blocks import Group, block_size, cut_sequence
+from jaxtrain.attention_blocks import Group, block_size, cut_sequence, pairs_at_once, row_parts
 from jaxtrain.ops.reference_attention import MASKED, AttentionForm, attention_mask, capped
 from jaxtrain.remat import KERNEL_RESIDUALS
-from jaxtrain.sharding import constrain, platform
+from jaxtrain.sharding import constrain, current_layout, platform
 
 
 def refusal(q_BLHK: jax.Array) -> str | None:
     """Why blocks would not help, or None; they can always compute it."""
     block = block_size(platform(), q_BLHK.shape[1])
     return f"the sequence is one block of {block}" if q_BLHK.shape[1] <= block else None
+
+
+def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
+    """In how many parts the rows are attended to, one after the other: more than one only on a single CPU device."""
+    layout = current_layout()
+    devices = jax.device_count() if layout is None else layout.mesh.size
+    if platform() != "cpu" or devices > 1:
+        return 1
+    batch, length, heads, _ = q_BLHK.shape
+    pairs = pairs_at_once(length, block, causal=form.causal, window=form.window)
+    return row_parts(batch, heads * pairs)
+
+
+def _in_parts(attend: Callable[..., Any], parts: int, *arrays: Any) -> Any:
+    """`attend` of arrays [B, ...], None among them, a part of the rows after the other."""
+    if parts == 1:
+        return attend(*arrays)
+    cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), arrays)
+    joined = jax.lax.map(lambda part: attend(*part), cut)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
 
 
 def _first_key(group: Group, start: Any, length: int) -> Any:
@@ -40,15 +61,6 @@ def _keys(x: jax.Array, first: Any, width: int, dim: int) -> jax.Array:
     if isinstance(first, int):
         return jax.lax.slice_in_dim(x, first, first + width, axis=dim)
     return jax.lax.dynamic_slice_in_dim(x, first, width, axis=dim)
-
-
-def _scores(
-    q_BGRQK: jax.Array, k_BGSK: jax.Array, mask: jax.Array, softcap: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Scaled (and capped) scores, and the same with what is not seen masked: float32 [B, G, R, Q, S]."""
-    scores = jnp.einsum("bgrqk,bgsk->bgrqs", q_BGRQK, k_BGSK, preferred_element_type=jnp.float32)
-    scores = capped(scores * (1 / math.sqrt(q_BGRQK.shape[-1])), softcap)
-    return scores, jnp.where(mask[:, None, None], scores, MASKED)
 
 
 def _mask(group: Group, start: Any, first: Any, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
@@ -112,7 +124,10 @@ def _forward(
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             mask = _mask(group, start, first, segments_BL, form)
-            _, scores = _scores(_keys(q, start, group.size, 3), keys, mask, form.softcap)
+            queries = _keys(q, start, group.size, 3)
+            scores = jnp.einsum("bgrqk,bgsk->bgrqs", queries, keys, preferred_element_type=jnp.float32)
+            scores = capped(scores * (1 / math.sqrt(q.shape[-1])), form.softcap)
+            scores = jnp.where(mask[:, None, None], scores, MASKED)
             largest = jnp.max(scores, axis=-1, keepdims=True)
             weights = jnp.exp(scores - largest)
             total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -125,7 +140,7 @@ def _forward(
     return _join(jnp.concatenate(outs, 3)), jnp.concatenate(statistics, 3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _attend(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
@@ -133,22 +148,41 @@ def _attend(
     segments_BL: jax.Array | None,
     form: AttentionForm,
     block: int,
+    parts: int,
 ) -> jax.Array:
-    return _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block)[0]
+    return _attend_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block, parts)[0]
 
 
-def _attend_forward(q: Any, k: Any, v: Any, segments: Any, form: AttentionForm, block: int) -> tuple[Any, Any]:
-    out, statistics = _forward(q, k, v, segments, form, block)
+def _attend_forward(
+    q: Any, k: Any, v: Any, segments: Any, form: AttentionForm, block: int, parts: int
+) -> tuple[Any, Any]:
+    forward = functools.partial(_forward, form=form, block=block)
+    out, statistics = _in_parts(forward, parts, q, k, v, segments)
     out = checkpoint_name(out, KERNEL_RESIDUALS)
     return out, (q, k, v, segments, out, checkpoint_name(statistics, KERNEL_RESIDUALS))
 
 
-def _attend_backward(form: AttentionForm, block: int, saved: Any, gradient_BLHK: jax.Array) -> tuple[Any, ...]:
-    q_BLHK, k_BLGK, v_BLGK, segments_BL, out_BLHK, statistics = saved
+def _attend_backward(form: AttentionForm, block: int, parts: int, saved: Any, gradient_BLHK: Any) -> tuple[Any, ...]:
+    backward = functools.partial(_backward, form=form, block=block)
+    return *_in_parts(backward, parts, *saved, gradient_BLHK), None
+
+
+def _backward(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    out_BLHK: jax.Array,
+    statistics: jax.Array,
+    gradient_BLHK: jax.Array,
+    form: AttentionForm,
+    block: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v, from what the forward pass kept."""
     length, groups = q_BLHK.shape[1], k_BLGK.shape[2]
     q, k, v = _split(q_BLHK, groups), _swap(k_BLGK), _swap(v_BLGK)
     out, gradient = _split(out_BLHK, groups), _split(gradient_BLHK, groups)
-    scale = 1 / math.sqrt(q.shape[-1])
+    repeats, scale = q.shape[2], 1 / math.sqrt(q.shape[-1])
     # The softmax's own term: the same for all keys of a query.
     own = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     # From k, so that inside `jax.shard_map` they are known to vary over the axes that the sums will vary over.
@@ -160,34 +194,35 @@ def _attend_backward(form: AttentionForm, block: int, saved: Any, gradient_BLHK:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             queries, d_out, statistic, own_term = (
-                _keys(x, start, group.size, 3) for x in (q, gradient, statistics, own)
+                _merge(_keys(x, start, group.size, 3)) for x in (q, gradient, statistics, own)
             )
-            mask = _mask(group, start, first, segments_BL, form)
-            plain, scores = _scores(queries, keys, mask, form.softcap)
-            weights = jnp.exp(scores - statistic)
-            d_weights = jnp.einsum("bgrqk,bgsk->bgrqs", d_out, values, preferred_element_type=jnp.float32)
-            d_scores = weights * (d_weights - own_term)
+            mask_BSQ = jnp.tile(_mask(group, start, first, segments_BL, form).swapaxes(1, 2), (1, 1, repeats))
+            # Scores as [B, G, S, R * Q]: XLA for CPU sums over the first of a product's dims at half the rate, which in
+            # this order one of the three gradients does instead of two.
+            plain = jnp.einsum("bgsk,bgqk->bgsq", keys, queries, preferred_element_type=jnp.float32)
+            plain = capped(plain * scale, form.softcap)
+            weights = jnp.exp(jnp.where(mask_BSQ[:, None], plain, MASKED) - statistic.swapaxes(2, 3))
+            d_weights = jnp.einsum("bgsk,bgqk->bgsq", values, d_out, preferred_element_type=jnp.float32)
+            d_scores = weights * (d_weights - own_term.swapaxes(2, 3))
             if form.softcap is not None:
                 d_scores = d_scores * (1 - jnp.square(plain / form.softcap))
             # In the dtype of the inputs, or autodiff's float32 products would cost a multiple of theirs.
             d_scores, weights = (d_scores * scale).astype(q.dtype), weights.astype(q.dtype)
-            d_query = jnp.einsum("bgrqs,bgsk->bgrqk", d_scores, keys)
-            parts = (_sum_queries(d_scores, queries), _sum_queries(weights, d_out))
-            return tuple(_add(total, part, first) for total, part in zip(sums, parts, strict=True)), d_query
+            d_query = jnp.einsum("bgsq,bgsk->bgqk", d_scores, keys)
+            d_key = jnp.einsum("bgsq,bgqk->bgsk", d_scores, queries, preferred_element_type=jnp.float32)
+            d_value = jnp.einsum("bgsq,bgqk->bgsk", weights, d_out, preferred_element_type=jnp.float32)
+            shape = (*d_query.shape[:2], repeats, group.size, d_query.shape[-1])
+            return (_add(sums[0], d_key, first), _add(sums[1], d_value, first)), d_query.reshape(shape)
 
         sums, d_query = _each_block(group, pull, sums)
         d_queries.append(_rows(d_query))
     d_key, d_value = (_swap(total).astype(k.dtype) for total in sums)
-    return _join(jnp.concatenate(d_queries[::-1], 3)), d_key, d_value, None
+    return _join(jnp.concatenate(d_queries[::-1], 3)), d_key, d_value
 
 
-def _sum_queries(weights_BGRQS: jax.Array, x_BGRQK: jax.Array) -> jax.Array:
-    """What the keys get from all queries of their heads: float32 [B, G, S, K]."""
-    if weights_BGRQS.shape[2] == 1:
-        # Contracted over two dims, XLA for CPU would transpose the weights first: 1.7 % of a step of bench_cpu.
-        weights_BGQS, x_BGQK = weights_BGRQS[:, :, 0], x_BGRQK[:, :, 0]
-        return jnp.einsum("bgqs,bgqk->bgsk", weights_BGQS, x_BGQK, preferred_element_type=jnp.float32)
-    return jnp.einsum("bgrqs,bgrqk->bgsk", weights_BGRQS, x_BGRQK, preferred_element_type=jnp.float32)
+def _merge(x_BGRQX: jax.Array) -> jax.Array:
+    """[B, G, R, Q, X] -> [B, G, R * Q, X]."""
+    return x_BGRQX.reshape(*x_BGRQX.shape[:2], -1, x_BGRQX.shape[-1])
 
 
 def _add(total_BGSK: jax.Array, part: jax.Array, first: Any) -> jax.Array:
@@ -209,6 +244,7 @@ def blockwise_attention(
     form: AttentionForm,
     *,
     block: int | None = None,
+    parts: int | None = None,
 ) -> jax.Array:
     """Attention of a sequence to itself: [B, L, H, K] in the dtype of q; scores and softmax in float32.
 
@@ -217,5 +253,8 @@ def blockwise_attention(
         segments_BL: packed documents that do not see each other; None: one a row.
         form: who sees whom.
         block: queries of a block; None: what suits the platform.
+        parts: of the rows, which must divide by it, one after the other; None: as many as keep scores in the caches of
+            a CPU. The numbers are the same.
     """
-    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block or block_size(platform(), q_BLHK.shape[1]))
+    block = block or block_size(platform(), q_BLHK.shape[1])
+    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block, parts or parts_of_batch(q_BLHK, form, block))

@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.attention_blocks import row_parts
 from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import make_mesh
 from jaxtrain.ops import attention as attention_table
 from jaxtrain.ops.attention import self_attention
-from jaxtrain.ops.blockwise_attention import blockwise_attention
+from jaxtrain.ops.blockwise_attention import blockwise_attention, parts_of_batch
 from jaxtrain.ops.choice import record_choices
 from jaxtrain.ops.cudnn_attention import cudnn_attention, refusal
 from jaxtrain.ops.reference_attention import CAUSAL, AttentionForm, reference_attention
 from jaxtrain.ops.splash_attention import splash_attention
+from jaxtrain.sharding import Layout, use_layout
 
 HEADS, HEAD_DIM = 4, 64
 
@@ -100,6 +103,27 @@ BLOCKS = [(name, 16) for name in CASES] + [
 def test_blockwise(case, block):
     case = CASES[case]
     assert_same(outputs_and_gradients(functools.partial(blockwise_attention, block=block), case), case)
+
+
+@pytest.mark.parametrize("case", ["causal", "softcap, window, packed, grouped", "bf16, all together"])
+def test_blockwise_of_one_row_after_the_other(case):
+    case = CASES[case]
+    assert_same(outputs_and_gradients(functools.partial(blockwise_attention, block=48, parts=2), case), case)
+
+
+def test_only_a_single_cpu_device_takes_rows_one_after_the_other():
+    q = jax.ShapeDtypeStruct((16, 256, 6, 64), jnp.float32)  # 128 x 256 scores of 6 heads take 768 KiB a row
+    for count, parts in ((1, 8), (8, 1)):
+        with use_layout(Layout(make_mesh(devices=jax.devices()[:count]))):
+            assert parts_of_batch(q, CAUSAL, 128) == parts
+
+
+PARTS = [(16, 196_608, 8), (16, 1, 1), (6, 196_608, 3), (7, 2**20, 7), (1, 2**30, 1)]
+
+
+@pytest.mark.parametrize(("rows", "scores", "parts"), PARTS)
+def test_parts_divide_the_rows_and_their_scores_fit_where_they_can(rows, scores, parts):
+    assert row_parts(rows, scores) == parts
 
 
 @pytest.mark.parametrize("length", [100, 130])
