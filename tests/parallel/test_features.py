@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from layouts import ADAMW, CASES, load_batches
+from layouts import ADAMW, CASES, COMPILER, load_batches
 
 from jaxtrain import Evaluator, Parallelism, make_mesh, make_train_step
 from jaxtrain.optim import build_optimizer
@@ -60,6 +60,7 @@ def numbers(row: Row, degrees: dict[str, int], parallelism: Parallelism) -> np.n
         ema_decay=row.ema_decay,
         trainable=row.trainable,
         parallelism=parallelism,
+        compiler_options=COMPILER,
     )
     state, found = step.init(0), []
     batch: dict[str, Any] = {}

@@ -1,9 +1,12 @@
 """Layout equality: every mesh gives the losses and parameters of one device."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
-from layouts import EVERY_MODEL, EXPERTS, TRANSFORMERS, Layout, distance, reference, run
+from layouts import EVERY_MODEL, EVERYWHERE, EXPERTS, TRANSFORMERS, Layout, distance, reference, run
 
 # fp32 sums in another order differ in the last bits: 2^-24 = 6e-8 a sum, measured 3e-7 on losses after 20 steps.
 LOSS_TOLERANCE = 1e-5
@@ -17,7 +20,13 @@ PARAMETER_TOLERANCE = 1e-5
 OWN_INIT = ("fsdp=8", "tensor=2,fsdp=2,data=2", "pipe=4,interleaved,data=2,zero=2", "expert=2,tensor=2,fsdp=2")
 
 
-FULL = pytest.param("full", marks=pytest.mark.long)
+def with_remat(rows: Iterable[str]) -> list[Any]:
+    """Every row without remat and with all of it; long but for the rows that every Python runs, without."""
+    return [
+        pytest.param(row, remat, marks=() if remat == "none" and row in EVERYWHERE else pytest.mark.long)
+        for row in rows
+        for remat in ("none", "full")
+    ]
 
 
 def check(name: str, row: str, where: Layout, accumulation: int, remat: str = "none") -> None:
@@ -32,25 +41,25 @@ def check(name: str, row: str, where: Layout, accumulation: int, remat: str = "n
     assert alone.losses[-3:].mean() < alone.losses[:3].mean(), "a run that learns nothing would prove nothing"
 
 
-@pytest.mark.parametrize("remat", ["none", FULL])
-@pytest.mark.parametrize("row", TRANSFORMERS)
+@pytest.mark.parametrize(("row", "remat"), with_remat(TRANSFORMERS))
 def test_transformer(row: str, remat: str) -> None:
     check("transformer", row, TRANSFORMERS[row], 4, remat)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ["data=8", "fsdp=8", "zero=1", "tensor=2,fsdp=2,data=2", "context=2,tensor=2,fsdp=2"])
 def test_transformer_in_one_go(row: str) -> None:
     """Without accumulation the step has no manual region over `data`."""
     check("transformer", row, TRANSFORMERS[row], 1, "dots")
 
 
+@pytest.mark.long
 def test_transformer_in_segments() -> None:
     """Sqrt remat of a stage's four layers, gathered from fsdp a layer at a time in every forward pass."""
     check("transformer", "pipe=2,fsdp=2,tensor=2", TRANSFORMERS["pipe=2,fsdp=2,tensor=2"], 4, "sqrt")
 
 
-@pytest.mark.parametrize("remat", ["none", FULL])
-@pytest.mark.parametrize("row", EXPERTS)
+@pytest.mark.parametrize(("row", "remat"), with_remat(EXPERTS))
 def test_experts(row: str, remat: str) -> None:
     check("experts", row, EXPERTS[row], 4, remat)
 
