@@ -4,12 +4,13 @@ A block of queries meets all the keys that it may see at once, so its softmax is
 group of blocks sees are never multiplied. The backward pass recomputes the weights from the log of their sum, which is
 all that the forward pass keeps besides its result (Dao et al. 2022; Rabe and Staats 2021).
 
-Shapes: B batch, L sequence, H query heads, G key-value heads, R = H / G, K head dim, Q queries of a block, S keys that
-a block meets.
+Shapes: B batch, L sequence, H query heads, G key-value heads, R = H / G, K head dim, Q queries of a block, P = R * Q,
+S keys that a block meets.
 """
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,14 +31,17 @@ def refusal(q_BLHK: jax.Array) -> str | None:
 
 
 def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
-    """In how many parts the rows are attended to, one after the other: more than one only on a single CPU device."""
+    """In how many parts the rows are attended to, one after the other.
+
+    One where rows may lie on several devices, because a cut would move them, and on accelerators, which want them all.
+    """
     layout = current_layout()
     devices = jax.device_count() if layout is None else layout.mesh.size
     if platform() != "cpu" or devices > 1:
         return 1
     batch, length, heads, _ = q_BLHK.shape
     pairs = pairs_at_once(length, block, causal=form.causal, window=form.window)
-    return row_parts(batch, heads * pairs)
+    return row_parts(batch, heads * pairs, os.cpu_count() or 1)
 
 
 def _in_parts(attend: Callable[..., Any], parts: int, *arrays: Any) -> Any:
@@ -196,21 +200,21 @@ def _backward(
             queries, d_out, statistic, own_term = (
                 _merge(_keys(x, start, group.size, 3)) for x in (q, gradient, statistics, own)
             )
-            mask_BSQ = jnp.tile(_mask(group, start, first, segments_BL, form).swapaxes(1, 2), (1, 1, repeats))
-            # Scores as [B, G, S, R * Q]: XLA for CPU sums over the first of a product's dims at half the rate, which in
-            # this order one of the three gradients does instead of two.
-            plain = jnp.einsum("bgsk,bgqk->bgsq", keys, queries, preferred_element_type=jnp.float32)
+            mask_BSP = jnp.tile(_mask(group, start, first, segments_BL, form).swapaxes(1, 2), (1, 1, repeats))
+            # Keys times queries: XLA for CPU multiplies at half the rate where a product sums over the rows of its left
+            # matrix, which in this order one of the three gradients does instead of two. On accelerators all is one.
+            plain = jnp.einsum("bgsk,bgpk->bgsp", keys, queries, preferred_element_type=jnp.float32)
             plain = capped(plain * scale, form.softcap)
-            weights = jnp.exp(jnp.where(mask_BSQ[:, None], plain, MASKED) - statistic.swapaxes(2, 3))
-            d_weights = jnp.einsum("bgsk,bgqk->bgsq", values, d_out, preferred_element_type=jnp.float32)
+            weights = jnp.exp(jnp.where(mask_BSP[:, None], plain, MASKED) - statistic.swapaxes(2, 3))
+            d_weights = jnp.einsum("bgsk,bgpk->bgsp", values, d_out, preferred_element_type=jnp.float32)
             d_scores = weights * (d_weights - own_term.swapaxes(2, 3))
             if form.softcap is not None:
                 d_scores = d_scores * (1 - jnp.square(plain / form.softcap))
             # In the dtype of the inputs, or autodiff's float32 products would cost a multiple of theirs.
             d_scores, weights = (d_scores * scale).astype(q.dtype), weights.astype(q.dtype)
-            d_query = jnp.einsum("bgsq,bgsk->bgqk", d_scores, keys)
-            d_key = jnp.einsum("bgsq,bgqk->bgsk", d_scores, queries, preferred_element_type=jnp.float32)
-            d_value = jnp.einsum("bgsq,bgqk->bgsk", weights, d_out, preferred_element_type=jnp.float32)
+            d_query = jnp.einsum("bgsp,bgsk->bgpk", d_scores, keys)
+            d_key = jnp.einsum("bgsp,bgpk->bgsk", d_scores, queries, preferred_element_type=jnp.float32)
+            d_value = jnp.einsum("bgsp,bgpk->bgsk", weights, d_out, preferred_element_type=jnp.float32)
             shape = (*d_query.shape[:2], repeats, group.size, d_query.shape[-1])
             return (_add(sums[0], d_key, first), _add(sums[1], d_value, first)), d_query.reshape(shape)
 
@@ -221,7 +225,7 @@ def _backward(
 
 
 def _merge(x_BGRQX: jax.Array) -> jax.Array:
-    """[B, G, R, Q, X] -> [B, G, R * Q, X]."""
+    """[B, G, R, Q, X] -> [B, G, P, X]."""
     return x_BGRQX.reshape(*x_BGRQX.shape[:2], -1, x_BGRQX.shape[-1])
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtrain.attention_blocks import row_parts
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.distributed import GPU_MEMORY_FRACTION
@@ -158,8 +157,6 @@ def _transformer(
     queries = size * t * (heads + 2 * groups) * k / tensor
     assert cut.attention is not None
     scores = cut.rows * cut.attention.pairs_at_once * heads / tensor
-    if kind == "cpu" and cut.attention.name == "blockwise" and math.prod(degrees.values()) == 1:
-        scores /= row_parts(int(cut.rows), int(scores / cut.rows))
     kernel = cut.attention.name not in ("reference", "context")
     # A kernel keeps row statistics of its softmax in place of scores; "dots" keeps the result beside them where a
     # kernel names both.

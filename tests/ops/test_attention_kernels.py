@@ -33,6 +33,7 @@ class Case:
     packed: bool = False
     dtype: str = "float32"
     length: int = 128
+    rows: int = 2
 
 
 CASES = {
@@ -56,10 +57,10 @@ CASES = {
 
 def inputs(case):
     rng = np.random.default_rng(1)
-    shapes = [(2, case.length, heads, HEAD_DIM) for heads in (HEADS, case.groups, case.groups)]
+    shapes = [(case.rows, case.length, heads, HEAD_DIM) for heads in (HEADS, case.groups, case.groups)]
     # Scores of a few units, so that the softmax is neither flat nor one key.
     q, k, v = (jnp.asarray(rng.normal(size=shape), case.dtype) for shape in shapes)
-    lengths = [(30, 50, case.length - 80), (case.length - 1, 1)]
+    lengths = [(30, 50, case.length - 80), (case.length - 1, 1)] * (case.rows // 2)
     segments = np.stack([np.repeat(np.arange(len(row)), row) for row in lengths])
     return q, k, v, jnp.asarray(segments, jnp.int32) if case.packed else None
 
@@ -106,24 +107,36 @@ def test_blockwise(case, block):
 
 
 @pytest.mark.parametrize("case", ["causal", "softcap, window, packed, grouped", "bf16, all together"])
-def test_blockwise_of_one_row_after_the_other(case):
-    case = CASES[case]
-    assert_same(outputs_and_gradients(functools.partial(blockwise_attention, block=48, parts=2), case), case)
+def test_parts_of_the_rows_give_the_numbers_of_all_at_once(case):
+    case = dataclasses.replace(CASES[case], rows=4)
+    whole, parts = (
+        outputs_and_gradients(functools.partial(blockwise_attention, block=48, parts=parts), case) for parts in (1, 2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    assert_same(parts, case)
 
 
-def test_only_a_single_cpu_device_takes_rows_one_after_the_other():
+def test_only_a_single_cpu_device_takes_rows_one_after_the_other(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     q = jax.ShapeDtypeStruct((16, 256, 6, 64), jnp.float32)  # 128 x 256 scores of 6 heads take 768 KiB a row
     for count, parts in ((1, 8), (8, 1)):
         with use_layout(Layout(make_mesh(devices=jax.devices()[:count]))):
             assert parts_of_batch(q, CAUSAL, 128) == parts
 
 
-PARTS = [(16, 196_608, 8), (16, 1, 1), (6, 196_608, 3), (7, 2**20, 7), (1, 2**30, 1)]
+PARTS = [
+    (16, 196_608, 2, 8),
+    (16, 196_608, 64, 1),
+    (16, 1, 2, 1),
+    (6, 196_608, 2, 3),
+    (7, 2**20, 2, 7),
+    (1, 2**30, 2, 1),
+]
 
 
-@pytest.mark.parametrize(("rows", "scores", "parts"), PARTS)
-def test_parts_divide_the_rows_and_their_scores_fit_where_they_can(rows, scores, parts):
-    assert row_parts(rows, scores) == parts
+@pytest.mark.parametrize(("rows", "scores", "cores", "parts"), PARTS)
+def test_parts_divide_the_rows_and_their_scores_fit_where_they_can(rows, scores, cores, parts):
+    assert row_parts(rows, scores, cores) == parts
 
 
 @pytest.mark.parametrize("length", [100, 130])

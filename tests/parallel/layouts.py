@@ -84,7 +84,9 @@ EXPERTS = {
 # Those that between them hold every axis, schedule and stage of ZeRO: what every Python runs.
 EVERYWHERE = (
     "fsdp=8",
+    "zero=1",
     "zero=2,data=2,fsdp=2,tensor=2",
+    "pipe=2,gpipe",
     "pipe=4,interleaved,data=2,zero=2",
     "pipe=2,fsdp=2,tensor=2",
     "context=4,ring",

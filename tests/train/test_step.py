@@ -19,6 +19,7 @@ from jaxtrain.models.model import Model, from_functions
 from jaxtrain.models.nnx_model import from_nnx
 from jaxtrain.optim import build_optimizer
 from jaxtrain.precision import LossScaling
+from jaxtrain.remat import Remat
 from jaxtrain.tasks import classification, language_modeling, regression
 from jaxtrain.train.step import TrainStep, make_train_step
 
@@ -129,6 +130,23 @@ def test_uneven_weights_count_once_globally() -> None:
         assert loss == pytest.approx(results[0][0], rel=1e-6)
         assert norm == pytest.approx(results[0][1], rel=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, results[0][2])
+
+
+def test_attention_to_a_part_of_the_rows_at_a_time_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TransformerConfig(num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, max_sequence_length=160)
+    model = build_model(config, input_shape=(160,), vocab_size=64, remat=Remat("dots"))
+    values = np.random.default_rng(0).integers(0, 64, (8, 161)).astype(np.int32)
+    found = []
+    for cache, rows_at_once in ((2**40, 8), (1, 1)):  # bytes of scores that stay there: of all rows, not even of one
+        monkeypatch.setattr("jaxtrain.attention_blocks._SCORES_IN_CACHE", cache)
+        step = make_train_step(model, language_modeling(), optax.sgd(0.1), mesh=one_device())
+        batch = {"inputs": values[:, :-1], "targets": values[:, 1:]}
+        assert f"f32[{rows_at_once},1,2,128,128]" in step.compile(batch).as_text(), "other parts were taken"
+        state, metrics = step(step.init(0), batch)
+        found.append((float(metrics["loss"]), host(state.params)))
+    (loss, params), (loss_of_parts, params_of_parts) = found
+    assert loss_of_parts == pytest.approx(loss, rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, params_of_parts)
 
 
 def test_clipping_bounds_the_update_and_reports_the_unclipped_norm() -> None:
