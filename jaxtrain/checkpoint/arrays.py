@@ -133,7 +133,8 @@ def read_verified(files: storage.Storage, info: CheckpointInfo, wanted: Mapping[
         if failure is not None and failure.of_this_machine:
             raise CheckpointError(f"cannot read checkpoint {info.path}: {failure}")
         raise DamagedError(f"checkpoint {info.path} is damaged: {failure or 'another process cannot read it'}")
-    altered = [name for name, value in digest.digests(found).items() if value != info.digests.get(name)]
+    values = digest.digests(found)
+    altered = [name for name in present if name not in values or values[name] != info.digests.get(name)]
     if not everyone(not altered):
         first = altered[0] if altered else "an array on another process"
         raise DamagedError(f"checkpoint {info.path} is damaged: {first} of step {info.step} is not what was saved")
