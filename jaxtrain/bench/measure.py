@@ -19,6 +19,7 @@ from jaxtrain.allocator import restart_environment
 from jaxtrain.bench.start import NoStepError, cold_and_warm
 from jaxtrain.config import Loaded
 from jaxtrain.config.schema import Config
+from jaxtrain.cores import usable_cores
 from jaxtrain.metrics.peaks import FORMATS, peak_flops
 from jaxtrain.plan.workload import Workload, describe_workload
 
@@ -118,7 +119,7 @@ def _machine() -> dict[str, Any]:
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
     return {
         "cpu": model or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
     }

@@ -1,7 +1,6 @@
 """Batches by index: batch k is a pure function of (rows, seed, k) on any number of processes and devices."""
 
 import functools
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxtrain.cores import usable_cores
 from jaxtrain.data.permutation import permuted
 from jaxtrain.errors import DataError
 
@@ -133,9 +133,8 @@ class Batches:
 
 
 def default_workers() -> int:
-    """The cores that this process may use, up to 16; a cluster gives a process fewer than the machine has."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MAX_WORKERS)
+    """The cores that this process may use, up to 16."""
+    return min(usable_cores(), _MAX_WORKERS)
 
 
 def _needed_rows(

@@ -10,7 +10,6 @@ S keys that a block meets.
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.attention_blocks import Group, block_size, cut_sequence, pairs_at_once, row_parts
+from jaxtrain.cores import usable_cores
 from jaxtrain.ops.reference_attention import MASKED, AttentionForm, attention_mask, capped
 from jaxtrain.remat import KERNEL_RESIDUALS
 from jaxtrain.sharding import constrain, current_layout, platform
@@ -41,7 +41,7 @@ def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
         return 1
     batch, length, heads, _ = q_BLHK.shape
     pairs = pairs_at_once(length, block, causal=form.causal, window=form.window)
-    return row_parts(batch, heads * pairs, os.cpu_count() or 1)
+    return row_parts(batch, heads * pairs, usable_cores())
 
 
 def _in_parts(attend: Callable[..., Any], parts: int, *arrays: Any) -> Any:
@@ -202,7 +202,7 @@ def _backward(
             )
             mask_BSP = jnp.tile(_mask(group, start, first, segments_BL, form).swapaxes(1, 2), (1, 1, repeats))
             # Keys times queries: XLA for CPU multiplies at half the rate where a product sums over the rows of its left
-            # matrix, which in this order one of the three gradients does instead of two. On accelerators all is one.
+            # matrix, which in this order one of the three gradients does instead of two. Not measured elsewhere.
             plain = jnp.einsum("bgsk,bgpk->bgsp", keys, queries, preferred_element_type=jnp.float32)
             plain = capped(plain * scale, form.softcap)
             weights = jnp.exp(jnp.where(mask_BSP[:, None], plain, MASKED) - statistic.swapaxes(2, 3))

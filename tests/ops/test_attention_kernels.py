@@ -117,7 +117,7 @@ def test_parts_of_the_rows_give_the_numbers_of_all_at_once(case):
 
 
 def test_only_a_single_cpu_device_takes_rows_one_after_the_other(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("jaxtrain.ops.blockwise_attention.usable_cores", lambda: 2)
     q = jax.ShapeDtypeStruct((16, 256, 6, 64), jnp.float32)  # 128 x 256 scores of 6 heads take 768 KiB a row
     for count, parts in ((1, 8), (8, 1)):
         with use_layout(Layout(make_mesh(devices=jax.devices()[:count]))):
