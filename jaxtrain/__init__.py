@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ArrayRows": "jaxtrain.data.rows",
     "Batches": "jaxtrain.data",
     "Checkpointer": "jaxtrain.checkpoint",
     "CheckpointError": "jaxtrain.errors",
@@ -49,6 +50,7 @@ _HOMES = {
     "quantize": "jaxtrain.models.quantize",
     "regression": "jaxtrain.tasks",
     "run_config": "jaxtrain.train.trainer",
+    "target_weights": "jaxtrain.tasks",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

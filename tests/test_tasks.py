@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.tasks import TASKS, classification, cross_entropy, language_modeling, regression
 
 
@@ -112,5 +113,5 @@ def test_padding_does_not_matter(name, shape, targets):
 
 
 def test_outputs_of_another_width_are_refused():
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(ConfigError, match=r"targets \[4, 1\] do not fit outputs \[4, 2\]"):
         regression().loss(jnp.zeros((4, 2)), {"targets": np.zeros((4, 1), np.float32)})

@@ -4,7 +4,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,10 @@ class RandomBatches:
         """Global shapes of a batch."""
         return self._spec
 
-    def load(self, k: int, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Batch k on the mesh."""
+    def load(
+        self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> dict[str, jax.Array]:
+        """Batch k on the mesh; its ids are made to fit, so there is nothing to check."""
         generator = np.random.default_rng(k)
 
         def make(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -1,11 +1,13 @@
 """`jaxtrain eval`: a checkpoint of a run against held-out rows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxtrain import distributed
 from jaxtrain.commands.output import print_json, print_table
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.writers import flat_scalars
 from jaxtrain.train.open_run import OpenedRun, open_run, saved_config
 
 # The rest of the config belongs to the parameters that were trained.
@@ -57,7 +59,7 @@ def run_eval(
     return 0
 
 
-def _evaluate(run: OpenedRun) -> tuple[dict[str, float], int]:
+def _evaluate(run: OpenedRun) -> tuple[dict[str, Any], int]:
     from jaxtrain.data import Batches, prefetch
     from jaxtrain.train.assemble import reading_threads
     from jaxtrain.train.evaluate import Evaluator
@@ -71,11 +73,10 @@ def _evaluate(run: OpenedRun) -> tuple[dict[str, float], int]:
     config = run.config
     size = config.train.global_batch_size
     batches = Batches(run.data.validation, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
-    shardings = run.step.batch_shardings(batches.spec())
     count = min(len(batches), config.evaluation.max_batches or len(batches))
-    loaded = prefetch(lambda k: batches.load(k, shardings), 0, count, depth=1)
+    loaded = prefetch(run.step.loader(batches), 0, count, depth=1)
     try:
-        metrics = Evaluator(run.step)(run.state, (batch for batch, _ in loaded))
+        metrics = flat_scalars(Evaluator(run.step)(run.state, (batch for batch, _ in loaded)))
     finally:
         loaded.close()
     return metrics, min(count * size, len(run.data.validation))

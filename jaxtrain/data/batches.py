@@ -1,7 +1,7 @@
 """Batches by index: batch k is a pure function of (rows, seed, k) on any number of processes and devices."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtrain.cores import usable_cores
 from jaxtrain.data.permutation import permuted
 from jaxtrain.errors import DataError
+from jaxtrain.sharding import path_name
 
 if TYPE_CHECKING:
     import grain
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 # Beyond this many threads the interpreter lock, not decoding, is what rows wait for.
 _MAX_WORKERS = 16
 
-Batch = dict[str, jax.Array]
+# Entries of a batch: arrays, or nested dicts of them (packed rows, graphs).
+Batch = dict[str, Any]
 
 
 class Batches:
@@ -27,11 +29,12 @@ class Batches:
     In training (`shuffle`) the batches never end: batch k holds positions k * B to k * B + B - 1 of an endless order
     in which each epoch is another permutation of the rows (a mixture brings its own order, by weight); a random
     transformation of grain sees the position's epoch and row, so it draws anew each epoch and the same everywhere.
-    In evaluation batch k holds rows k * B to k * B + B - 1; the last one is filled up with row 0, and an entry
-    "weights" (float32, [B] or, for tokens, [B, L]) is 1 for rows that count and 0 for the filling.
+    In evaluation batch k holds rows k * B to k * B + B - 1; the last one is filled up with row 0, whose entry "weights"
+    is 0 there. Elsewhere "weights" are the row's own or, where it has none, 1 (float32, [B] or, for integer targets
+    with more dimensions, of their shape).
 
     Args:
-        rows: Finite rows, unshuffled: dicts of arrays.
+        rows: Finite rows, unshuffled: dicts of arrays, nested ones included.
         global_batch_size: B, rows of a batch over all processes.
         seed: Decides the order in training.
         shuffle: True for training, False for evaluation.
@@ -51,6 +54,7 @@ class Batches:
         # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
         from jaxtrain.data.rows import Rows
 
+        _check_rows(rows)
         if len(rows) == 0:
             raise DataError("the data has no rows; give data with at least one row")
         self._rows = rows
@@ -64,34 +68,38 @@ class Batches:
                 if isinstance(rows, Rows)
                 else functools.partial(permuted, num_rows=len(rows), seed=seed)
             )
-        self._example = {name: column[0] for name, column in self._read(np.array([0])).items()}
+        self._example = jax.tree.map(lambda column: column[0], self._read(np.array([0])))
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._size)
 
-    def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def spec(self) -> dict[str, Any]:
         """Returns the global shapes and dtypes of a batch, batch dimension first."""
-        spec = {
+        spec = jax.tree.map(
             # As JAX will hold it: 64-bit rows become 32-bit unless x64 is enabled.
-            name: jax.ShapeDtypeStruct((self._size, *value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
-            for name, value in self._example.items()
-        }
+            lambda value: jax.ShapeDtypeStruct((self._size, *value.shape), jax.dtypes.canonicalize_dtype(value.dtype)),
+            self._example,
+        )
         if self._order is None:
             spec["weights"] = jax.ShapeDtypeStruct((self._size, *self._weight_shape), np.float32)
         return spec
 
     @property
     def _weight_shape(self) -> tuple[int, ...]:
-        targets = self._example["targets"]
+        if "weights" in self._example:
+            return self._example["weights"].shape
+        targets = self._example.get("targets")
         # Integer targets with a dimension are one a token; everything else counts by row.
-        return targets.shape if np.issubdtype(targets.dtype, np.integer) else ()
+        counts = isinstance(targets, (np.ndarray, np.generic)) and np.issubdtype(targets.dtype, np.integer)
+        return targets.shape if counts else ()
 
-    def load(self, k: int, shardings: Mapping[str, jax.sharding.Sharding]) -> Batch:
+    def load(self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Batch], None] | None = None) -> Batch:
         """Reads batch k.
 
         Args:
             k: Number of the batch, from 0; below `len(self)` in evaluation.
-            shardings: How each entry of `spec()` is laid out.
+            shardings: How each entry of `spec()` is laid out; one sharding may serve a whole nested entry.
+            check: Called with this process's rows, as NumPy arrays, before they are placed.
 
         Returns:
             Global arrays; this process has read only the rows of its own devices, each once.
@@ -99,20 +107,25 @@ class Batches:
         assert k >= 0, k
         assert self._order is not None or k < len(self), k
         spec = self.spec()
+        shardings = jax.tree.broadcast({name: shardings[name] for name in spec}, spec)
         needed = _needed_rows(spec, shardings)
-        local = {
-            name: column.astype(spec[name].dtype, copy=False) for name, column in self._load_rows(k, needed).items()
-        }
-        if all(len(shardings[name].device_set) == 1 for name in local):
-            return jax.device_put(local, {name: shardings[name] for name in local})
-        return {
-            name: jax.make_array_from_callback(
-                spec[name].shape, shardings[name], _Window(column, needed), dtype=column.dtype
-            )
-            for name, column in local.items()
-        }
+        local = jax.tree.map(
+            lambda column, leaf: column.astype(leaf.dtype, copy=False), self._load_rows(k, needed), spec
+        )
+        if check is not None:
+            check(local)
+        if all(len(sharding.device_set) == 1 for sharding in jax.tree.leaves(shardings)):
+            return jax.device_put(local, shardings)
+        return jax.tree.map(
+            lambda column, leaf, sharding: jax.make_array_from_callback(
+                leaf.shape, sharding, _Window(column, needed), dtype=column.dtype
+            ),
+            local,
+            spec,
+            shardings,
+        )
 
-    def _load_rows(self, k: int, needed: np.ndarray) -> dict[str, np.ndarray]:
+    def _load_rows(self, k: int, needed: np.ndarray) -> Batch:
         positions = k * self._size + needed
         if self._order is not None:
             num_rows = len(self._rows)
@@ -121,15 +134,17 @@ class Batches:
             return self._read(numbers + positions // num_rows * num_rows)
         real = positions < len(self._rows)
         local = self._read(np.where(real, positions, 0))
-        weights = real.astype(np.float32).reshape(-1, *[1] * len(self._weight_shape))
-        local["weights"] = np.broadcast_to(weights, (len(needed), *self._weight_shape))
+        own = local.get("weights", np.ones((len(needed), *self._weight_shape), np.float32))
+        by_row = real.reshape(-1, *[1] * len(self._weight_shape))
+        # A select, not a product: 0 times a weight that is not finite is not 0.
+        local["weights"] = np.where(by_row, own, 0).astype(np.float32)
         return local
 
-    def _read_one_by_one(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def _read_one_by_one(self, indices: np.ndarray) -> Batch:
         # Decoders of images release the interpreter lock; a pool a call leaves no thread behind.
         with ThreadPoolExecutor(max(1, min(len(indices), self._workers))) as pool:
             rows: list[Any] = list(pool.map(self._rows.__getitem__, indices.tolist()))
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return _stacked(rows)
 
 
 def default_workers() -> int:
@@ -137,14 +152,56 @@ def default_workers() -> int:
     return min(usable_cores(), _MAX_WORKERS)
 
 
-def _needed_rows(
-    spec: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, jax.sharding.Sharding]
-) -> np.ndarray:
+def _check_rows(rows: Any) -> None:
+    """Raise where something is no dataset with an index."""
+    if isinstance(rows, Mapping):
+        raise DataError(
+            f"Batches takes rows with an index, not a dict of {', '.join(map(str, rows)) or 'nothing'}; "
+            "write Batches(jaxtrain.ArrayRows({...}), ...)"
+        )
+    import grain
+
+    if not isinstance(rows, grain.MapDataset):
+        raise DataError(
+            f"Batches takes rows with an index (a grain.MapDataset), not {_kind(rows)}; write "
+            "jaxtrain.ArrayRows({'inputs': ..., 'targets': ...}) or grain.MapDataset.source(rows)"
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__!r} object"
+
+
+def _stacked(rows: list[Any]) -> Batch:
+    """One row after another, stacked entry by entry.
+
+    Raises:
+        DataError: rows whose entries or shapes differ.
+    """
+    structure = jax.tree.structure(rows[0])
+    if not isinstance(rows[0], Mapping):
+        raise DataError(f"a row is {type(rows[0]).__name__}, not a dict of entries such as 'inputs' and 'targets'")
+    for row in rows:
+        if jax.tree.structure(row) != structure:
+            raise DataError(f"rows hold different entries: {structure} and {jax.tree.structure(row)}")
+
+    def stack(path: Any, *leaves: Any) -> np.ndarray:
+        shapes = sorted({np.shape(leaf) for leaf in leaves})
+        if len(shapes) > 1:
+            raise DataError(
+                f"rows hold {path_name(path)} of shapes {shapes[0]} and {shapes[1]}; pad or cut them to one shape"
+            )
+        return np.stack(leaves)
+
+    return jax.tree_util.tree_map_with_path(stack, *rows)
+
+
+def _needed_rows(spec: Mapping[str, Any], shardings: Mapping[str, Any]) -> np.ndarray:
     """Returns the rows of a batch that this process's devices hold, sorted, each once."""
-    size = next(iter(spec.values())).shape[0]
-    wanted = np.zeros(size, bool)
-    for name, leaf in spec.items():
-        for index in shardings[name].addressable_devices_indices_map(leaf.shape).values():
+    leaves, places = jax.tree.leaves(spec), jax.tree.leaves(shardings)
+    wanted = np.zeros(leaves[0].shape[0], bool)
+    for leaf, sharding in zip(leaves, places, strict=True):
+        for index in sharding.addressable_devices_indices_map(leaf.shape).values():
             wanted[index[0] if index else slice(None)] = True
     return np.flatnonzero(wanted)
 

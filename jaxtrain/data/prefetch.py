@@ -15,14 +15,14 @@ _DEPTHS = (2, 16)
 _BYTES = 64 * 2**20
 
 
-def queue_depth(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+def queue_depth(spec: Mapping[str, Any]) -> int:
     """Batches to prepare ahead: many of small ones, so that a thread that the machine stops for a while is not felt.
 
     Args:
         spec: shapes of a batch, from `Batches.spec()`.
     """
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in spec.values())
-    return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // size))
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
+    return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
 
 
 def prefetch(

@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 from jaxtrain.data.permutation import permuted
 from jaxtrain.data.tokens import Span
+from jaxtrain.errors import DataError
+from jaxtrain.sharding import path_name
 
-Row = dict[str, np.ndarray]
+# Entry -> array, or a nested dict of arrays.
+Row = dict[str, Any]
 
 # Positions in the endless training order, int64 [B], to row numbers, int64 [B].
 Order = Callable[[np.ndarray], np.ndarray]
@@ -39,7 +43,7 @@ class Rows(grain.MapDataset):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        return {name: column[0] for name, column in self.gather(np.array([index])).items()}
+        return jax.tree.map(lambda column: column[0], self.gather(np.array([index])))
 
     def gather(self, indices: np.ndarray) -> Row:
         """Returns rows `indices` (int64 [B]) stacked: each entry is [B, ...], owned by the caller."""
@@ -54,16 +58,29 @@ class ArrayRows(Rows):
     """Rows of arrays held in memory.
 
     Args:
-        columns: One array an entry, [num_rows, ...] each.
+        columns: One array per entry, [num_rows, ...] each; an entry may be a nested dict of arrays.
+
+    Raises:
+        DataError: no entry, or entries of different lengths.
     """
 
     def __init__(self, columns: Row):
-        super().__init__(len(next(iter(columns.values()))))
+        columns = jax.tree.map(np.asarray, columns)
+        lengths = {
+            path_name(path): len(leaf) if leaf.ndim else None
+            for path, leaf in jax.tree_util.tree_leaves_with_path(columns)
+        }
+        if not lengths:
+            raise DataError("ArrayRows takes one array per entry, such as {'inputs': ..., 'targets': ...}; it got none")
+        shown = ", ".join(f"{name} has {'no' if length is None else length}" for name, length in lengths.items())
+        if len(set(lengths.values())) > 1 or None in lengths.values():
+            raise DataError(f"every entry holds one value per row, but {shown} rows; give arrays of one length")
+        super().__init__(next(iter(lengths.values())) or 0)
         self._columns = columns
 
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
-        return {name: column[indices] for name, column in self._columns.items()}
+        return jax.tree.map(lambda column: column[indices], self._columns)
 
 
 class TokenRows(Rows):
@@ -118,16 +135,16 @@ class ConcatenatedRows(Rows):
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
         which = np.searchsorted(self._starts, indices, side="right") - 1
-        result: Row = {}
+        result: Row | None = None
         for i, part in enumerate(self._parts):
             chosen = which == i
             if not chosen.any():
                 continue
-            for name, column in part.gather(indices[chosen] - self._starts[i]).items():
-                if name not in result:
-                    result[name] = np.empty((len(indices), *column.shape[1:]), column.dtype)
-                result[name][chosen] = column
-        return result
+            found = part.gather(indices[chosen] - self._starts[i])
+            if result is None:
+                result = jax.tree.map(lambda column: np.empty((len(indices), *column.shape[1:]), column.dtype), found)
+            jax.tree.map(functools.partial(_put, chosen), result, found)
+        return {} if result is None else result
 
     def order(self, seed: int) -> Order:
         """Returns the endless order that takes from each part by weight, each part permuted and repeated by itself.
@@ -150,6 +167,11 @@ class ConcatenatedRows(Rows):
             return numbers
 
         return order
+
+
+def _put(chosen: np.ndarray, column: np.ndarray, values: np.ndarray) -> None:
+    """Write `values` into the chosen places of a column."""
+    column[chosen] = values
 
 
 class _Positions(grain.MapDataset):

@@ -5,11 +5,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import numpy as np
+
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.files import plain_number, write_lines_atomic, write_text_atomic
 
 Scalars = Mapping[str, float | int | None]
+
+
+def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers by name; entry i of a vector `name` becomes `name_i`.
+
+    Args:
+        values: numbers, or arrays of NumPy or JAX on the host.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None or np.ndim(value) == 0:
+            flat[name] = value if value is None or isinstance(value, (int, float)) else np.asarray(value).item()
+        else:
+            flat |= {f"{name}_{i}": entry.item() for i, entry in enumerate(np.asarray(value).reshape(-1))}
+    return flat
 
 
 class Writer(Protocol):

@@ -3,6 +3,7 @@
 Shapes: B batch, D input features, O outputs.
 """
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -69,4 +70,5 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
             raise ConfigError("model.kind=mlp takes numbers, but the data gives token ids")
         return module(inputs, key=key if train and config.dropout > 0 else None)
 
-    return from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=call, name="mlp")
+    model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=call, name="mlp")
+    return dataclasses.replace(model, num_outputs=outputs)

@@ -108,6 +108,8 @@ class Model:
         has_experts: whether the `expert` axis has something to spread.
         linears: paths of the kernels that `quantize` may store in 8 bits: those of `Linear` layers; with each the
             numbers of its input and of its output dims, which are the last ones that it has.
+        vocab_size: number of ids that integer inputs (or their entry `tokens`) may hold; None: not known, or no ids.
+        num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.
     """
 
     name: str
@@ -119,6 +121,8 @@ class Model:
     parts: Parts | None = None
     has_experts: bool = False
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    vocab_size: int | None = None
+    num_outputs: int | None = None
 
 
 @dataclass(frozen=True)

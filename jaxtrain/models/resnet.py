@@ -3,6 +3,7 @@
 Shapes: B batch, H height, W width, C channels.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -184,4 +185,5 @@ def resnet(
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
-    return from_nnx(make, axes=RESNET, call=call, name=config.size or "resnet", gathers_itself=rest)
+    model = from_nnx(make, axes=RESNET, call=call, name=config.size or "resnet", gathers_itself=rest)
+    return dataclasses.replace(model, num_outputs=classes)

@@ -270,4 +270,10 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
     built = from_stages(make, stack="blocks", embed=embed, block=block, head=head, axes=axes, remat=remat, name=name)
     # An encoder has no next token.
     decoder = Decoder(init_cache, decode, config.max_sequence_length) if config.causal else None
-    return dataclasses.replace(built, decoder=decoder, has_experts=config.experts is not None)
+    return dataclasses.replace(
+        built,
+        decoder=decoder,
+        has_experts=config.experts is not None,
+        vocab_size=vocabulary,
+        num_outputs=vocabulary,
+    )

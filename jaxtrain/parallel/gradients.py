@@ -44,14 +44,21 @@ def split_microbatches(batch: Any, count: int) -> Any:
     """Batch leaves [B, ...] as [count, B / count, ...]: microbatch m holds rows m, m + count, m + 2 count, ...
 
     Striding keeps every device's rows on that device, because a device holds a contiguous block of rows; and it gives
-    the same microbatches whether B are all rows or those of one shard.
+    the same microbatches whether B are all rows or those of one shard. A scalar goes to every microbatch.
     """
 
     def split(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (count,))
         x = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
         return constrain(x, None, "batch", *[None] * (x.ndim - 2))
 
     return jax.tree.map(split, batch)
+
+
+def batch_specs(batch: Any) -> Any:
+    """Specs of a batch over a manual `data` axis: rows are sharded, scalars replicated."""
+    return jax.tree.map(lambda x: PartitionSpec("data") if jnp.ndim(x) else PartitionSpec(), batch)
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ def compute_gradients(
         run = jax.shard_map(
             local,
             mesh=layout.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), PartitionSpec("data"), PartitionSpec()),
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch), PartitionSpec()),
             out_specs=(reduction.specs(params), PartitionSpec(), PartitionSpec()),
             axis_names={"data"},
             check_vma=False,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.parallel.gradients import DataReduction, Gradients
+from jaxtrain.parallel.gradients import DataReduction, Gradients, batch_specs
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode, Tree, enter, index, store
 from jaxtrain.precision import cast_floats
 from jaxtrain.sharding import constrain_parameters
@@ -189,7 +189,7 @@ def pipeline_gradients(
     run = enter(
         pipeline,
         local,
-        (whole, whole, over_pipe, over_pipe, PartitionSpec("data"), whole, whole),
+        (whole, whole, over_pipe, over_pipe, batch_specs(batch), whole, whole),
         (specs, whole),
     )
     outer, outer_fixed = ({k: v for k, v in tree.items() if k != stack_name} for tree in (params, fixed))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.parallel.gradients import batch_specs
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode, Tree, enter, index
 from jaxtrain.tasks import Sums
 
@@ -51,5 +52,5 @@ def pipeline_sums(
 
     outer = {name: value for name, value in params.items() if name != stack_name}
     whole = PartitionSpec()
-    run = enter(pipeline, local, (whole, PartitionSpec("pipe"), PartitionSpec("data"), whole), whole)
+    run = enter(pipeline, local, (whole, PartitionSpec("pipe"), batch_specs(batch), whole), whole)
     return run(outer, params[stack_name], batch, key)

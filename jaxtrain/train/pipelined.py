@@ -13,7 +13,7 @@ from jaxtrain.parallel.pipeline_forward import pipeline_sums
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision import Policy, cast_floats
 from jaxtrain.sharding import gather_parameters
-from jaxtrain.tasks import Batch, Sums, Task
+from jaxtrain.tasks import Batch, Sums, Task, task_sums
 from jaxtrain.train.state import merge_leaves
 
 
@@ -39,7 +39,7 @@ class _ModelStages:
         outputs = self.parts.head(outer, carry, train=self.train)
         outputs = outputs if self.task.takes_deferred_logits else compute_logits(outputs)
         with jax.named_scope("loss"):
-            loss_sum, weight, metrics = (self.task.loss if self.train else self.task.evaluation)(outputs, rows)
+            loss_sum, weight, metrics = task_sums(self.task, outputs, rows, train=self.train)
         return loss_sum, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(metrics)
 
 

@@ -25,7 +25,7 @@ from jaxtrain.metrics.peaks import peak_flops
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.metrics.writers import MultiWriter, open_writers
+from jaxtrain.metrics.writers import MultiWriter, flat_scalars, open_writers
 from jaxtrain.train.assemble import Run, assemble, open_run_data, reading_threads
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
@@ -57,7 +57,7 @@ class Session:
         self._checkpointer: Checkpointer | None = None
         self._info: dict[str, Any] | None = None
         self._row: dict[str, Any] = {}
-        self._evaluation: dict[str, float] = {}
+        self._evaluation: dict[str, Any] = {}
         self._evaluated_at: int | None = None
         self._profiling = False
         self._began = time.monotonic()
@@ -313,7 +313,7 @@ class Session:
         collector.resume()  # beside the next step, which is under way
 
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
-        values = {name: value.item() for name, value in jax.device_get(dict(metrics)).items()}
+        values = flat_scalars(jax.device_get(dict(metrics)))
         standard = {name: values.pop(name) for name in ("loss", "grad_norm", "learning_rate", "skipped_steps")}
         for name in ("weight", "skipped_in_a_row"):
             values.pop(name)
@@ -352,7 +352,7 @@ class Session:
         count = min(len(rows), self.config.evaluation.max_batches or len(rows))
         loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
         try:
-            self._evaluation = self._evaluator(state, (batch for batch, _ in loaded))
+            self._evaluation = flat_scalars(self._evaluator(state, (batch for batch, _ in loaded)))
         finally:
             loaded.close()
         self._evaluated_at = number

@@ -1,12 +1,14 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,7 +22,8 @@ from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
 from jaxtrain.rules import nearest_multiples
 from jaxtrain.sharding import Layout, gather_parameters, logical_spec, path_name
-from jaxtrain.tasks import Batch, Task
+from jaxtrain.tasks import Batch, Task, task_sums
+from jaxtrain.train.checks import check_batch, check_ids, check_parts
 from jaxtrain.train.context import step_context
 from jaxtrain.train.offload import to_host
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
@@ -31,11 +34,13 @@ from jaxtrain.train.update import Metrics, StepSettings, update_state
 
 
 class BatchSource(Protocol):
-    """What `TrainStep.loader` needs of `data.Batches`."""
+    """What `TrainStep.loader` needs of `data.Batches`; `check` gets the rows as NumPy arrays before they are placed."""
 
-    def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]: ...
+    def spec(self) -> Mapping[str, Any]: ...
 
-    def load(self, k: int, shardings: Mapping[str, Any]) -> dict[str, jax.Array]: ...
+    def load(
+        self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> dict[str, Any]: ...
 
 
 class TrainStep:
@@ -95,6 +100,7 @@ class TrainStep:
         # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
+        self._id_limits: dict[str, int] | None = None
 
     def init(self, seed: int | jax.Array) -> TrainState:
         """The state at step 0, created sharded: the same numbers on every mesh.
@@ -105,11 +111,12 @@ class TrainStep:
         return self._initialize(jax.random.key(seed) if isinstance(seed, int) else seed)
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """How a batch (arrays or shapes, global) lies on the mesh.
+        """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
 
         Raises:
-            ConfigError: the batch does not divide by the devices or by the microbatches.
+            ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
         """
+        check_batch(batch)
         axes = [axis for axis in self.layout.rules["batch"] if axis in ("data", "fsdp") or self.mesh.shape[axis] > 1]
         degrees = {axis: self.mesh.shape[axis] for axis in axes}
         if self.pipeline is None:
@@ -119,6 +126,8 @@ class TrainStep:
         multiple = math.prod(degrees.values())
 
         def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+            if leaf.ndim == 0:
+                return NamedSharding(self.mesh, PartitionSpec())
             if leaf.shape[0] % multiple:
                 raise ConfigError(
                     f"train.global_batch_size={leaf.shape[0]} does not divide by {' x '.join(degrees)} = "
@@ -139,9 +148,43 @@ class TrainStep:
         return jax.tree_util.tree_map_with_path(sharding, dict(batch))
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, jax.Array]]:
-        """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices."""
-        shardings = self.batch_shardings(batches.spec())
-        return lambda k: batches.load(k, shardings)
+        """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
+
+        Loading raises a `DataError` where a row holds an id that the model does not have.
+        """
+        spec = batches.spec()
+        shardings = self.batch_shardings(spec)
+        limits = self._limits(spec)
+
+        def load(k: int) -> dict[str, Any]:
+            return batches.load(k, shardings, check=functools.partial(check_ids, limits=limits, where=f"batch {k}"))
+
+        return load
+
+    def _limits(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Entry of a batch -> number of ids it may hold, where that is known."""
+        if self._id_limits is None:
+            model, task = self.model, self.task
+            self._id_limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
+            if task.num_classes is not None:
+                outputs = model.num_outputs
+                self._id_limits["targets"] = (
+                    task.num_classes(self._output_shapes(batch)) if outputs is None else outputs
+                )
+        return self._id_limits
+
+    def _output_shapes(self, batch: Mapping[str, Any]) -> Any:
+        """Shapes of the model's outputs for a batch."""
+        inputs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch["inputs"]
+        )
+        state, key = self.abstract_state, jax.eval_shape(lambda: jax.random.key(0))
+
+        def outputs(params: Any, model_state: Any, inputs: Any, key: jax.Array) -> Any:
+            return self.apply_model(params, model_state, inputs, key=key, train=True)[0]
+
+        with self.context():
+            return jax.eval_shape(outputs, state.params, state.model_state, inputs, key)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace and lower for a batch of these global shapes (arrays or `ShapeDtypeStruct`s)."""
@@ -184,7 +227,11 @@ class TrainStep:
             task's metrics, `learning_rate` and `loss_scale` where there is one.
         """
         if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(batch)):
-            batch = jax.device_put(dict(batch), self.batch_shardings(batch))
+            check_batch(batch)
+            batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
+            shardings = self.batch_shardings(batch)
+            check_ids(batch, limits=self._limits(batch), where="the batch")
+            batch = jax.device_put(batch, shardings)
         if self._compiled is not None and _shapes(batch) != self._batch_spec:
             raise ConfigError(
                 f"the batch holds {_describe(_shapes(batch))}, but the step was compiled for "
@@ -263,7 +310,7 @@ class TrainStep:
             params = merge_leaves(trained, frozen)
             outputs, model_state = self.apply_for_loss(params, model_state, rows["inputs"], key=key, train=True)
             with jax.named_scope("loss"):
-                loss_sum, weight, metrics = self.task.loss(outputs, rows)
+                loss_sum, weight, metrics = task_sums(self.task, outputs, rows, train=True)
             weight = jax.lax.stop_gradient(weight)
             return loss_sum / jnp.maximum(weight, 1e-9) * scale, (loss_sum, weight, model_state, metrics)
 
@@ -358,6 +405,7 @@ def make_train_step(
         >>> state = step.init(0)
         >>> state, metrics = step(state, {"inputs": images, "targets": labels})
     """
+    check_parts(model, task, optimizer)
     if accumulation_steps < 1:
         raise ConfigError(f"accumulation_steps={accumulation_steps}; use 1 or more")
     mesh = make_mesh() if mesh is None else mesh

@@ -131,5 +131,8 @@ def update_state(
 
 
 def mean_metrics(sums: Sums) -> Metrics:
-    """name -> sum / weight."""
-    return {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in sums.items()}
+    """name -> sum / weight, scalars or vectors; NaN where the weight is 0."""
+    return {
+        name: jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), jnp.nan)
+        for name, (total, weight) in sums.items()
+    }
