@@ -124,9 +124,16 @@ class ConcatenatedRows(Rows):
     Args:
         parts: The sources, with the same entries and shapes.
         weights: Share of each in the training order; None: its share of the rows.
+
+    Raises:
+        DataError: parts whose rows differ in entries, shapes or dtypes.
     """
 
     def __init__(self, parts: Sequence[Rows], *, weights: Sequence[float] | None = None):
+        kinds = [_row_kind(part) for part in parts if len(part)]
+        for kind in kinds[1:]:
+            if kind != kinds[0]:
+                raise DataError(f"the sources hold different rows: {kinds[0]}, and {kind}; give them the same entries")
         super().__init__(sum(len(part) for part in parts))
         self._parts = parts
         self._weights = weights
@@ -167,6 +174,12 @@ class ConcatenatedRows(Rows):
             return numbers
 
         return order
+
+
+def _row_kind(rows: Rows) -> str:
+    """Entries, dtypes and shapes of a row."""
+    leaves = jax.tree_util.tree_leaves_with_path(rows[0])
+    return ", ".join(f"{path_name(path)} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves)
 
 
 def _put(chosen: np.ndarray, column: np.ndarray, values: np.ndarray) -> None:

@@ -374,6 +374,10 @@ WRONG_ROWS = {
     "a dict": (lambda: jt.Batches({"inputs": X}, 2, seed=0, shuffle=True), "ArrayRows"),
     "an array": (lambda: jt.Batches(X, 2, seed=0, shuffle=True), "rows with an index"),
     "no entry": (lambda: ArrayRows({}), "it got none"),
+    "sources with and without weights": (
+        lambda: ConcatenatedRows([ArrayRows({"inputs": X}), ArrayRows({"inputs": X, "weights": X[:, 0]})]),
+        "the sources hold different rows",
+    ),
     "lengths that differ": (lambda: ArrayRows({"inputs": X, "targets": Y[:3]}), "inputs has 4, targets has 3 rows"),
     "rows of other entries": (
         lambda: jt.Batches(grain.MapDataset.source([{"inputs": X[0]}, {"x": X[0]}]), 2, seed=0, shuffle=True).load(
