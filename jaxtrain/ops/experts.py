@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.ops.activation import gelu
+
 
 class Kernels(NamedTuple):
     """Weights of the experts: `up` and `gate` [E, D, F] (no gate: GELU instead of SwiGLU), `down` [E, F, D]."""
@@ -86,7 +88,7 @@ def router_loss(
 
 
 def _activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
-    return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
+    return gelu(up) if gate is None else jax.nn.silu(gate) * up
 
 
 def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernels: Kernels) -> jax.Array:
