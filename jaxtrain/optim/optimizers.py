@@ -19,10 +19,11 @@ from jaxtrain.config.schema import (
     OptimizerConfig,
     SGDConfig,
 )
+from jaxtrain.optim import adafactor
 from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
-from jaxtrain.optimizer_rules import Matrix, as_matrix
+from jaxtrain.optimizer_rules import Matrix, as_matrix, counting_dims
 from jaxtrain.rules import AxesTable
 from jaxtrain.sharding import path_name
 
@@ -69,8 +70,12 @@ def _lion(config: LionConfig, names: Names) -> list[optax.GradientTransformation
 
 def _adafactor(config: AdafactorConfig, names: Names) -> list[optax.GradientTransformation]:
     """Row and column sums instead of a second moment (Shazeer and Stern 2018), in the order optax.adafactor has."""
-    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor)
-    pieces = [factored, optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()]
+
+    def counting(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return counting_dims(path, shape, names.axes, stack=names.stack)
+
+    factored = adafactor.scale_by_factored_rms(counting, config.min_dim_size_to_factor)
+    pieces = [factored, adafactor.clip_by_rms(counting), adafactor.scale_by_parameter_rms(counting)]
     return pieces + ([optax.ema(config.b1, debias=False)] if config.b1 else [])
 
 
