@@ -90,7 +90,7 @@ def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> op
 
         found = jax.tree_util.tree_map_with_path(one, updates, state.v_row, state.v_col, state.v)
         scaled, *statistics = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0, 0, 0)), found)
-        return scaled, FactoredState(optax.safe_increment(state.count), *statistics)
+        return scaled, FactoredState(jnp.asarray(optax.safe_increment(state.count)), *statistics)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 

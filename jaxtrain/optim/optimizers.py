@@ -100,12 +100,14 @@ def build_optimizer(
     Args:
         config: kind and its numbers.
         learning_rate: optimizer step -> learning rate.
-        axes: the model's table, which tells layer dims from others for the decay mask, and matrices for Muon.
+        axes: the model's table, which tells the dims that count layers and experts from others, and matrices for Muon.
         stack: top-level path of the parameters that are stacked layer by layer, for those without a row.
 
     Returns:
         gradients (fp32, clipped) -> updates to add to the parameters.
     """
-    decay = [optax.add_decayed_weights(config.weight_decay, decay_mask(axes))] if config.weight_decay else []
+    decay = (
+        [optax.add_decayed_weights(config.weight_decay, decay_mask(axes, stack=stack))] if config.weight_decay else []
+    )
     directions = _DIRECTIONS[config.kind](config, Names(axes, stack))
     return optax.chain(*directions, *decay, optax.scale_by_learning_rate(learning_rate))
