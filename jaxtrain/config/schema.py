@@ -44,7 +44,7 @@ class _Optimizer(Group):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the parameters and evaluate it; null: none."""
+    """Evaluate a moving average of parameters and batch statistics; its decay grows to this; null: none."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Parameters that stay as they are: path patterns such as 'blocks/*'."""
     offload: bool = False

@@ -111,7 +111,9 @@ def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degr
         size = local_size(one.shape, one.state_entries, degrees)
         optimizer += _optimizer_bytes(config, tensors, one, size, degrees)
         average += 0 if config.optimizer.ema_decay is None else _FP32 * size
-    return StateBytes(params, optimizer, average, _FP32 * sum(map(math.prod, tensors.model_state.values())))
+    model_state = _FP32 * sum(map(math.prod, tensors.model_state.values()))
+    average += 0 if config.optimizer.ema_decay is None else model_state
+    return StateBytes(params, optimizer, average, model_state)
 
 
 def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, degrees: Mapping[str, int]) -> int:

@@ -40,16 +40,17 @@ class Evaluator:
         """Evaluate.
 
         Args:
-            state: its `evaluation_params` and `model_state` are used.
+            state: its `evaluation_params` and `evaluation_model_state` are used.
             batches: on the mesh, of one shape; `weights` of 0 mark padding.
 
         Returns:
             `eval_loss`, the task's metrics as `eval_*`, and `eval_perplexity` for language models.
         """
+        params, model_state = state.evaluation_params, state.evaluation_model_state
         totals: dict[str, list[float]] = {}
         for batch in batches:
             self._step.batch_shardings(batch)  # one line where rows do not divide, before anything is traced
-            sums = jax.device_get(self._jitted(state.evaluation_params, state.model_state, dict(batch)))
+            sums = jax.device_get(self._jitted(params, model_state, dict(batch)))
             for name, (total, weight) in sums.items():
                 entry = totals.setdefault(name, [0.0, 0.0])
                 entry[0] += float(total)
