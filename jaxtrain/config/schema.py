@@ -158,15 +158,25 @@ class ParallelConfig(Group):
     """Share of parameter bytes that may stay whole on every device although fsdp > 1."""
 
 
+# Beyond it the scale never grows (`precision.LossScaling.maximum`).
+_LARGEST_LOSS_SCALE = 2.0**24
+
+
 class LossScaleConfig(Group):
     """Dynamic loss scaling for fp16."""
 
-    initial: Annotated[float, Field(gt=0)] = 32768.0
+    initial: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 32768.0
     """Scale at the start."""
     growth_interval: PositiveInt = 2000
     """Finite steps after which the scale doubles."""
-    minimum: Annotated[float, Field(gt=0)] = 1.0
+    minimum: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 1.0
     """The scale never falls below this."""
+
+    @model_validator(mode="after")
+    def _starts_in_range(self) -> "LossScaleConfig":
+        if self.initial < self.minimum:
+            raise ValueError(f"initial {self.initial:g} is below minimum {self.minimum:g}; raise it, or lower minimum")
+        return self
 
 
 class PrecisionConfig(Group):
