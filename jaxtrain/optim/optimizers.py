@@ -106,8 +106,8 @@ def build_optimizer(
     Returns:
         gradients (fp32, clipped) -> updates to add to the parameters.
     """
-    decay = (
-        [optax.add_decayed_weights(config.weight_decay, decay_mask(axes, stack=stack))] if config.weight_decay else []
-    )
+    # A place in the chain with and without it: state is saved by places, and a resumed run may change the setting.
+    mask = decay_mask(axes, stack=stack)
+    decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
     directions = _DIRECTIONS[config.kind](config, Names(axes, stack))
-    return optax.chain(*directions, *decay, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*directions, decay, optax.scale_by_learning_rate(learning_rate))
