@@ -1,4 +1,4 @@
-"""What optimizers make of a parameter, from its name and shape: blocks of stored moments, Muon's matrices. No jax here.
+"""What optimizers make of a parameter, from its name and shape: its layers, matrices, blocks of moments. No jax here.
 
 The optimizers and the planner ask the same functions, so that the planner's bytes are those of the step.
 """
@@ -43,6 +43,70 @@ def block_entries(entries: Sequence[Entry], num_blocks: int, degrees: Mapping[st
     return (*entries[:-1], last)
 
 
+def kept_entries(entries: Sequence[Entry], shape: Sequence[int], kept: Sequence[int]) -> tuple[Entry, ...] | None:
+    """How statistics of shape `kept` are sharded that lack one dim of their parameter: as its other dims are.
+
+    Of dims of one size the last counts as the missing one.
+
+    Args:
+        entries: mesh axes of each dim of the parameter.
+        shape: of the parameter.
+        kept: of the statistics.
+
+    Returns:
+        Mesh axes of each dim of the statistics; None where no dim of the parameter can be the missing one.
+    """
+    for gone in reversed(range(len(shape))):
+        if (*shape[:gone], *shape[gone + 1 :]) == tuple(kept):
+            return (*entries[:gone], *entries[gone + 1 :])
+    return None
+
+
+# Logical axes that count equal arrays: a layer or an expert of a stack is an array of its own.
+_COUNTING = ("layers", "experts")
+
+
+def _is_stacked(path: str, stack: str | None) -> bool:
+    return stack is not None and path.startswith(f"{stack}/")
+
+
+def _named_dims(path: str, shape: Sequence[int], axes: AxesTable, stack: str | None) -> tuple[str | None, ...] | None:
+    """The row of a parameter, in which a stack's first dim counts layers, named or not; None: no row of its rank."""
+    row = table_row(path, axes)
+    if row is None or len(row) != len(shape):
+        return None
+    return ("layers", *row[1:]) if _is_stacked(path, stack) and row[:1] == (None,) else tuple(row)
+
+
+def counting_dims(path: str, shape: Sequence[int], axes: AxesTable, *, stack: str | None = None) -> tuple[int, ...]:
+    """The dims that count layers and experts: each index of them has one matrix, vector or number of the model.
+
+    Args:
+        path: `blocks/attention/query/kernel`.
+        shape: of the whole parameter.
+        axes: the model's table.
+        stack: top-level path of the parameters that are stacked layer by layer.
+    """
+    row = _named_dims(path, shape, axes, stack)
+    if row is None:
+        return (0,) if _is_stacked(path, stack) and shape else ()
+    return tuple(dim for dim, name in enumerate(row) if name in _COUNTING)
+
+
+def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) -> tuple[int, int] | None:
+    """The two largest dims of one layer, the larger one last; None: one of them is below `smallest`.
+
+    Args:
+        shape: of the whole parameter.
+        counting: its dims that count layers and experts.
+        smallest: size from which a dim is averaged over.
+    """
+    dims = sorted((dim for dim in range(len(shape)) if dim not in counting), key=lambda dim: (shape[dim], dim))
+    if len(dims) < 2 or shape[dims[-2]] < smallest:
+        return None
+    return dims[-2], dims[-1]
+
+
 @dataclass(frozen=True)
 class Matrix:
     """The dims of a parameter that is a stack of matrices.
@@ -56,8 +120,7 @@ class Matrix:
     columns: tuple[int, ...]
 
 
-# Logical axes that count matrices, and those that make up one side of a matrix together.
-_BATCH = ("layers", "experts")
+# Logical axes that make up one side of a matrix together.
 _TOGETHER = ("heads", "kv_heads", "head_dim")
 # Of parameters without a row in the table: parts of names of embeddings, and beginnings of names of output layers.
 _EMBEDDINGS = ("embed", "position", "vocab", "wte", "wpe")
@@ -83,14 +146,14 @@ def as_matrix(
     """
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
         return None
-    row = table_row(path, axes)
-    if row is None or len(row) != len(shape):
+    row = _named_dims(path, shape, axes, stack)
+    if row is None:
         return _unnamed_matrix(path, shape, stack)
     sides: list[tuple[str, list[int]]] = []
     batch: list[int] = []
     waiting: list[int] = []
     for dim, name in enumerate(row):
-        if name in _BATCH:
+        if name in _COUNTING:
             batch.append(dim)
         elif name is None:
             waiting.append(dim)
@@ -107,7 +170,7 @@ def as_matrix(
 
 def _unnamed_matrix(path: str, shape: Sequence[int], stack: str | None) -> Matrix | None:
     parts = path.lower().split("/")
-    stacked = stack is not None and path.startswith(f"{stack}/")
+    stacked = _is_stacked(path, stack)
     if len(shape) != 2 + stacked or any(word in part for part in parts for word in _EMBEDDINGS):
         return None
     if not stacked and parts[0].startswith(_OUTPUTS):

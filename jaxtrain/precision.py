@@ -74,12 +74,24 @@ class LossScaling:
     """How a dynamic loss scale moves: doubled after `growth_interval` finite steps, halved at each non-finite one.
 
     Source: Micikevicius et al. 2017, section 3.2.
+
+    Raises:
+        ConfigError: a start outside minimum and maximum, or no interval.
     """
 
     initial: float = 2.0**15
     growth_interval: int = 2000
     minimum: float = 1.0
     maximum: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minimum <= self.initial <= self.maximum:
+            raise ConfigError(
+                f"the loss scale starts at initial={self.initial:g}, outside minimum={self.minimum:g} to "
+                f"maximum={self.maximum:g}; use 0 < minimum <= initial <= maximum"
+            )
+        if self.growth_interval < 1:
+            raise ConfigError(f"growth_interval={self.growth_interval} of the loss scale; use 1 or more")
 
 
 @jax.tree_util.register_dataclass

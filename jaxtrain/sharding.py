@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.optimizer_rules import block_entries
+from jaxtrain.optimizer_rules import block_entries, kept_entries
 from jaxtrain.rules import DEFAULT_RULES, AxesTable, entry_axes, entry_degree, logical_entries, parameter_entries
 
 
@@ -101,8 +101,9 @@ def optimizer_shardings(optimizer_state: Any, params: Any, layout: Layout, *, al
     """Shardings of optimizer state: a leaf that mirrors a parameter lies as it does, another by the default rule.
 
     Optimizers keep trees of the parameters' structure inside their states, so a leaf belongs to the parameter whose
-    path ends its own; one number a block of the last dim lies as the blocks do. Factored statistics have other shapes
-    and take the default (largest dim that divides).
+    path ends its own; one number a block of the last dim lies as the blocks do, and sums over one dim (Adafactor's) as
+    the other dims, so that a stack of layers meets its statistics where it is. Other shapes take the default (largest
+    dim that divides).
     """
     shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     unknown = Layout(layout.mesh, {}, layout.rules)
@@ -118,6 +119,11 @@ def optimizer_shardings(optimizer_state: Any, params: Any, layout: Layout, *, al
                 spec = parameter_spec(owner, shape, layout, also=also)
                 entries = block_entries((*spec, *[None] * len(shape))[: len(shape)], leaf.shape[-1], layout.degrees)
                 return NamedSharding(layout.mesh, PartitionSpec(*entries))
+            if shape and len(leaf.shape) == len(shape) - 1:
+                spec = parameter_spec(owner, shape, layout, also=also)
+                entries = kept_entries((*spec, *[None] * len(shape))[: len(shape)], shape, leaf.shape)
+                if entries is not None:
+                    return NamedSharding(layout.mesh, PartitionSpec(*entries))
         return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))
 
     return jax.tree_util.tree_map_with_path(sharding, optimizer_state)

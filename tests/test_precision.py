@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision import POLICIES, LossScale, LossScaling, cast_floats, get_policy
 from jaxtrain.quantized import QuantizedKernel
@@ -31,6 +32,29 @@ def test_loss_scale(steps, scales):
         found.append(float(state.scale))
     assert found == scales
     assert (state.scale.dtype, state.finite_steps.dtype) == (jnp.float32, jnp.int32)
+
+
+WRONG_SCALES = {
+    "below the minimum": (dict(initial=1.0, minimum=8.0), r"initial=1, outside minimum=8 to maximum=1\.67772e\+07"),
+    "above the maximum": (dict(initial=64.0, maximum=32.0), r"initial=64, outside minimum=1 to maximum=32"),
+    "a minimum of zero": (dict(minimum=0.0), r"use 0 < minimum <= initial <= maximum"),
+    "no number": (dict(initial=float("nan")), r"initial=nan, outside"),
+    "no interval": (dict(growth_interval=0), r"growth_interval=0 of the loss scale; use 1 or more"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG_SCALES.values(), ids=WRONG_SCALES)
+def test_scales_that_cannot_move_as_they_say_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        LossScaling(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_whose_scale_starts_below_its_minimum_is_refused():
+    overrides = ["precision.policy=fp16", "precision.loss_scale.initial=1", "precision.loss_scale.minimum=8"]
+    with pytest.raises(ConfigError, match=r"precision\.loss_scale.*initial 1 is below minimum 8; raise it") as caught:
+        load_config("quickstart", overrides=overrides)
+    assert "\n" not in str(caught.value)
 
 
 def test_casts_touch_floats_only():

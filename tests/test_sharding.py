@@ -140,14 +140,14 @@ def test_state_that_mirrors_a_parameter_lies_as_it_does(optimizer, copies):
     assert all(spec == () for key, spec in found.items() if key.endswith("count"))
 
 
-def test_factored_state_takes_the_default():
-    where = layout(fsdp=8)
+def test_factored_state_lies_as_the_dims_that_it_keeps():
+    where = layout(fsdp=4, tensor=2)
     optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=128)
     state = jax.eval_shape(optimizer.init, PARAMS)
     found = specs(optimizer_shardings(state, PARAMS, where))
-    # Row and column sums [256] and [128]; placeholders of one element; the norm's own shape stays whole over no layer.
+    # Sums [128] of the width and [256] of the vocabulary; placeholders of one element; the norm's own shape.
     assert found["v_row/embedding"] == ("fsdp",)
-    assert found["v_col/embedding"] == ("fsdp",)
+    assert found["v_col/embedding"] == ("tensor",)
     assert found["v/embedding"] == (None,)
     assert found["v/blocks/mlp_norm/scale"] == (None, "fsdp")
 

@@ -325,6 +325,8 @@ def _check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | N
     if found is not None:
         parts = {name.partition(".")[0] for name in found.names}
         what = "model" if parts & {"params", "model_state"} else "optimizer" if "optimizer_state" in parts else "kind"
+        if parts <= {"ema", "ema_model_state"}:
+            what = "moving average"
         raise CheckpointError(f"checkpoint {info.path} is of another {what}: {found.phrase}")
 
 

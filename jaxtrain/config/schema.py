@@ -44,7 +44,7 @@ class _Optimizer(Group):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the parameters and evaluate it; null: none."""
+    """Evaluate a moving average of parameters and batch statistics; its decay grows to this; null: none."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Parameters that stay as they are: path patterns such as 'blocks/*'."""
     offload: bool = False
@@ -158,15 +158,25 @@ class ParallelConfig(Group):
     """Share of parameter bytes that may stay whole on every device although fsdp > 1."""
 
 
+# Beyond it the scale never grows (`precision.LossScaling.maximum`).
+_LARGEST_LOSS_SCALE = 2.0**24
+
+
 class LossScaleConfig(Group):
     """Dynamic loss scaling for fp16."""
 
-    initial: Annotated[float, Field(gt=0)] = 32768.0
+    initial: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 32768.0
     """Scale at the start."""
     growth_interval: PositiveInt = 2000
     """Finite steps after which the scale doubles."""
-    minimum: Annotated[float, Field(gt=0)] = 1.0
+    minimum: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 1.0
     """The scale never falls below this."""
+
+    @model_validator(mode="after")
+    def _starts_in_range(self) -> "LossScaleConfig":
+        if self.initial < self.minimum:
+            raise ValueError(f"initial {self.initial:g} is below minimum {self.minimum:g}; raise it, or lower minimum")
+        return self
 
 
 class PrecisionConfig(Group):

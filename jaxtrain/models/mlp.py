@@ -19,8 +19,9 @@ from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import Model
 from jaxtrain.models.nnx_model import from_nnx
+from jaxtrain.ops.activation import gelu
 
-_ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
+_ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
 
 
 class MLP(nnx.Module):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.ops.activation import gelu
+
 
 class Kernels(NamedTuple):
     """Weights of the experts: `up` and `gate` [E, D, F] (no gate: GELU instead of SwiGLU), `down` [E, F, D]."""
@@ -20,7 +22,11 @@ class Kernels(NamedTuple):
 
 
 def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token, and the weight of each: the softmax over the chosen logits (Mixtral, section 2.1).
+    """The experts of each token, and the weight of each.
+
+    With two choices or more the weights are the softmax over the chosen logits (Jiang et al. 2024, Mixtral, section
+    2.1). Over one logit that softmax is 1 and would teach the router nothing, so a single choice has its probability
+    among all experts as weight (Fedus et al. 2021, Switch, equation 2).
 
     Each choice is an argmax over what is left: on a sharded batch `jax.lax.top_k` is a custom call that the
     partitioner gathers the batch for (jax 0.10.2 and 0.12.0, CPU), where a reduction stays local.
@@ -30,8 +36,8 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
         experts_per_token: K.
 
     Returns:
-        Weights float32 [B, L, K], which sum to 1 and are differentiable in the logits, and expert ids int32
-        [B, L, K], distinct for each token and best first.
+        Weights float32 [B, L, K], differentiable in the logits, whose sum is 1 if K is 2 or more; and expert ids
+        int32 [B, L, K], distinct for each token and best first.
     """
     num_experts = logits_BLE.shape[-1]
     left_BLE = jax.lax.stop_gradient(logits_BLE)
@@ -42,7 +48,12 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
         left_BLE = jnp.where(is_chosen_BLE, -jnp.inf, left_BLE)
         ids.append(ids_BL)
         chosen.append(jnp.sum(jnp.where(is_chosen_BLE, logits_BLE, 0.0), axis=-1))
-    return jax.nn.softmax(jnp.stack(chosen, axis=-1), axis=-1), jnp.stack(ids, axis=-1)
+    chosen_BLK = jnp.stack(chosen, axis=-1)
+    if experts_per_token == 1:
+        weights_BLK = jnp.exp(chosen_BLK - jax.nn.logsumexp(logits_BLE, axis=-1, keepdims=True))
+    else:
+        weights_BLK = jax.nn.softmax(chosen_BLK, axis=-1)
+    return weights_BLK, jnp.stack(ids, axis=-1)
 
 
 def count_tokens(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
@@ -77,7 +88,7 @@ def router_loss(
 
 
 def _activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
-    return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
+    return gelu(up) if gate is None else jax.nn.silu(gate) * up
 
 
 def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernels: Kernels) -> jax.Array:

@@ -1,28 +1,32 @@
 """Which parameters decay and which are trained: predicates over paths and shapes."""
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.rules import table_row
+from jaxtrain.optimizer_rules import counting_dims
+from jaxtrain.rules import AxesTable
 from jaxtrain.sharding import path_name
 
 
-def decay_mask(axes: Mapping[str, tuple[str | None, ...]]) -> Callable[[Any], Any]:
+def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[Any], Any]:
     """params -> tree of bool: True for matrices and kernels, False for biases and norm scales.
 
-    A parameter decays when it has two dims or more, its layer dim not counted; attention biases [heads, head_dim]
-    do not decay although they have two.
+    A parameter decays when it has two dims or more besides those that count layers and experts; attention biases
+    [heads, head_dim] do not decay although they have two.
+
+    Args:
+        axes: the model's table.
+        stack: top-level path of the parameters that are stacked layer by layer, for those without a row.
     """
 
     def mask(params: Any) -> Any:
         def decays(path: tuple[Any, ...], leaf: Any) -> bool:
             name = path_name(path)
-            row = table_row(name, axes) or ()
-            dims = leaf.ndim - row.count("layers")
+            dims = leaf.ndim - len(counting_dims(name, leaf.shape, axes, stack=stack))
             return dims >= 2 and name.rsplit("/", 1)[-1] not in ("bias", "scale")
 
         return jax.tree_util.tree_map_with_path(decays, params)

@@ -19,10 +19,11 @@ from jaxtrain.config.schema import (
     OptimizerConfig,
     SGDConfig,
 )
+from jaxtrain.optim import adafactor
 from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
-from jaxtrain.optimizer_rules import Matrix, as_matrix
+from jaxtrain.optimizer_rules import Matrix, as_matrix, counting_dims
 from jaxtrain.rules import AxesTable
 from jaxtrain.sharding import path_name
 
@@ -69,8 +70,12 @@ def _lion(config: LionConfig, names: Names) -> list[optax.GradientTransformation
 
 def _adafactor(config: AdafactorConfig, names: Names) -> list[optax.GradientTransformation]:
     """Row and column sums instead of a second moment (Shazeer and Stern 2018), in the order optax.adafactor has."""
-    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor)
-    pieces = [factored, optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()]
+
+    def counting(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return counting_dims(path, shape, names.axes, stack=names.stack)
+
+    factored = adafactor.scale_by_factored_rms(counting, config.min_dim_size_to_factor)
+    pieces = [factored, adafactor.clip_by_rms(counting), adafactor.scale_by_parameter_rms(counting)]
     return pieces + ([optax.ema(config.b1, debias=False)] if config.b1 else [])
 
 
@@ -95,12 +100,14 @@ def build_optimizer(
     Args:
         config: kind and its numbers.
         learning_rate: optimizer step -> learning rate.
-        axes: the model's table, which tells layer dims from others for the decay mask, and matrices for Muon.
+        axes: the model's table, which tells the dims that count layers and experts from others, and matrices for Muon.
         stack: top-level path of the parameters that are stacked layer by layer, for those without a row.
 
     Returns:
         gradients (fp32, clipped) -> updates to add to the parameters.
     """
-    decay = [optax.add_decayed_weights(config.weight_decay, decay_mask(axes))] if config.weight_decay else []
+    # A place in the chain with and without it: state is saved by places, and a resumed run may change the setting.
+    mask = decay_mask(axes, stack=stack)
+    decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
     directions = _DIRECTIONS[config.kind](config, Names(axes, stack))
-    return optax.chain(*directions, *decay, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*directions, decay, optax.scale_by_learning_rate(learning_rate))

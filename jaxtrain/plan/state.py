@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.models.axes import model_axes
-from jaxtrain.optimizer_rules import as_matrix, block_entries, is_stored, moment_block
+from jaxtrain.optimizer_rules import (
+    as_matrix,
+    block_entries,
+    counting_dims,
+    factored_dims,
+    is_stored,
+    kept_entries,
+    moment_block,
+)
 from jaxtrain.plan.parameters import Tensors, frozen_paths
 from jaxtrain.rules import Entry, entry_degree, parameter_entries
 
@@ -103,7 +111,9 @@ def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degr
         size = local_size(one.shape, one.state_entries, degrees)
         optimizer += _optimizer_bytes(config, tensors, one, size, degrees)
         average += 0 if config.optimizer.ema_decay is None else _FP32 * size
-    return StateBytes(params, optimizer, average, _FP32 * sum(map(math.prod, tensors.model_state.values())))
+    model_state = _FP32 * sum(map(math.prod, tensors.model_state.values()))
+    average += 0 if config.optimizer.ema_decay is None else model_state
+    return StateBytes(params, optimizer, average, model_state)
 
 
 def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
@@ -121,7 +131,7 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, d
         case LionConfig():
             return _moment_bytes(optimizer.moments, one, size, degrees)
         case AdafactorConfig():
-            numbers = _adafactor_numbers(optimizer, one, degrees, zero_axes(config))
+            numbers = _adafactor_numbers(config, tensors, one, degrees, optimizer.min_dim_size_to_factor)
             return _FP32 * (numbers + (size if optimizer.b1 else 0))
 
 
@@ -163,18 +173,19 @@ def _moment_bytes(moments: str, one: Placed, size: int, degrees: Mapping[str, in
     return size + local_size(blocks, block_entries(one.state_entries, blocks[-1], degrees), degrees)
 
 
-def _adafactor_numbers(config: AdafactorConfig, one: Placed, degrees: Mapping[str, int], also: tuple[str, ...]) -> int:
-    """Row and column sums over the two largest dims where both are large enough, else a whole second moment.
+def _adafactor_numbers(config: Config, tensors: Tensors, one: Placed, degrees: Mapping[str, int], smallest: int) -> int:
+    """Row and column sums of each layer over its two largest dims if both are large enough, else a second moment.
 
-    optax keeps all three trees, and one number where a tree does not apply. Their shapes are not the parameter's, so
-    that they lie by the default rule: the largest dim that divides goes to `fsdp`.
+    There are three trees, and one number where a tree does not apply. Sums are sharded as the dims that they keep.
     """
-    order = sorted(range(len(one.shape)), key=lambda dim: (one.shape[dim], dim))
-    factored = len(order) >= 2 and one.shape[order[-2]] >= config.min_dim_size_to_factor
-    if not factored:
+    counting = counting_dims(one.path, one.shape, model_axes(config.model), stack=tensors.stack)
+    factored = factored_dims(one.shape, counting, smallest)
+    if factored is None:
         return 2 + local_size(one.shape, one.state_entries, degrees)
     numbers = 1
-    for gone in order[-2:]:
+    for gone in factored:
         shape = tuple(size for dim, size in enumerate(one.shape) if dim != gone)
-        numbers += local_size(shape, parameter_entries("", shape, degrees=degrees, axes={}, also=also), degrees)
+        entries = kept_entries(one.state_entries, one.shape, shape)
+        assert entries is not None, one.path
+        numbers += local_size(shape, entries, degrees)
     return numbers

@@ -50,7 +50,7 @@ class Evaluator:
         """Evaluate.
 
         Args:
-            state: its `evaluation_params` and `model_state` are used.
+            state: its `evaluation_params` and `evaluation_model_state` are used.
             batches: of one shape, on the mesh or host arrays; rows at the end of a batch whose `weights` are 0 fill it
                 up and count for no task.
 
@@ -58,6 +58,7 @@ class Evaluator:
             `eval_loss`, the task's metrics as `eval_*` (a float, or a NumPy array for a vector), and `eval_perplexity`
             for language models. A mean over no weight is NaN.
         """
+        params, model_state = state.evaluation_params, state.evaluation_model_state
         totals: dict[str, tuple[Any, Any]] = {}
         for batch in batches:
             check_batch(batch)
@@ -68,7 +69,7 @@ class Evaluator:
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue
-            sums = jax.device_get(self._jitted(state.evaluation_params, state.model_state, dict(batch), num_rows))
+            sums = jax.device_get(self._jitted(params, model_state, dict(batch), num_rows))
             for name, (total, weight) in sums.items():
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + np.asarray(total, np.float64), before[1] + np.asarray(weight, np.float64))

@@ -30,7 +30,7 @@ class OpenedRun:
         checkpoint_step: the step whose parameters these are.
         step: the train step, for its model, task, mesh and precision.
         params: parameters (their moving average where the run keeps one).
-        model_state: batch statistics and the like.
+        model_state: batch statistics and the like (their moving average likewise).
         tokenizer: what made the run's tokens, where that is known.
         data: the run's data, when it was opened.
         remarks: lines for people.
@@ -51,7 +51,8 @@ class OpenedRun:
         """A train state to evaluate: the rest of it holds shapes only."""
         from dataclasses import replace
 
-        return replace(self.step.abstract_state, params=self.params, model_state=self.model_state, ema=None)
+        shapes = self.step.abstract_state
+        return replace(shapes, params=self.params, model_state=self.model_state, ema=None, ema_model_state=None)
 
 
 def read_run(run_dir: str | Path) -> dict[str, Any]:
@@ -228,6 +229,8 @@ def _restore(
     step: int | None,
     report: Callable[[str], None] | None,
 ) -> tuple[int, Any, Any]:
+    from dataclasses import replace
+
     import jax
 
     from jaxtrain.train.state import merge_leaves
@@ -245,6 +248,10 @@ def _restore(
                 # Frozen parameters have no average.
                 restored = params if average is None else merge_leaves(average, params) if needs_params else average
                 model_state = checkpoints.restore(target.model_state, step=candidate, prefix="model_state")
+                if averaged:
+                    saved = checkpoints.restore(target.ema_model_state, step=candidate, prefix="ema_model_state")
+                    state = replace(target, model_state=model_state, ema_model_state=saved)
+                    model_state = state.evaluation_model_state
             except DamagedError as error:
                 damaged.append(str(error))
                 if report is not None and step is None:

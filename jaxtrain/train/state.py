@@ -40,6 +40,7 @@ class TrainState:
         key: typed PRNG key; every random number of step k derives from `fold_in(key, k)`.
         skipped: counts of non-finite steps.
         ema: moving average of the trainable params in float32, or None.
+        ema_model_state: the same average of the floating leaves of model_state, None where ema is.
     """
 
     step: jax.Array
@@ -50,11 +51,35 @@ class TrainState:
     key: jax.Array
     skipped: SkippedSteps
     ema: Any = None
+    ema_model_state: Any = None
 
     @property
     def evaluation_params(self) -> Any:
         """The parameters to evaluate: the moving average where there is one, frozen ones as they are."""
         return self.params if self.ema is None else merge_leaves(self.ema, self.params)
+
+    @property
+    def evaluation_model_state(self) -> Any:
+        """The model_state that belongs to `evaluation_params`: its average where parameters have one.
+
+        Batch statistics of the raw parameters would not fit the activations of averaged ones.
+        """
+        if self.ema is None or self.ema_model_state is None:
+            return self.model_state
+
+        def chosen(average: Any, leaf: Any) -> Any:
+            if average is None:
+                return leaf
+            return average if average.dtype == leaf.dtype else average.astype(leaf.dtype)
+
+        return jax.tree.map(chosen, self.ema_model_state, self.model_state, is_leaf=lambda leaf: leaf is None)
+
+
+def floating_leaves(tree: Any) -> Any:
+    """The floating leaves of a tree in float32, None in place of others (counts, keys)."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else None, tree
+    )
 
 
 def select_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:

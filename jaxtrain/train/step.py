@@ -29,7 +29,7 @@ from jaxtrain.train.offload import to_host
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.placement import state_on_host, state_shardings
-from jaxtrain.train.state import SkippedSteps, TrainState, merge_leaves, select_leaves
+from jaxtrain.train.state import SkippedSteps, TrainState, floating_leaves, merge_leaves, select_leaves
 from jaxtrain.train.update import Metrics, StepSettings, update_state
 
 
@@ -251,7 +251,8 @@ class TrainStep:
         init_key, run_key = jax.random.split(key)
         params, model_state = self.model.init(init_key)
         trained = select_leaves(params, settings.trainable)
-        ema = cast_floats(trained, jnp.float32) if settings.ema_decay is not None else None
+        averaged = settings.ema_decay is not None
+        ema = cast_floats(trained, jnp.float32) if averaged else None
         # Frozen parameters keep the dtype that they came in: they may be quantized.
         trained = cast_floats(trained, settings.policy.param_dtype)
         params = merge_leaves(trained, params)
@@ -266,6 +267,7 @@ class TrainStep:
             key=run_key,
             skipped=SkippedSteps(jnp.int32(0), jnp.int32(0)),
             ema=ema,
+            ema_model_state=floating_leaves(model_state) if averaged else None,
         )
 
     def apply_model(
@@ -385,7 +387,8 @@ def make_train_step(
         accumulation_steps: microbatches a step; results equal those of the whole batch at once, except that batch
             statistics are those of each (global) microbatch.
         clip_norm: largest global norm of the gradient; None: no clipping.
-        ema_decay: keep a moving average of the parameters.
+        ema_decay: keep a moving average of the parameters and of model_state (batch statistics), which is evaluated.
+            After t updates the decay is (1 + t) / (10 + t), at most this.
         trainable: parameter path -> whether it is trained; None: all are.
         learning_rate: only reported, as `learning_rate` in the metrics.
         loss_scaling: how the fp16 loss scale moves.

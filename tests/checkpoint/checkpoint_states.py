@@ -32,6 +32,7 @@ class State:
     key: Any
     skipped: Any
     ema: Any = None
+    ema_model_state: Any = None
 
 
 def mesh_of(num_devices: int) -> Mesh:

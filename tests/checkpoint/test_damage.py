@@ -176,6 +176,10 @@ OTHER_MODELS = {
         r"differ, first params\.mlp\.bias is \(32,\) bfloat16 there, \(64,\) bfloat16 here; params\.mlp\.kernel is",
     ),
     "missing": (lambda: _replaced(ema={"kernel": _shape((2,))}), r"first ema\.kernel is not there"),
+    "average of statistics": (
+        lambda: _replaced(ema_model_state={"mean": _shape((2,))}),
+        r"1 of \d+ arrays differ, first ema_model_state\.mean is not there",
+    ),
     "extra": (
         lambda: _replaced(params={}),
         r"4 of \d+ arrays differ, first params\.blocks\.0 is \(8, 16\) float32 there and not here",
@@ -195,7 +199,7 @@ def test_another_model_is_refused_before_reading(saved, monkeypatch, target, phr
 
     monkeypatch.setattr(Storage, "read", read)
     with pytest.raises(
-        CheckpointError, match=f"checkpoints/2 is of another (model|optimizer|kind): .*{phrase}"
+        CheckpointError, match=f"checkpoints/2 is of another (model|optimizer|moving average|kind): .*{phrase}"
     ) as caught:
         saved.restore(target())
     assert "\n" not in str(caught.value)

@@ -60,7 +60,24 @@ def test_grouped_experts_are_the_dense_ones(num_experts, choices, gated):
     (_, expected), expected_gradients = run(dense_experts)
     np.testing.assert_allclose(y, expected, **TOLERANCE)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), gradients, expected_gradients)
-    assert all(np.any(g) for g in jax.tree.leaves(expected_gradients)) or choices == 1
+    # One expert alone leaves its router nothing to choose.
+    assert all(np.any(g) for g in jax.tree.leaves(expected_gradients)) or num_experts == 1
+
+
+def test_one_choice_is_weighted_by_its_probability_among_all_experts():
+    """Switch, equation 2, in plain NumPy, with the gradient that reaches the router."""
+    _, logits, _, _ = make_inputs(4)
+    plain = np.asarray(logits, np.float64)
+    probabilities = np.exp(plain) / np.sum(np.exp(plain), axis=-1, keepdims=True)
+    factors = np.random.default_rng(1).normal(size=plain.shape[:2])
+    weights, ids = route(logits, 1)
+    np.testing.assert_array_equal(ids[..., 0], np.argmax(plain, axis=-1))
+    best = np.max(probabilities, axis=-1, keepdims=True)
+    # A few roundings of float32, 6e-8 each.
+    np.testing.assert_allclose(weights, best, rtol=1e-6)
+    gradient = jax.grad(lambda logits: jnp.sum(route(logits, 1)[0][..., 0] * factors))(logits)
+    one_hot = np.arange(4) == np.argmax(plain, axis=-1)[..., None]
+    np.testing.assert_allclose(gradient, factors[..., None] * best * (one_hot - probabilities), atol=1e-6)
 
 
 def test_all_tokens_to_one_expert_drops_none():
@@ -121,7 +138,9 @@ def test_route_is_top_k(choices):
     weights, ids = route(logits, choices)
     chosen, expected = jax.lax.top_k(logits, choices)
     np.testing.assert_array_equal(ids, expected)
-    np.testing.assert_allclose(weights, jax.nn.softmax(chosen, axis=-1), rtol=1e-6)
+    # Of one choice the probability among all experts, of several the softmax over the chosen logits.
+    single = jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1, keepdims=True)
+    np.testing.assert_allclose(weights, single if choices == 1 else jax.nn.softmax(chosen, axis=-1), rtol=1e-6)
     assert weights.dtype == jnp.float32
 
 

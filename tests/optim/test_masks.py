@@ -1,10 +1,13 @@
 """Which parameters decay and which are trained."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+import jaxtrain as jt
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import AdamWConfig
 from jaxtrain.errors import ConfigError
@@ -14,6 +17,7 @@ from jaxtrain.models.transformer import transformer
 from jaxtrain.optim import build_optimizer
 from jaxtrain.optim.masks import decay_mask, trainable_predicate
 from jaxtrain.sharding import path_name
+from jaxtrain.train.assemble import build_step
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=11, max_sequence_length=6)
 
@@ -104,6 +108,12 @@ OWN = {
     "bias of two dims": ("query/bias", (4, 4), ("heads", "head_dim"), False),
     "scale of two dims": ("norm/scale", (4, 4), None, False),
     "scalar": ("temperature", (), None, False),
+    "vector of the stack": ("blocks/gamma", (3, 4), None, False),
+    "matrix of the stack": ("blocks/mixer", (3, 4, 4), None, True),
+    "number of the stack": ("blocks/temperature", (3,), None, False),
+    "vector of the stack, layers unnamed": ("blocks/gamma", (3, 4), (None, "embed"), False),
+    "vector for each expert": ("blocks/gamma", (3, 2, 4), ("layers", "experts", "mlp"), False),
+    "matrix beside the stack": ("blocks_out/gamma", (3, 4), None, True),
 }
 
 
@@ -112,7 +122,44 @@ def test_parameters_of_somebodys_own(path, shape, row, decays):
     params = jax.ShapeDtypeStruct(shape, np.float32)
     for part in reversed(path.split("/")):
         params = {part: params}
-    assert jax.tree.leaves(decay_mask({} if row is None else {path: row})(params)) == [decays]
+    mask = decay_mask({} if row is None else {path: row}, stack="blocks")
+    assert jax.tree.leaves(mask(params)) == [decays]
+
+
+def test_a_stack_of_somebodys_own_model_decays_as_its_layers_do():
+    """Through the config: without a gradient only decay moves a parameter."""
+
+    def make(rngs):
+        module = nnx.Linear(4, 4, rngs=rngs)
+        module.gamma = nnx.Param(jnp.ones(4))
+        return module
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = jt.make_stack(make, 3, rngs)
+
+    model = jt.from_stages(
+        Net,
+        stack="blocks",
+        embed=lambda net, inputs, key, train: inputs,
+        block=lambda block, x, inputs, key, train: block(x) * block.gamma[...],
+        head=lambda net, x, train: 0.0 * x,
+    )
+    config = jt.load_config(
+        {
+            "data": {"kind": "synthetic"},
+            "task": "regression",
+            "optimizer": {"kind": "sgd", "momentum": 0, "weight_decay": 0.5, "learning_rate": 0.5},
+            "train": {"steps": 2},
+        }
+    ).config
+    step = build_step(config, input_shape=(4,), model=model, task=jt.regression(), devices=jax.devices()[:1])
+    state = step.init(0)
+    before = jax.device_get(state.params["blocks"])
+    after = jax.device_get(step(state, {"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 4))})[0].params)
+    np.testing.assert_array_equal(after["blocks"]["gamma"], before["gamma"])
+    np.testing.assert_array_equal(after["blocks"]["bias"], before["bias"])
+    assert np.all(np.abs(after["blocks"]["kernel"]) < np.abs(before["kernel"]))
 
 
 def test_the_optimizer_uses_the_mask():

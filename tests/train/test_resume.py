@@ -4,12 +4,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from training_runs import TINY, losses, rows, run_process, saved_arrays, write_config
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.tree import describe, difference, flatten
+from jaxtrain.train.assemble import build_step
 from jaxtrain.train.resume import config_changes, state_changes
 
 
@@ -97,19 +100,82 @@ def test_only_what_shapes_the_state_is_to_be_set_back() -> None:
     assert config_changes({"optimizer": before["optimizer"]}, other) == ["optimizer.kind adamw -> sgd"]
 
 
+# Settings before and after, and whether arrays of the state come, go or change.
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "decay": (dict(weight_decay=0.0), dict(weight_decay=0.1), False),
+    "decay of sgd": (dict(kind="sgd", weight_decay=0.1), dict(kind="sgd", weight_decay=0.0), False),
+    "decay of muon": (dict(kind="muon"), dict(kind="muon", weight_decay=0.1), False),
+    "clipping": (dict(clip_norm=None), dict(clip_norm=1.0), False),
+    "schedule": (dict(schedule=dict(kind="constant")), dict(schedule=dict(kind="wsd", warmup_steps=3)), False),
+    "rate": (dict(learning_rate=1e-3), dict(learning_rate=1e-2), False),
+    "decays of moments": (dict(b1=0.0, b2=0.9), dict(b1=0.9, b2=0.99), False),
+    "another momentum": (dict(kind="sgd", momentum=0.5), dict(kind="sgd", momentum=0.9), False),
+    "nesterov": (dict(kind="sgd"), dict(kind="sgd", nesterov=True), False),
+    "iterations of muon": (dict(kind="muon"), dict(kind="muon", newton_schulz_steps=6), False),
+    "offload": (dict(), dict(offload=True), False),
+    "another average": (dict(ema_decay=0.9), dict(ema_decay=0.99), False),
+    "momentum": (dict(kind="sgd", momentum=0.0), dict(kind="sgd", momentum=0.9), True),
+    "momentum of adafactor": (dict(kind="adafactor"), dict(kind="adafactor", b1=0.9), True),
+    "factored sizes": (dict(kind="adafactor"), dict(kind="adafactor", min_dim_size_to_factor=32), True),
+    "average": (dict(), dict(ema_decay=0.9), True),
+    "frozen": (dict(), dict(freeze=["layers/0/*"]), True),
+    "moments": (dict(), dict(moments="int8"), True),
+    "matrices of muon": (dict(kind="muon"), dict(kind="muon", adamw=["layers/0/kernel"]), True),
+    "kind": (dict(kind="adamw"), dict(kind="lion"), True),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "reshapes"), CHANGES.values(), ids=CHANGES)
+def test_a_setting_that_changes_the_state_is_named(
+    before: dict[str, Any], after: dict[str, Any], reshapes: bool
+) -> None:
+    """All other settings of an optimizer may change at a resume: its state keeps names, shapes and dtypes."""
+
+    def described(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values = {
+            "task": "classification",
+            "model": {"kind": "mlp", "hidden_dims": [128]},
+            "data": {"kind": "digits"},
+            "optimizer": {"kind": "adamw", **optimizer},
+            "train": {"steps": 10},
+        }
+        config = jt.load_config(values).config
+        step = build_step(config, input_shape=(64,), num_outputs=10, devices=jax.devices()[:1])
+        leaves = flatten(step.abstract_state).leaves
+        return {name: describe(leaf, name) for name, leaf in leaves.items()}, config.model_dump(mode="json")
+
+    (old, old_config), (new, new_config) = described(before), described(after)
+    assert (difference(old, new) is not None) == reshapes
+    named = {change.partition(" ")[0] for change in state_changes(config_changes(old_config, new_config))}
+    if reshapes:
+        assert named == {f"optimizer.{key}" for key in after if before.get(key) != after[key]}
+
+
+def test_weight_decay_may_be_switched_on_at_a_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, train__steps=2, optimizer__weight_decay=0.0)
+    result = train(tmp_path, train__steps=3, optimizer__weight_decay=0.1)
+    assert result.step == 3
+    assert "optimizer.weight_decay 0.0 -> 0.1" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "error", "words"),
     [
         (dict(model__embed_dim=64), jt.CheckpointError, "of another model: .* arrays differ.*shape|differ"),
         (dict(model__num_layers=3), jt.CheckpointError, "of another model"),
         (dict(optimizer__kind="sgd"), jt.CheckpointError, "of another optimizer"),
+        (
+            dict(optimizer__ema_decay=None),
+            jt.CheckpointError,
+            "of another moving average: .*; changed since: optimizer.ema_decay 0.9 -> None; set that back",
+        ),
         (dict(precision__policy="bf16_pure"), jt.CheckpointError, "of another model"),
         (dict(seed=1), jt.DataError, "other data: seed was 0, is 1"),
         (dict(train__global_batch_size=16), jt.DataError, "global_batch_size was 8, is 16"),
         (dict(data__sequence_length=16), jt.DataError, "other data"),
         (dict(data__builtin="python_source"), jt.DataError, "other data"),
     ],
-    ids=["width", "depth", "optimizer", "dtype", "seed", "batch", "length", "text"],
+    ids=["width", "depth", "optimizer", "average", "dtype", "seed", "batch", "length", "text"],
 )
 def test_a_checkpoint_of_something_else_is_refused_and_kept(
     trained: Path, tmp_path: Path, override: dict[str, Any], error: type[jt.UserError], words: str

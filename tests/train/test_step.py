@@ -195,18 +195,6 @@ def test_frozen_parameters_keep_their_dtype_and_have_no_average() -> None:
     assert len(jax.tree.leaves(state.ema)) == 1
 
 
-def test_moving_average_of_parameters() -> None:
-    step = make(ema_decay=0.9)
-    state = step.init(0)
-    expected = host(state.params)
-    for k in range(3):
-        state, _ = step(state, rows(seed=k))
-        params = host(state.params)
-        expected = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, expected, params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), host(state.ema), expected)
-    jax.tree.map(np.testing.assert_array_equal, host(state.evaluation_params), host(state.ema))
-
-
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
 def test_a_non_finite_batch_touches_nothing_and_is_counted(policy: str, bad: float) -> None:

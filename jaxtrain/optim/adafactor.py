@@ -1,0 +1,132 @@
+"""Adafactor's statistics, one set for each layer of a stack (Shazeer and Stern 2018).
+
+The paper's statistics are those of one matrix: the sums over rows and columns, the root mean square (RMS) that clips an
+update, and the RMS of the parameter that scales it. `optax` takes an array for a matrix, so that the layers of a stack
+would share them. Here the dims that count layers and experts are never averaged over. All else is as `optax.adafactor`
+has it. Reductions keep the other dims, so that a stack stays sharded over layers without a gather.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.optimizer_rules import factored_dims
+from jaxtrain.sharding import path_name
+
+# (path, shape) -> the dims that count layers and experts.
+Counting = Callable[[str, tuple[int, ...]], tuple[int, ...]]
+
+# Shazeer and Stern 2018, section 6 and algorithm 4: added to squared gradients, least RMS of a parameter, largest RMS
+# of an update, and the exponent of the second moment's decay, 1 - t^-0.8.
+_SQUARE_EPSILON = 1e-30
+_LEAST_RMS = 1e-3
+_LARGEST_RMS = 1.0
+_DECAY_EXPONENT = 0.8
+
+
+class FactoredState(NamedTuple):
+    """State of `scale_by_factored_rms`; each tree has an array of one 0 where it does not apply.
+
+    Attributes:
+        count: int32 [], updates done.
+        v_row: mean squares over the larger of the two factored dims, float32, that dim left out.
+        v_col: mean squares over the smaller one.
+        v: mean squares of parameters that are not factored.
+    """
+
+    count: jax.Array
+    v_row: Any
+    v_col: Any
+    v: Any
+
+
+def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> optax.GradientTransformation:
+    """Divide updates by the root of their second moment, which matrices keep as row and column means.
+
+    Args:
+        counting: tells the dims that count layers and experts.
+        min_dim_size_to_factor: a layer is factored over its two largest dims if both are at least this.
+
+    Returns:
+        gradients (float32) -> updates of the same shapes, with a `FactoredState`.
+    """
+
+    def dims_of(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+        return factored_dims(shape, counting(path_name(path), shape), min_dim_size_to_factor)
+
+    def init(params: Any) -> FactoredState:
+        def zeros(which: int) -> Any:
+            def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+                dims = dims_of(path, leaf.shape)
+                if dims is None:
+                    return jnp.zeros(leaf.shape if which == 2 else (1,), jnp.float32)
+                if which == 2:
+                    return jnp.zeros((1,), jnp.float32)
+                averaged = dims[1 - which]
+                return jnp.zeros((*leaf.shape[:averaged], *leaf.shape[averaged + 1 :]), jnp.float32)
+
+            return jax.tree_util.tree_map_with_path(one, params)
+
+        return FactoredState(jnp.int32(0), zeros(0), zeros(1), zeros(2))
+
+    def update(updates: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+        decay = 1 - (state.count + 1).astype(jnp.float32) ** -_DECAY_EXPONENT
+
+        def one(path: tuple[Any, ...], g: jax.Array, row: jax.Array, col: jax.Array, v: jax.Array) -> tuple[Any, ...]:
+            squares = jnp.square(g) + _SQUARE_EPSILON
+            dims = dims_of(path, g.shape)
+            if dims is None:
+                v = decay * v + (1 - decay) * squares
+                return g * v**-0.5, row, col, v
+            smaller, larger = dims
+            row = decay * row + (1 - decay) * jnp.mean(squares, axis=larger)
+            col = decay * col + (1 - decay) * jnp.mean(squares, axis=smaller)
+            mean = jnp.mean(row, axis=smaller - (smaller > larger), keepdims=True)
+            factors = jnp.expand_dims((row / mean) ** -0.5, larger), jnp.expand_dims(col**-0.5, smaller)
+            return g * factors[0] * factors[1], row, col, v
+
+        found = jax.tree_util.tree_map_with_path(one, updates, state.v_row, state.v_col, state.v)
+        scaled, *statistics = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0, 0, 0)), found)
+        return scaled, FactoredState(jnp.asarray(optax.safe_increment(state.count)), *statistics)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def clip_by_rms(counting: Counting) -> optax.GradientTransformation:
+    """Updates whose RMS over one layer is above 1, divided by it."""
+
+    def one(path: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
+        return update / jnp.maximum(1.0, _rms(update, counting(path, update.shape)) / _LARGEST_RMS)
+
+    return _stateless(one)
+
+
+def scale_by_parameter_rms(counting: Counting) -> optax.GradientTransformation:
+    """Updates times the RMS of the parameter over one layer, at least 1e-3."""
+
+    def one(path: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
+        rms = _rms(parameter.astype(jnp.float32), counting(path, parameter.shape))
+        return update * jnp.maximum(rms, _LEAST_RMS)
+
+    return _stateless(one)
+
+
+def _rms(x: jax.Array, counting: tuple[int, ...]) -> jax.Array:
+    """Root mean square over the dims that do not count, which stay with size 1."""
+    dims = tuple(dim for dim in range(x.ndim) if dim not in counting)
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
+
+
+def _stateless(one: Callable[[str, jax.Array, jax.Array], jax.Array]) -> optax.GradientTransformation:
+    """A transformation of (path, update, parameter) -> update."""
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        def named(path: tuple[Any, ...], leaf: jax.Array, parameter: jax.Array) -> jax.Array:
+            return one(path_name(path), leaf, parameter)
+
+        return jax.tree_util.tree_map_with_path(named, updates, params), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]

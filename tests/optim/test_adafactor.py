@@ -1,0 +1,110 @@
+"""Adafactor: optax's numbers for one matrix, and a stack of layers or experts treated matrix by matrix."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain.config.schema import AdafactorConfig
+from jaxtrain.mesh import make_mesh
+from jaxtrain.optim import build_optimizer
+from jaxtrain.parallel.programs import collectives
+from jaxtrain.sharding import Layout, optimizer_shardings, parameter_shardings, path_name
+
+RATE = optax.constant_schedule(1e-2)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def run(optimizer, params, gradients):
+    """Parameters after these updates, and the last state."""
+    state = optimizer.init(params)
+    for gradient in gradients:
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("b1", [None, 0.9])
+def test_single_arrays_get_the_numbers_of_optax(b1):
+    shapes = {"matrix": (8, 16), "square": (8, 8), "small": (3, 16), "kernel": (3, 8, 16), "bias": (16,), "scale": ()}
+    params = {name: jnp.asarray(normal(*shape)) for name, shape in shapes.items()}
+    gradients = [
+        {name: jnp.asarray(1e-2 * normal(*shape, seed=k)) for name, shape in shapes.items()} for k in (1, 2, 3)
+    ]
+    ours = build_optimizer(AdafactorConfig(min_dim_size_to_factor=8, b1=b1), RATE, axes={})
+    theirs = optax.adafactor(RATE, min_dim_size_to_factor=8, momentum=b1)
+    # The same operations in another order within a reduction: a few roundings of 6e-8.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        run(ours, params, gradients)[0],
+        run(theirs, params, gradients)[0],
+    )
+
+
+# shape, row of the table; the first `counts` dims count layers and experts. Dims below 4 are not factored.
+STACKS = {
+    "matrices": ((4, 8, 16), ("layers", "embed", "mlp"), 1),
+    "more layers than columns": ((32, 8, 16), ("layers", "embed", "mlp"), 1),
+    "heads": ((3, 8, 2, 4), ("layers", "embed", "heads", "head_dim"), 1),
+    "matrices too small to factor": ((8, 3, 3), ("layers", "embed", "mlp"), 1),
+    "vectors": ((8, 16), ("layers", "embed"), 1),
+    "numbers": ((4,), ("layers",), 1),
+    "experts": ((2, 4, 8, 16), ("layers", "experts", "embed", "mlp"), 2),
+    "without a row": ((4, 8, 16), None, 1),
+    "layers without a name": ((4, 8, 16), (None, "embed", "mlp"), 1),
+}
+
+
+@pytest.mark.parametrize(("shape", "row", "counts"), STACKS.values(), ids=STACKS)
+def test_a_stack_is_trained_as_its_layers_alone(shape, row, counts):
+    """Layers in very different sizes: statistics that they shared would be those of the largest."""
+    config = AdafactorConfig(min_dim_size_to_factor=4, b1=0.9)
+    number = math.prod(shape[:counts])
+    sizes = np.geomspace(1e-2, 10, number).astype(np.float32).reshape(*shape[:counts], *[1] * (len(shape) - counts))
+    value, gradients = sizes * normal(*shape), [1e-3 * sizes * normal(*shape, seed=k) for k in (1, 2)]
+    axes = {} if row is None else {"blocks/kernel": row}
+    optimizer = build_optimizer(config, RATE, axes=axes, stack="blocks")
+    found, _ = run(optimizer, {"blocks": {"kernel": value}}, [{"blocks": {"kernel": g}} for g in gradients])
+
+    alone = build_optimizer(config, RATE, axes={})
+    flat = [array.reshape(number, *shape[counts:]) for array in (value, *gradients)]
+    wanted = [run(alone, {"kernel": v}, [{"kernel": g} for g in gs])[0]["kernel"] for v, *gs in zip(*flat, strict=True)]
+    # A few roundings of 6e-8 of the layer's largest.
+    distance = np.abs(found["blocks"]["kernel"] - np.reshape(wanted, shape)) / sizes
+    assert np.max(distance) < 1e-6
+
+
+def test_statistics_stay_with_their_layers():
+    """Sums lie as the dims that they keep, and no matrix of the stack is gathered for them."""
+    mesh = make_mesh(pipe=2, data=1, fsdp=2, tensor=2)
+    axes = {"blocks/kernel": ("layers", "embed", "mlp"), "blocks/scale": ("layers", "embed")}
+    layout = Layout(mesh, axes, stack="blocks")
+    params = {"blocks": {"kernel": jnp.ones((4, 32, 64)), "scale": jnp.ones((4, 32))}}
+    optimizer = build_optimizer(AdafactorConfig(min_dim_size_to_factor=16), RATE, axes=axes, stack="blocks")
+    state = jax.eval_shape(optimizer.init, params)
+    lies, state_lies = parameter_shardings(params, layout), optimizer_shardings(state, params, layout)
+    specs = {path_name(path): tuple(leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(state_lies)}
+    assert specs["0/v_row/blocks/kernel"] == ("pipe", "fsdp")
+    assert specs["0/v_col/blocks/kernel"] == ("pipe", "tensor")
+    assert specs["0/v/blocks/scale"] == ("pipe", "fsdp")
+
+    step = jax.jit(optimizer.update, in_shardings=(lies, state_lies, lies), out_shardings=(lies, state_lies))
+    program = step.lower(params, state, params).compile().as_text()
+    assert max(one.size for one in collectives(program)) < 32 * 64 // 8, "a part of a matrix crosses devices"
+
+
+def test_statistics_of_bfloat16_parameters_are_float32():
+    """Under bf16_pure too: a second moment in bfloat16 would stand still."""
+    params = {"kernel": jnp.ones((8, 16), jnp.bfloat16)}
+    optimizer = build_optimizer(AdafactorConfig(min_dim_size_to_factor=8), RATE, axes={})
+    gradient = {"kernel": jnp.asarray(normal(8, 16))}
+    state = optimizer.update(gradient, optimizer.init(jax.tree.map(jnp.float32, params)), params)[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+    row = state[0].v_row["kernel"]
+    np.testing.assert_allclose(row, np.mean(np.square(gradient["kernel"]), axis=1), rtol=1e-6)
