@@ -190,7 +190,18 @@ CASES = {
     "text targets asked for as numbers": (
         {"a.csv": b"x,y\n1,red\n2,blue\n"},
         lambda d: table(d / "a.csv", task="regression"),
-        "{dir}/a.csv target 'red' is not a number; set data.task=classification",
+        "{dir}/a.csv target 'red' is not a number; set task=classification and data.task=classification",
+    ),
+    "whole numbers that could be classes": (
+        {"a.csv": b"x,age\n" + b"".join(b"%d,%d\n" % (i, i % 40) for i in range(400))},
+        lambda d: table(d / "a.csv"),
+        "{dir}/a.csv has 40 distinct whole numbers as targets of 400 rows, which could be quantities or classes; "
+        "set task=regression and data.task=regression, or task=classification and data.task=classification",
+    ),
+    "more numbers than classes asked for": (
+        {"a.csv": b"x,y\n" + b"".join(b"%d,%d\n" % (i, i) for i in range(1001))},
+        lambda d: table(d / "a.csv", task="classification"),
+        "{dir}/a.csv has 1001 distinct targets, more than 1000 classes; set task=regression, data.task=regression",
     ),
     "image folder that is a file": (
         {"a.png": b"x"},
