@@ -107,7 +107,10 @@ def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
         if not hasattr(arguments, "overrides") or not option.startswith("--"):
             parser.error(f"no option {option}")
         if not equals:
-            parser.error(f"no option {option}, and a key of the config is written {option[2:]}=VALUE")
+            from jaxtrain.config.keys import nearest
+
+            key = option[2:] if "." in option else nearest(option[2:].replace("-", "_"), {}) or option[2:]
+            parser.error(f"no option {option}, and a key of the config is written {key}=VALUE")
         arguments.overrides.append(word[2:])
     if "=" in (getattr(arguments, "config", None) or ""):
         parser.error(f"CONFIG is missing before {arguments.config}")
@@ -137,9 +140,7 @@ def _check_inner(name: str, words: Sequence[str], emulate: int | None) -> list[s
 
 
 def _run(words: Sequence[str]) -> int:
-    if not words:
-        raise _usage_error("jaxtrain", "no command")
-    if words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
     if words[0] == "--version":
