@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.local_path import local_path
 from jaxtrain.node_devices import local_device_ids
 
 # How long a process may be silent before the others give up; they cannot go on without it.
@@ -140,10 +141,10 @@ def cache_folder(setting: str | None) -> Path | None:
     if setting is None:
         return None
     if setting != "auto":
-        return Path(setting).expanduser()
+        return local_path(setting, what="compilation_cache").expanduser()
     root = os.environ.get("JAXTRAIN_CACHE_DIR")
     if root:
-        return Path(root).expanduser() / "compiled"
+        return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home).expanduser() / "jaxtrain" / "compiled"
 

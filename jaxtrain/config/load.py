@@ -15,6 +15,7 @@ from jaxtrain.config.other_names import other_name
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
+from jaxtrain.local_path import local_path
 
 Path_ = tuple[str, ...]
 
@@ -57,7 +58,7 @@ def find_config(name: str) -> Path:
     shipped = config_folder() / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
         return shipped
-    path = Path(name)
+    path = local_path(name, what="config")
     if path.is_file():
         return path
     if path.is_dir():

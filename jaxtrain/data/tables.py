@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data.examples import Examples, split_examples
-from jaxtrain.data.files import decode_utf8, require_file
+from jaxtrain.data.files import COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
 
@@ -142,6 +142,8 @@ def _read(config: TableData) -> _Table:
         return _read_npz(path)
     if path.suffix == ".csv":
         return _read_csv(path, target=config.target)
+    if path.suffix in COMPRESSED_SUFFIXES:
+        check_is_text(path)
     raise DataError(f"data.path {path} is no .csv or .npz file; convert it, or use builtin:breast_cancer")
 
 
