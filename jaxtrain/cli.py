@@ -8,6 +8,7 @@ import difflib
 import errno
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -55,8 +56,12 @@ def _help(group: str = "") -> str:
     )
 
 
-def _find_command(words: Sequence[str]) -> tuple[str, list[str]]:
+def _find_command(words: Sequence[str], *, wanted: str = "command") -> tuple[str, list[str]]:
     """The command that the words begin with, and the words after it.
+
+    Args:
+        words: at least one.
+        wanted: what the first word could have been, for the message.
 
     Raises:
         ConfigError: no such command; names the nearest.
@@ -74,7 +79,7 @@ def _find_command(words: Sequence[str]) -> tuple[str, list[str]]:
     close = difflib.get_close_matches(first, [*known, *COMMANDS], 1, 0.5)
     same_end = [name for name in COMMANDS if name.endswith(f" {first}")]
     guess = next(iter([*same_end, *close]), None)
-    kind = "option" if first.startswith("-") else "command"
+    kind = "option" if first.startswith("-") else wanted
     raise _usage_error("jaxtrain", f"no {kind} {first!r}" + (f", did you mean {guess!r}?" if guess else ""))
 
 
@@ -107,26 +112,45 @@ def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
         if not hasattr(arguments, "overrides") or not option.startswith("--"):
             parser.error(f"no option {option}")
         if not equals:
-            parser.error(f"no option {option}, and a key of the config is written {option[2:]}=VALUE")
+            from jaxtrain.config.keys import nearest
+
+            key = option[2:] if "." in option else nearest(option[2:].replace("-", "_"), {}) or option[2:]
+            parser.error(f"no option {option}, and a key of the config is written {key}=VALUE")
         arguments.overrides.append(word[2:])
     if "=" in (getattr(arguments, "config", None) or ""):
         parser.error(f"CONFIG is missing before {arguments.config}")
     if command.takes_command:
         if not inner:
             parser.error(f"the command to run is missing after '--', as in {command.example!r}")
-        arguments.command = _check_inner(name, inner, arguments.emulate)
+        program = _find_program(inner[0])
+        arguments.is_program = program is not None
+        arguments.command = (
+            [program, *inner[1:]] if program is not None else _check_inner(name, inner, arguments.emulate)
+        )
     return arguments
 
 
+def _find_program(word: str) -> str | None:
+    """The program that a command line begins with; None for a command of ours, and for what is neither."""
+    if word in {name.partition(" ")[0] for name in COMMANDS}:
+        return None
+    found = shutil.which(word)
+    # An environment that is used without being activated has its python beside this one, not on the path.
+    return sys.executable if found is None and word in ("python", "python3") else found
+
+
 def _check_inner(name: str, words: Sequence[str], emulate: int | None) -> list[str]:
-    """The words of a command that is run by another: a mistake in them is told once, before anything starts.
+    """The words of a command that is run by another: a mistake in them is reported once, before anything starts.
 
     Raises:
         ConfigError: the command, its arguments or its config are wrong.
     """
     from jaxtrain.config import load_config
 
-    inner, rest = _find_command(words)
+    if words[0].endswith(".py") or "/" in words[0]:
+        works = f"write: python {words[0]}" if os.path.isfile(words[0]) else "there is no such file"
+        raise _usage_error(f"jaxtrain {name}", f"{words[0]!r} is not a program that can be started; {works}")
+    inner, rest = _find_command(words, wanted="command or program")
     if COMMANDS[inner].takes_command:
         raise _usage_error(f"jaxtrain {name}", f"{inner!r} cannot be run inside {name!r}")
     options = [] if emulate is None else ["--emulate", str(emulate)]
@@ -137,9 +161,7 @@ def _check_inner(name: str, words: Sequence[str], emulate: int | None) -> list[s
 
 
 def _run(words: Sequence[str]) -> int:
-    if not words:
-        raise _usage_error("jaxtrain", "no command")
-    if words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
     if words[0] == "--version":

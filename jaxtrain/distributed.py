@@ -1,6 +1,6 @@
 """Process start-up: platform, emulated devices, the cluster, the compilation cache.
 
-The only reader of cluster environment. Everything here must run before jax touches a device.
+The only reader of cluster environment, with `node_devices`. Everything here must run before jax touches a device.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.local_path import local_path
+from jaxtrain.node_devices import local_device_ids
 
 # How long a process may be silent before the others give up; they cannot go on without it.
 _HEARTBEAT_SECONDS = 30
@@ -46,12 +48,13 @@ def _number(name: str) -> int | None:
 def detect_cluster() -> Cluster | None:
     """The cluster that the environment describes, or None for a single process.
 
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` come first; then Slurm, Open MPI, TPU slices of
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` come first; then Open MPI, Slurm, TPU slices of
     several hosts and indexed Jobs of Kubernetes, whose details jax reads itself. A Kubernetes Job whose pods work on
     their own sets `JOB_COMPLETION_INDEX` to nothing.
 
     Raises:
-        ConfigError: the three variables are only partly set, or not numbers; a Job without the package that jax asks
+        ConfigError: the three variables are only partly set, or not numbers; a process in a Slurm job that `srun` did
+            not start; an Open MPI that does not say where the others are; a Job without the package that jax asks
             Kubernetes with.
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -68,10 +71,26 @@ def detect_cluster() -> Cluster | None:
                 f"JAX_PROCESS_ID is {index} (environment), but JAX_NUM_PROCESSES is {processes}; {counted}"
             )
         return Cluster("JAX_COORDINATOR_ADDRESS", address, processes, index)
-    if (_number("SLURM_NTASKS") or 1) > 1 and "SLURM_PROCID" in os.environ:
-        return Cluster("Slurm")
+    # Before Slurm, inside whose jobs mpirun works too.
     if (_number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
+        if "OMPI_MCA_orte_hnp_uri" not in os.environ:
+            raise ConfigError(
+                "this Open MPI does not say where its first process is (OMPI_MCA_orte_hnp_uri; version 5 dropped it); "
+                "set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE and "
+                "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK in each process, or use Slurm's srun"
+            )
         return Cluster("Open MPI")
+    # A batch job that asks for nodes only has no count of tasks; srun starts one per node.
+    tasks = _number("SLURM_NTASKS") or _number("SLURM_JOB_NUM_NODES") or 1
+    if tasks > 1 and "SLURM_PROCID" in os.environ:
+        # A batch script is no step; the shell that salloc may open is one, of a single task.
+        if "SLURM_STEP_NODELIST" not in os.environ or (_number("SLURM_STEP_NUM_TASKS") or tasks) < tasks:
+            raise ConfigError(
+                f"this Slurm job has {tasks} tasks (SLURM_NTASKS), but srun did not start this process, so the others "
+                "do not run: write 'srun' before the command, as in: srun jaxtrain train CONFIG; or set SLURM_NTASKS=1 "
+                "to run it alone"
+            )
+        return Cluster("Slurm")
     workers = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or _tpu_vm_workers()
     if "," in workers or (_number("MEGASCALE_NUM_SLICES") or 1) > 1:
         return Cluster("TPU slice")
@@ -122,10 +141,10 @@ def cache_folder(setting: str | None) -> Path | None:
     if setting is None:
         return None
     if setting != "auto":
-        return Path(setting).expanduser()
+        return local_path(setting, what="compilation_cache").expanduser()
     root = os.environ.get("JAXTRAIN_CACHE_DIR")
     if root:
-        return Path(root).expanduser() / "compiled"
+        return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home).expanduser() / "jaxtrain" / "compiled"
 
@@ -182,16 +201,17 @@ def _join(cluster: Cluster) -> None:
 
     timeout = _number("JAXTRAIN_JOIN_TIMEOUT_SECONDS") or 300
 
-    def failure(reason: str) -> str:
+    def failure(reason: str, waited: str = "") -> str:
         return (
-            f"could not join the cluster found through {cluster.source} within {timeout} s: {reason}; check that all "
+            f"could not join the cluster found through {cluster.source}{waited}: {reason}; check that all "
             "processes started, and the address"
         )
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
         count = f"the {cluster.num_processes}" if cluster.num_processes else "its"
-        print(f"jaxtrain: {failure(f'{count} processes did not meet{where}')}", file=sys.stderr, flush=True)
+        line = failure(f"{count} processes did not meet{where}", f" within {timeout} s")
+        print(f"jaxtrain: {line}", file=sys.stderr, flush=True)
         os._exit(ConfigError.exit_code)
 
     timer = threading.Timer(timeout, give_up)
@@ -200,6 +220,7 @@ def _join(cluster: Cluster) -> None:
     limits: dict[str, Any] = {
         "initialization_timeout": timeout + _ABORT_MARGIN_SECONDS,
         "heartbeat_timeout_seconds": _HEARTBEAT_SECONDS,
+        "local_device_ids": local_device_ids(),
     }
     try:
         if cluster.coordinator is None:
@@ -209,6 +230,8 @@ def _join(cluster: Cluster) -> None:
                 cluster.coordinator,
                 cluster.num_processes,
                 cluster.process_id,
+                # Nothing is left to detect, and a Slurm job around it would hide GPUs.
+                cluster_detection_method="deactivate",
                 # Bound to its own address only: the coordinator has no authentication.
                 coordinator_bind_address=cluster.coordinator if cluster.process_id == 0 else None,
                 **limits,

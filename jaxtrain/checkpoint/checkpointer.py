@@ -12,6 +12,7 @@ from typing import Any, Self
 from jaxtrain.checkpoint import arrays, directory, storage, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.local_path import local_path
 
 
 def _print(line: str) -> None:
@@ -46,7 +47,7 @@ class Checkpointer:
         read_only: bool = False,
         report: Callable[[str], None] = _print,
     ) -> None:
-        self.directory = Path(directory).absolute()
+        self.directory = local_path(directory, what="checkpoint directory").absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
         if keep_last < 1:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.bench.measure import PARTS, measure
@@ -11,6 +10,7 @@ from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_remark, print_table, print_text
 from jaxtrain.config import load_config, shipped_configs
 from jaxtrain.errors import ConfigError
+from jaxtrain.local_path import local_path
 from jaxtrain.metrics.files import strict_json
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.progress import Progress
@@ -50,8 +50,8 @@ def run_bench(
         raise ConfigError("parallel.auto: a bench measures one layout; set the degrees, or leave parallel out")
     if json_path in shipped_configs():
         raise ConfigError(f"--json {json_path} is a config; give the file to write, as in --json {json_path}.json")
-    paths = [Path(json_path)] if json_path else []
-    folder = None if out is None else Path(out)
+    paths = [local_path(json_path, what="--json")] if json_path else []
+    folder = None if out is None else local_path(out, what="--out")
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

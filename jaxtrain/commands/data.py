@@ -1,13 +1,13 @@
 """`jaxtrain data prepare`: text into token shards."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxtrain.commands.output import print_remark, print_text
 from jaxtrain.config import load_config
 from jaxtrain.config.data import JsonlData, TextData
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
+from jaxtrain.local_path import local_path
 
 
 def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, tokens_per_shard: int) -> int:
@@ -29,7 +29,7 @@ def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, toke
         print_remark(note)
     from jaxtrain.data import prepare_tokens
 
-    made = prepare_tokens(source, Path(output), tokens_per_shard=tokens_per_shard)
+    made = prepare_tokens(source, local_path(output, what="--output"), tokens_per_shard=tokens_per_shard)
     print_remark(
         f"{_counted(made['num_documents'], 'document')}, {made['num_tokens']:,} tokens of {made['vocab_size']:,} ids "
         f"({made['dtype']}) in {_counted(len(made['shards']), 'file')} in {made['output']}"

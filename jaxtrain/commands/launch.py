@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
@@ -29,15 +29,23 @@ _PR_SET_PDEATHSIG = 1
 _JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 
 
-def run_launch(words: Sequence[str], *, num_processes: int, program: Sequence[str] = _JAXTRAIN) -> int:
-    """Start processes of `jaxtrain` and wait for all of them.
+def run_launch(
+    words: Sequence[str],
+    *,
+    num_processes: int,
+    program: Sequence[str] = _JAXTRAIN,
+    emulate: int | None = None,
+) -> int:
+    """Start processes of `jaxtrain`, or of a program, and wait for all of them.
 
     The first writes to the terminal. Of the others only standard error is shown, each line after its process: `[1] `.
+    Each finds the others in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
     Args:
         words: the command and its arguments, the same for every process.
         num_processes: how many.
-        program: what the words are for.
+        program: what the words are for; empty: they begin with a program.
+        emulate: CPU devices that jax is told to pretend to have through the environment; None: what the words say.
 
     Returns:
         The exit code of the process that failed first (128 + n where signal n ended it), else 75 where they stopped
@@ -56,14 +64,16 @@ def run_launch(words: Sequence[str], *, num_processes: int, program: Sequence[st
         for process in processes:
             process.send_signal(_PASSED_ON[signal.Signals(number)])
 
-    address = f"127.0.0.1:{_free_port()}"
+    shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(num_processes)}
+    if emulate is not None:
+        shared |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(emulate)}
     # What is ignored (SIGHUP under nohup) stays so.
     heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in heard}
     try:
         # All before the first thread: what runs between fork and exec may not meet the lock of another thread.
         for index in range(num_processes):
-            processes.append(_start([*program, *words], index, num_processes, address))
+            processes.append(_start([*program, *words], index, num_processes, shared))
         for index, process in enumerate(processes):
             threading.Thread(target=lambda i=index, p=process: ended.put((i, p.wait())), daemon=True).start()
             if process.stderr is not None:
@@ -120,16 +130,11 @@ def _wait(
     return failure or orderly
 
 
-def _start(command: Sequence[str], index: int, num_processes: int, address: str) -> subprocess.Popen[str]:
-    variables = {
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(num_processes),
-        "JAX_PROCESS_ID": str(index),
-    }
+def _start(command: Sequence[str], index: int, num_processes: int, shared: Mapping[str, str]) -> subprocess.Popen[str]:
     try:
         return subprocess.Popen(
             command,
-            env={**os.environ, **variables},
+            env={**os.environ, **shared, "JAX_PROCESS_ID": str(index)},
             stdin=subprocess.DEVNULL,
             stdout=None if index == 0 else subprocess.DEVNULL,
             stderr=None if index == 0 else subprocess.PIPE,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Command:
     """One command: its line in the help, an example, its arguments and its work.
 
-    One that takes a command finds it, checked, as `arguments.command`: the words after `--`.
+    One that takes a command finds it, checked, as `arguments.command`: the words after `--`. `arguments.is_program`
+    says whether they begin with a program instead of a command of ours.
     """
 
     summary: str
@@ -152,7 +153,9 @@ def _sample(arguments: argparse.Namespace) -> int:
 
 
 def _launch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jaxtrain launch --processes N [--emulate M] -- train CONFIG [key=value ...]"
+    parser.usage = (
+        "jaxtrain launch --processes N [--emulate M] -- COMMAND\n\nCOMMAND: train CONFIG ..., python my.py ..."
+    )
     parser.add_argument("--processes", type=_count, required=True, metavar="N", help="how many processes to start")
     parser.add_argument("--emulate", type=_count, metavar="M", help="pretend to have M CPU devices in each process")
 
@@ -160,6 +163,8 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.launch import run_launch
 
+    if arguments.is_program:
+        return run_launch(arguments.command, num_processes=arguments.processes, program=(), emulate=arguments.emulate)
     return run_launch(arguments.command, num_processes=arguments.processes)
 
 
@@ -336,7 +341,7 @@ COMMANDS: dict[str, Command] = {
         _sample,
     ),
     "launch": Command(
-        "run a command in several processes on this machine, as a cluster would",
+        "run a command or program in several processes on this machine, as a cluster would",
         "jaxtrain launch --processes 2 --emulate 4 -- train quickstart train.steps=20",
         _launch_arguments,
         _launch,

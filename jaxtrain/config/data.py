@@ -99,7 +99,7 @@ class TableData(Group):
     validation_fraction: Fraction = 0.2
     """Share of the rows kept for evaluation."""
     task: Literal["classification", "regression"] | None = None
-    """What the target is; null: classes if it is text or has at most 1000 distinct whole numbers, else a number."""
+    """What the target is; null: the run's task and the values decide, and where they could be both, an error asks."""
     standardize: bool = True
     """Scale inputs to zero mean and unit variance of the training rows."""
 

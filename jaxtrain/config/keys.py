@@ -9,6 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.other_names import other_name
 from jaxtrain.config.schema import Config
 
 
@@ -105,9 +106,20 @@ def locate(path: Sequence[str], values: Any) -> tuple[Key | None, list[Key]]:
     return None, list(walk(group, node, prefix))
 
 
+def all_keys(path: Sequence[str], values: Any) -> list[str]:
+    """The paths of every key of the kinds that `values` chooses, and of the deepest group that a path goes into."""
+    return [key.path for key in (*walk(Config, values), *locate(path, values)[1])]
+
+
 def nearest(path: str, values: Any) -> str | None:
-    """The valid key that a wrong one most likely meant: same leaf elsewhere first, then similar spelling."""
-    keys = [key.path for key in (*walk(Config, values), *locate(path.split("."), values)[1])]
+    """The valid key that a wrong one most likely meant.
+
+    What other trainers call it comes first, then the same leaf elsewhere, then similar spelling.
+    """
+    keys = all_keys(path.split("."), values)
+    meant = other_name(path, keys)
+    if meant in keys:
+        return meant
     groups = sorted({k.rsplit(".", 1)[0] for k in keys if "." in k})
     leaf = path.rsplit(".", 1)[-1]
     same_leaf = [key for key in keys if key.rsplit(".", 1)[-1] == leaf]

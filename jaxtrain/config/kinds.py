@@ -25,6 +25,11 @@ def check_kinds(config: Config, *, own_task: bool = False) -> None:
         works = "language_modeling" if tokens else "classification or regression"
         unit = "tokens" if tokens else "examples"
         raise ConfigError(f"task={config.task}, but data.kind={kind} gives {unit}; set task={works}")
+    if config.data.kind == "table" and config.data.task not in (None, config.task) and not own_task:
+        raise ConfigError(
+            f"task={config.task}, but data.task={config.data.task}; set both to {config.data.task}, or leave data.task "
+            "out"
+        )
     if tokens and config.model.kind != "transformer":
         raise ConfigError(
             f"model.kind={config.model.kind} does not take the tokens of data.kind={kind}; use model.kind=transformer"

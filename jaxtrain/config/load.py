@@ -8,12 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxtrain.config.keys import locate, members, nearest
+from jaxtrain.config.keys import all_keys, locate, members, nearest
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
 from jaxtrain.config.no_effect import no_effect_notes
+from jaxtrain.config.other_names import other_name
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
+from jaxtrain.local_path import local_path
 
 Path_ = tuple[str, ...]
 
@@ -56,7 +58,7 @@ def find_config(name: str) -> Path:
     shipped = config_folder() / f"{name}.yaml"
     if "/" not in name and shipped.is_file():
         return shipped
-    path = Path(name)
+    path = local_path(name, what="config")
     if path.is_file():
         return path
     if path.is_dir():
@@ -182,6 +184,9 @@ def _hint(path: Path_, values: dict[str, Any]) -> str:
     owners = [kind for kind, group in kinds.items() if kind and path[1:] in [(key,) for key in group.model_fields]]
     if owners:
         return f"{path[0]}.kind={values[path[0]]['kind']} does not have it, {path[0]}.kind={owners[0]} does"
+    meant = other_name(".".join(path), all_keys(path, values))
+    if meant is not None and (" " in meant or "=" in meant):
+        return meant if " " in meant else f"set {meant}"
     close = nearest(".".join(path), values)
     return f"did you mean {close!r}?" if close else "'jaxtrain config NAME' lists the keys"
 

@@ -56,13 +56,20 @@ class Data:
     description: tuple[str, ...]
 
 
-def open_data(config: DataConfig | Mapping[str, Any], *, sequence_length: int | None = None, seed: int = 0) -> Data:
+def open_data(
+    config: DataConfig | Mapping[str, Any],
+    *,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    task: str | None = None,
+) -> Data:
     """Opens the data of a config.
 
     Args:
         config: Which data: a data group, or its keys as a mapping ({"kind": "digits"}).
         sequence_length: Tokens a row where the config leaves it open.
         seed: Decides random augmentation; the split into training and validation never depends on it.
+        task: The task of the run ("classification", "regression"), for tables whose targets could be either.
 
     Raises:
         ConfigError: A wrong key or value in a mapping.
@@ -109,7 +116,7 @@ def open_data(config: DataConfig | Mapping[str, Any], *, sequence_length: int | 
         case TableData():
             from jaxtrain.data.tables import open_table
 
-            return _example_data(open_table(config))
+            return _example_data(open_table(config, task=task))
 
 
 def _sequence_length(configured: int | None, default: int | None) -> int:

@@ -5,8 +5,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxtrain.errors import DataError
+from jaxtrain.local_path import local_path
 
 _GLOB_CHARACTERS = "*?["
+
+# First bytes of files that are no text: what they are, and what makes text of them.
+_NOT_TEXT = {
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "decompress it first: zstd -d {name}"),
+    b"\x1f\x8b": ("compressed with gzip", "decompress it first: gunzip -k {name}"),
+    b"\xfd7zXZ\x00": ("compressed with xz", "decompress it first: unxz -k {name}"),
+    b"BZh": ("compressed with bzip2", "decompress it first: bunzip2 -k {name}"),
+    b"\x04\x22\x4d\x18": ("compressed with lz4", "decompress it first: lz4 -d {name}"),
+    b"PK\x03\x04": ("a zip archive", "unpack it first: unzip {name}"),
+    b"PAR1": ("a Parquet file", "convert it to text first (JSON lines or CSV), for example with pandas or duckdb"),
+    b"%PDF": ("a PDF", "extract its text first: pdftotext {name}"),
+}
+COMPRESSED_SUFFIXES = (".zst", ".gz", ".xz", ".bz2", ".lz4", ".zip")
 
 
 def missing(path: Path, *, what: str) -> DataError:
@@ -22,7 +36,7 @@ def require_file(path: str | Path, *, what: str) -> Path:
     Raises:
         DataError: It is missing, a folder, or empty.
     """
-    path = Path(path).expanduser()
+    path = local_path(path, what=what, error=DataError).expanduser()
     if not path.exists():
         raise missing(path, what=what)
     if path.is_dir():
@@ -38,7 +52,7 @@ def require_folder(path: str | Path, *, what: str) -> Path:
     Raises:
         DataError: It is missing or a file.
     """
-    path = Path(path).expanduser()
+    path = local_path(path, what=what, error=DataError).expanduser()
     if not path.exists():
         raise missing(path, what=what)
     if not path.is_dir():
@@ -60,10 +74,15 @@ def find_files(path: str, *, suffix: str) -> tuple[tuple[str, Path], ...]:
     Raises:
         DataError: Nothing is there, a glob matches nothing, or a file is empty.
     """
-    root = Path(path).expanduser()
+    root = local_path(path, what="data.path", error=DataError).expanduser()
     if root.is_dir():
         files = [p for p in root.rglob("*") if p.is_file() and p.suffix == suffix]
         if not files:
+            packed = sorted(p.name for p in root.rglob(f"*{suffix}.*") if p.suffix in COMPRESSED_SUFFIXES)
+            if packed:
+                raise DataError(
+                    f"data.path {path} holds no {suffix} file but compressed ones ({packed[0]}); decompress them first"
+                )
             raise DataError(f"data.path {path} holds no {suffix} file; give a folder with {suffix} files or a glob")
         return _named(files, root=root)
     if any(character in path for character in _GLOB_CHARACTERS) and not root.exists():
@@ -71,7 +90,7 @@ def find_files(path: str, *, suffix: str) -> tuple[tuple[str, Path], ...]:
         if not files:
             raise DataError(f"data.path {path} matches no file; the nearest existing path is {_glob_root(root)}")
         return _named(files, root=_glob_root(root))
-    if suffix == ".txt" and root.suffix == ".jsonl":
+    if suffix == ".txt" and ".jsonl" in (root.suffix, *root.suffixes[-2:-1]):
         raise DataError(f"data.path {path} holds JSON lines, not plain text; set data.kind=jsonl")
     return ((root.name, require_file(root, what="data.path")),)
 
@@ -92,15 +111,29 @@ def _glob_root(pattern: Path) -> Path:
     return plain
 
 
+def check_is_text(path: Path) -> None:
+    """Checks the first bytes of a file that could not be read as text.
+
+    Raises:
+        DataError: They are those of a compressed or other known format; says what makes text of it.
+    """
+    with path.open("rb") as file:
+        first = file.read(8)
+    for magic, (format_name, works) in _NOT_TEXT.items():
+        if first.startswith(magic):
+            raise DataError(f"{path} is {format_name}, not text; {works.format(name=path.name)}") from None
+
+
 def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
     """Returns the text of bytes that lie at `offset` in a file.
 
     Raises:
-        DataError: They are not UTF-8; names the file and the byte.
+        DataError: They are not UTF-8; names the file and the byte, or what the file is instead.
     """
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
+        check_is_text(path)
         raise DataError(
             f"{path} is not UTF-8 at byte {offset + error.start} (0x{content[error.start]:02x}); "
             f"convert it, for example with: iconv -t UTF-8 {path.name}"

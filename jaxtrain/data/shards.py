@@ -21,6 +21,7 @@ from jaxtrain.data.files import require_file, require_folder
 from jaxtrain.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_sha256
 from jaxtrain.data.tokens import TokenSource, check_tokens, encode_stream, token_dtype
 from jaxtrain.errors import DataError
+from jaxtrain.local_path import local_path
 
 METADATA = "metadata.json"
 TOKENIZER = "tokenizer.json"
@@ -76,7 +77,7 @@ def prepare_tokens(config: TextData | JsonlData, output: Path, *, tokens_per_sha
     Raises:
         DataError: The text cannot be read, there is none, or the folder exists.
     """
-    output = output.expanduser()
+    output = local_path(output, what="output", error=DataError).expanduser()
     if output.exists():
         raise DataError(f"output {output} exists; give another folder, or remove it")
     if tokens_per_shard < 1:

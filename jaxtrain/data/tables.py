@@ -13,14 +13,18 @@ import numpy as np
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data.examples import Examples, split_examples
-from jaxtrain.data.files import decode_utf8, require_file
+from jaxtrain.data.files import COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
 
 _BUILTIN = "builtin:"
 
-# A column of whole numbers with more distinct values than this is a quantity, not a class.
 _MAX_CLASSES = 1000
+
+# A column of whole numbers names classes where it has few values and its rows share them, and is a quantity where most
+# rows have a value of their own; between the two (ages, years, labels of 100 classes) only the user knows.
+_CERTAIN_CLASSES = 20
+_ROWS_PER_CLASS = 2
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,13 @@ class _Table:
     are_classes: bool | None
 
 
-def open_table(config: TableData) -> Examples:
+def open_table(config: TableData, *, task: str | None = None) -> Examples:
     """Reads a table; rows are inputs float32 [D] and targets int32 [] (classes) or float32 [K] (numbers).
+
+    Args:
+        config: Which table.
+        task: The task of the run: under "regression", whole numbers that could name classes are numbers. Under
+            "classification", which shipped configs set, the values decide.
 
     Raises:
         DataError: The file is missing, or a row or value is not what it should be; names file and line.
@@ -45,6 +54,8 @@ def open_table(config: TableData) -> Examples:
     table = _read(config)
     if config.task is not None:
         table = replace(table, are_classes=config.task == "classification")
+    elif task == "regression" and table.are_classes is None and table.targets.dtype.kind != "U":
+        table = replace(table, are_classes=False)
     if len(table.inputs) == 0:
         raise DataError(f"{table.label} has no rows; give a table with at least one")
     targets, names = _targets(table)
@@ -82,25 +93,45 @@ def _targets(table: _Table) -> tuple[np.ndarray, list[str] | None]:
     values = table.targets
     are_classes = table.are_classes
     if are_classes is None:
-        whole = values.dtype.kind not in "f" or bool(np.all(values == np.round(values)))
-        are_classes = (
-            values.ndim == 1 and whole and (len(np.unique(values)) <= _MAX_CLASSES or values.dtype.kind == "U")
-        )
+        are_classes = values.ndim == 1 and (values.dtype.kind == "U" or _are_class_numbers(values, table.label))
     if not are_classes:
         if values.dtype.kind == "U":
-            raise DataError(f"{table.label} target '{values[0]}' is not a number; set data.task=classification")
+            raise DataError(
+                f"{table.label} target '{values[0]}' is not a number; set task=classification and "
+                "data.task=classification"
+            )
         return values.astype(np.float32).reshape(len(values), -1), None
     if values.ndim != 1:
         raise DataError(f"{table.label} has targets of shape {values.shape}; classes need one column")
     distinct, classes = np.unique(values, return_inverse=True)
     if len(distinct) > _MAX_CLASSES:
         raise DataError(
-            f"{table.label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set data.target"
+            f"{table.label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set "
+            + ("data.target to another column" if values.dtype.kind == "U" else "task=regression, data.task=regression")
         )
     names = [
         str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
     ]
     return classes.astype(np.int32), names
+
+
+def _are_class_numbers(values: np.ndarray, label: str) -> bool:
+    """Returns whether targets [N] are classes written as numbers.
+
+    Raises:
+        DataError: They could be both.
+    """
+    if not np.all(values == np.round(values)):
+        return False
+    distinct = len(np.unique(values))
+    if distinct * _ROWS_PER_CLASS > len(values) or distinct > _MAX_CLASSES:
+        return False
+    if distinct <= _CERTAIN_CLASSES:
+        return True
+    raise DataError(
+        f"{label} has {distinct} distinct whole numbers as targets of {len(values)} rows, which could be quantities or "
+        "classes; set task=regression and data.task=regression, or task=classification and data.task=classification"
+    )
 
 
 def _read(config: TableData) -> _Table:
@@ -111,6 +142,8 @@ def _read(config: TableData) -> _Table:
         return _read_npz(path)
     if path.suffix == ".csv":
         return _read_csv(path, target=config.target)
+    if path.suffix in COMPRESSED_SUFFIXES:
+        check_is_text(path)
     raise DataError(f"data.path {path} is no .csv or .npz file; convert it, or use builtin:breast_cancer")
 
 

@@ -24,7 +24,8 @@ _TRAINING_CHARACTERS = 64 * 2**20
 # Documents are cut into pieces of about this size so that one long document still uses every core.
 _PIECE_CHARACTERS = 32 * 2**10
 
-# Byte-level BPE never merges across a lone newline between two words, so a cut there leaves the ids unchanged.
+# Byte-level BPE never merges across a lone newline between two words, so a cut there leaves the ids unchanged
+# (`_can_cut` says for which tokenizers).
 _SAFE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
 
@@ -73,18 +74,20 @@ class BpeTokenizer:
     """
 
     def __init__(self, model: Any):
-        from tokenizers import pre_tokenizers
+        from tokenizers import models
 
         # A file may carry the padding and truncation of the job it was saved for.
         model.no_padding()
         model.no_truncation()
         # Text that happens to spell a special token is data, not a document boundary.
         model.encode_special_tokens = True
+        if isinstance(model.model, models.BPE) and model.model.dropout:
+            # Random merges (BPE-dropout) would give the same text other ids on each pass and in each process.
+            model.model.dropout = None
         self._model = model
         # Not the count of entries: published vocabularies have gaps.
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        # Other pre-tokenizers tie a newline to what stands before it, or mark the start of a text.
-        self._can_cut = isinstance(model.pre_tokenizer, pre_tokenizers.ByteLevel) and model.normalizer is None
+        self._can_cut = _can_cut(model)
         known = (model.token_to_id(name) for name in _END_OF_TEXT_NAMES)
         self.end_of_text: int | None = next((i for i in known if i is not None), None)
 
@@ -123,6 +126,25 @@ class BpeTokenizer:
 
     def to_json(self) -> str:
         return self._model.to_str()
+
+
+def _can_cut(model: Any) -> bool:
+    """Returns whether encoding a document in the pieces of `_pieces` gives the ids of encoding it as one.
+
+    True only of what is known to leave a lone newline a word of its own: every other pre-tokenizer, normalizer and
+    option may tie it to its neighbours or treat the start of a text in its own way.
+    """
+    from tokenizers import pre_tokenizers
+
+    splitter = model.pre_tokenizer
+    if not isinstance(splitter, pre_tokenizers.ByteLevel) or model.normalizer is not None:
+        return False
+    # The first puts a space before every piece; without the second, merges go across the newline.
+    if splitter.add_prefix_space or not splitter.use_regex:
+        return False
+    # Added tokens are found in the text before it is split; special ones are not (encode_special_tokens).
+    added = model.get_added_tokens_decoder().values()
+    return not any("\n" in token.content or token.lstrip or token.rstrip for token in added if not token.special)
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.local_path import local_path
 from jaxtrain.metrics.files import plain_number, write_lines_atomic, write_text_atomic
 
 Scalars = Mapping[str, float | int | None]
@@ -53,7 +54,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = local_path(path, what="file of metrics")
         self._file: Any = None
 
     def __enter__(self) -> Self:

@@ -62,7 +62,7 @@ def open_run_data(config: Config) -> "Data":
     from jaxtrain.data import open_data
 
     length = getattr(config.model, "max_sequence_length", None)
-    return open_data(config.data, sequence_length=length, seed=config.seed)
+    return open_data(config.data, sequence_length=length, seed=config.seed, task=config.task)
 
 
 def reading_threads(config: Config) -> int | None:
@@ -76,7 +76,8 @@ def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, o
     tokens = data.unit == "tokens"
     integers = np.issubdtype(targets.dtype, np.integer)
     if config.task == "classification" and not integers:
-        raise ConfigError("task=classification, but the targets of the data are numbers; set task=regression")
+        named = " (and data.task=classification if they name classes)" if config.data.kind == "table" else ""
+        raise ConfigError(f"task=classification, but the targets of the data are numbers; set task=regression{named}")
     if config.task == "regression" and integers:
         raise ConfigError("task=regression, but the targets of the data are classes; set task=classification")
     vocabulary = getattr(config.model, "vocab_size", None)

@@ -1,4 +1,4 @@
-"""Text generation with a KV cache: one prefill, then a scanned loop, compiled once for a batch of prompts.
+"""Text generation with a KV cache: one prefill, then a scanned loop, compiled once for prompts of similar lengths.
 
 Shapes: B prompts, P longest prompt, T new tokens, V vocabulary.
 """
@@ -14,8 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
-from jaxtrain.precision import cast_floats, get_policy
+from jaxtrain.precision import Policy, cast_floats, get_policy
 from jaxtrain.train.step import TrainStep
+
+# Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
+_SHORTEST_PROMPT = 16
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def choose(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Arra
 
 
 def make_generator(
-    model: Model, *, new_tokens: int, sampling: Sampling, policy: str = "fp32", mesh: Mesh | None = None
+    model: Model, *, new_tokens: int, sampling: Sampling, policy: str | Policy = "fp32", mesh: Mesh | None = None
 ) -> Callable[[Any, Any, Any, jax.Array], jax.Array]:
     """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
 
@@ -71,7 +74,7 @@ def make_generator(
         model: has a decoder.
         new_tokens: T.
         sampling: how tokens are chosen.
-        policy: number formats.
+        policy: number formats, as a name or a `Policy`.
         mesh: where the parameters lie; the tokens come out whole on every device of it, and so in every process.
 
     Raises:
@@ -115,6 +118,9 @@ def generate_text(
 ) -> list[str]:
     """Continue prompts.
 
+    The step keeps the compiled program: another call with as many prompts of a similar length, the same `new_tokens`
+    and the same `sampling` compiles nothing.
+
     Args:
         step: gives model, precision and layout.
         params: as in the state, on any mesh.
@@ -142,13 +148,16 @@ def generate_text(
             f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's {limit} positions; "
             f"ask for at most {max(limit - longest, 0)} new tokens or shorten the prompt"
         )
-    prompts_BP = np.zeros((len(encoded), longest), np.int32)
+    prompts_BP = np.zeros((len(encoded), _padded_length(longest, limit - new_tokens)), np.int32)
     for row, ids in enumerate(encoded):
         prompts_BP[row, : len(ids)] = ids
     lengths_B = np.array([len(ids) for ids in encoded], np.int32)
-    generator = make_generator(
-        step.model, new_tokens=new_tokens, sampling=sampling, policy=step.policy.name, mesh=step.mesh
-    )
+    generator = step.generators.get((new_tokens, sampling))
+    if generator is None:
+        generator = make_generator(
+            step.model, new_tokens=new_tokens, sampling=sampling, policy=step.policy, mesh=step.mesh
+        )
+        step.generators[new_tokens, sampling] = generator
     with step.context():
         new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
     texts = []
@@ -156,3 +165,11 @@ def generate_text(
         stop = np.flatnonzero(new == tokenizer.end_of_text)
         texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
     return texts
+
+
+def _padded_length(longest: int, room: int) -> int:
+    """The compiled length of prompts of `longest` tokens, at most `room`."""
+    length = _SHORTEST_PROMPT
+    while length < longest:
+        length *= 2
+    return min(length, room)

@@ -13,6 +13,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.config import Config, Loaded, load_config
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.local_path import local_path
 
 if TYPE_CHECKING:
     from jaxtrain.data import Data, Tokenizer
@@ -61,7 +62,7 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the path is not the directory of a run.
     """
-    path = Path(run_dir)
+    path = local_path(run_dir, what="run directory")
     if not path.exists():
         raise ConfigError(f"no run at {path}; give the directory of a run, with its run.json (runs/<name>)")
     if not path.is_dir():
@@ -92,7 +93,7 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] = ()) -> Loade
         run_dir: directory of the run.
         overrides: `key=value` strings on top.
     """
-    run_dir = Path(run_dir)
+    run_dir = local_path(run_dir, what="run directory")
     saved = dict(read_run(run_dir)["config"])
     parallel = saved.get("parallel")
     if isinstance(parallel, dict):
@@ -135,7 +136,7 @@ def open_run(
         CheckpointError: no such checkpoint, or one of another model.
         DataError: the data cannot be opened.
     """
-    run_dir = Path(run_dir)
+    run_dir = local_path(run_dir, what="run directory")
     info = read_run(run_dir)
     overrides = list(overrides)
     if info.get("own_model"):

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -56,6 +56,7 @@ class TrainStep:
         optimizer: the transformation that updates the trained parameters.
         compiler_options: what every program of the step is compiled with, however it comes about.
         choices: what was chosen when the step was lowered, and why: a line an operation ("attention: cudnn").
+        generators: jitted text generation by what it was made for, kept here so that it lives as long as the step.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class TrainStep:
         )
         self._initialize = jax.jit(create, out_shardings=self.state_shardings)
         self.choices: tuple[str, ...] = ()
+        self.generators: dict[Hashable, Callable[..., jax.Array]] = {}
         self._compiled: jax.stages.Compiled | None = None
         self._batch_spec: dict[str, tuple[tuple[int, ...], str]] = {}
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain import distributed
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.errors import DivergedError, PreemptedError
+from jaxtrain.local_path import local_path
 from jaxtrain.metrics.progress import Progress
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ def run_config(
         PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
     """
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
-    folder = Path(run_dir) if run_dir is not None else Path("runs") / loaded.name
+    folder = (
+        local_path(run_dir, what="run directory")
+        if run_dir is not None
+        else Path("runs") / local_path(loaded.name, what="name")
+    )
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     if loaded.config.parallel.auto:
         from jaxtrain.plan.auto import choose_layout

@@ -179,18 +179,24 @@ USAGE = {
     "no processes": (f"launch --processes 0 -- {TRAIN}", r"--processes: '0' is not a whole number of 1 or more"),
     "no devices": (f"launch --processes 2 --emulate 0 -- {TRAIN}", r"--emulate: '0' is not a whole number"),
     "a launch inside": (f"launch --processes 2 -- launch --processes 2 -- {TRAIN}", r"'launch' cannot be run inside"),
-    "unknown command": ("launch --processes 2 -- trian quickstart", r"no command 'trian', did you mean 'train'\?"),
+    "unknown command": ("launch --processes 2 -- trian quickstart", r"no command or program 'trian', did you mean 'tr"),
     "unknown option": (f"launch --processes 2 -- {TRAIN} --resum=must", r"jaxtrain train: no option --resum"),
     "unknown key": (f"launch --processes 2 -- {TRAIN} train.step=4", r"unknown key 'train\.step' \(command line\)"),
     "unknown config": ("launch --processes 2 -- train quikstart", r"no config 'quikstart'.*did you mean 'quickstart'"),
+    "a script that is no program": (
+        "launch --processes 2 -- {script}",
+        r"my\.py' is not a program.*write: python .*my",
+    ),
+    "a path to nothing": ("launch --processes 2 -- ./nowhere", r"'\./nowhere' is not a program.*there is no such file"),
     "no devices to emulate": ("launch --processes 2 --emulate 2 -- ckpt ls x", r"jaxtrain ckpt ls: no option --emul"),
 }
 
 
 @pytest.mark.parametrize(("words", "pattern"), USAGE.values(), ids=USAGE)
-def test_a_mistake_is_told_once_before_anything_starts(cli, monkeypatch, words, pattern):
+def test_a_mistake_is_told_once_before_anything_starts(cli, monkeypatch, tmp_path, words, pattern):
     monkeypatch.setattr(subprocess, "Popen", None)
-    answer = cli(*words.split())
+    (tmp_path / "my.py").write_text("print('hello')")
+    answer = cli(*words.format(script=tmp_path / "my.py").split())
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.count("\n") == 1
     assert re.search(pattern, answer.err), answer.err
@@ -212,6 +218,50 @@ def test_the_launcher_does_not_import_jax(tmp_path):
     assert last == "False 0"
     assert sum("seed" in line for line in shown) == 1, "one process writes"
     assert done.stderr == ""
+
+
+# Every device of both processes takes part in the sum.
+SCRIPT = """
+import sys
+from jaxtrain import distributed
+
+distributed.start(compilation_cache=None)
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+rows = jax.make_array_from_callback(
+    (4,), NamedSharding(mesh, PartitionSpec("x")), lambda index: np.arange(4.0, dtype=np.float32)[index]
+)
+total = float(jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(rows))
+print(jax.process_index(), jax.process_count(), jax.local_device_count(), total, *sys.argv[1:], file=sys.stderr)
+"""
+
+
+def test_a_script_of_ones_own_is_launched_and_joins(tmp_path):
+    (tmp_path / "my.py").write_text(SCRIPT)
+    words = ["launch", "--processes", "2", "--emulate", "2", "--", "python", "my.py", "--debug", "a b"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtrain", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        # The python of an environment that is not activated is not on the path.
+        env={**os.environ, "PATH": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "a b" in line]
+    assert sorted(lines) == ["0 2 2 6.0 --debug a b", "[1] 1 2 2 6.0 --debug a b"], done.stderr
+
+
+def test_any_program_is_launched_with_what_its_process_needs():
+    show = "echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES, $JAX_PLATFORMS $JAX_NUM_CPU_DEVICES"
+    words = ["launch", "--processes", "2", "--emulate", "3", "--", "sh", "-c", f"{show} >&2"]
+    done = subprocess.run([sys.executable, "-m", "jaxtrain", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stderr.splitlines()) == ["0 of 2, cpu 3", "[1] 1 of 2, cpu 3"]
 
 
 CONFIG = {

@@ -11,7 +11,6 @@ from jaxtrain.commands.table import COMMANDS, Command
 
 # id: (words, exit code, pattern of the line)
 USAGE = {
-    "no command": ("", 2, r"jaxtrain: no command; 'jaxtrain --help' lists the commands"),
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
     "end of a command": ("ls", 2, r"no command 'ls', did you mean 'ckpt ls'\?"),
     "unknown option before the command": ("--nothing train", 2, r"no option '--nothing'"),
@@ -23,6 +22,8 @@ USAGE = {
     "missing output": ("data prepare quickstart", 2, r"-o/--output is missing"),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "unknown option": ("doctor --fast", 2, r"jaxtrain doctor: no option --fast"),
+    "key of another trainer as an option": ("train quickstart --lr 1", 2, r"is written optimizer\.learning_rate=VALUE"),
+    "key of another trainer": ("train quickstart --lr=1", 2, r"'lr'.*did you mean 'optimizer\.learning_rate'\?"),
     "key as an option without a value": ("train quickstart --train.steps 5", 2, r"is written train\.steps=VALUE"),
     "wrong choice": ("train quickstart --resume maybe", 2, r"--resume: invalid choice: 'maybe'"),
     "not a number": ("train quickstart --emulate many", 2, r"--emulate: 'many' is not a whole number of 1 or more"),
@@ -53,6 +54,13 @@ USAGE = {
     "name that begins as ours": ("train jaxtrain.yaml", 2, r"jaxtrain: no config 'jaxtrain\.yaml'"),
     "a run directory that is a file": ("train quickstart --run-dir file", 2, r"run directory file is a file"),
 }
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["help"]], ids=str)
+def test_help_lists_the_commands(words, cli):
+    answer = cli(*words)
+    assert (answer.code, answer.err) == (0, "")
+    assert all(f"  {name} " in answer.out for name in COMMANDS)
 
 
 def one_line(err: str, pattern: str) -> None:

@@ -3,6 +3,9 @@
 import pytest
 
 from jaxtrain.config import load_config, shipped_configs
+from jaxtrain.config.keys import walk
+from jaxtrain.config.other_names import _OTHER_NAMES
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 
 
@@ -16,6 +19,16 @@ def written(tmp_path):
         return path
 
     return write
+
+
+def test_every_other_name_leads_to_a_key_of_some_config():
+    """A key that is renamed here and not in the table would be suggested and then be unknown."""
+    known = {key.path for kind in ("adamw", "muon") for key in walk(Config, {"optimizer": {"kind": kind}})}
+    meant = [meant.partition("=")[0] for meant in _OTHER_NAMES if " " not in meant]
+    assert [key for key in meant if key not in known] == []
+    names = [name for names in _OTHER_NAMES.values() for name in names]
+    assert len(names) == len(set(names))
+    assert [name for name in names if name in known] == []
 
 
 @pytest.mark.parametrize(
@@ -156,6 +169,44 @@ WRONG_VALUES = {
     ),
     "misspelt key": ("train.stepz=1", "unknown key 'train.stepz' (command line); did you mean 'train.steps'?"),
     "misspelt group": ("trian.steps=1", "unknown key 'trian' (command line); did you mean 'train'?"),
+    **{
+        wrong: (f"{wrong}=1", f"unknown key '{wrong}' (command line); did you mean '{right}'?")
+        for wrong, right in {
+            "lr": "optimizer.learning_rate",
+            "optimizer.lr": "optimizer.learning_rate",
+            "learning_rate": "optimizer.learning_rate",
+            "batch_size": "train.global_batch_size",
+            "train.batch-size": "train.global_batch_size",
+            "max_steps": "train.steps",
+            "num_steps": "train.steps",
+            "gradient_accumulation_steps": "train.accumulation_steps",
+            "warmup_steps": "optimizer.schedule.warmup_steps",
+            "optimizer.warmup_steps": "optimizer.schedule.warmup_steps",
+            "weight_decay": "optimizer.weight_decay",
+            "max_grad_norm": "optimizer.clip_norm",
+            "max_length": "model.max_sequence_length",
+            "seq_len": "data.sequence_length",
+            "num_workers": "train.workers",
+            "model.hidden_size": "model.embed_dim",
+            "mixed_precision": "precision.policy",
+            "save_steps": "checkpoint.every",
+            "tp": "parallel.tensor",
+        }.items()
+    },
+    **{
+        wrong: (f"{wrong}=1", f"unknown key '{wrong}' (command line); {hint}")
+        for wrong, hint in {
+            "fp16": "set precision.policy=fp16",
+            "bf16": "set precision.policy=bf16",
+            "precision.bf16": "set precision.policy=bf16",
+            "gradient_checkpointing": "set remat.policy=full",
+            "model.gradient_checkpointing": "set remat.policy=full",
+            "epochs": "a run counts steps: set train.steps to epochs x training rows / train.global_batch_size",
+            "train.num_epochs": "a run counts steps: set train.steps to epochs x training rows / "
+            "train.global_batch_size",
+            "output_dir": "the directory of a run is an option: --run-dir DIR (run_dir= in Python)",
+        }.items()
+    },
     "bare leaf": ("steps=1", "unknown key 'steps' (command line); did you mean 'train.steps'?"),
     "leaf of another group": (
         "train.tensor=2",

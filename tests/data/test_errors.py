@@ -1,5 +1,7 @@
 """Every mistake a user can make with data is one line: what is wrong, where, what would work."""
 
+import gzip
+import lzma
 import re
 import sys
 
@@ -37,6 +39,9 @@ def images(path):
     return ImageFolderData(path=str(path), image_size=8)
 
 
+# Begins as every file of zstd.
+ZSTD = bytes.fromhex("28b52ffd0403190000 7b7d0a 8cc1b2a5")
+
 # Files to write (name -> content), what to open, and the whole message; {dir} is the folder of the test.
 CASES = {
     "missing file": (
@@ -68,6 +73,37 @@ CASES = {
         {"a.txt": b"good \xff bad"},
         lambda d: text(d / "a.txt"),
         "{dir}/a.txt is not UTF-8 at byte 5 (0xff); convert it, for example with: iconv -t UTF-8 a.txt",
+    ),
+    "text compressed with gzip": (
+        {"a.txt": gzip.compress(b"good text")},
+        lambda d: text(d / "a.txt"),
+        "{dir}/a.txt is compressed with gzip, not text; decompress it first: gunzip -k a.txt",
+    ),
+    "JSON lines compressed with zstd": (
+        {"a.jsonl.zst": ZSTD},
+        lambda d: JsonlData(path=str(d / "a.jsonl.zst")),
+        "{dir}/a.jsonl.zst is compressed with zstd, not text; decompress it first: zstd -d a.jsonl.zst",
+    ),
+    "folder of compressed JSON lines": (
+        {"sub/b.jsonl.zst": ZSTD, "c.jsonl.gz": gzip.compress(b"{}")},
+        lambda d: JsonlData(path=str(d)),
+        "data.path {dir} holds no .jsonl file but compressed ones (b.jsonl.zst); decompress them first",
+    ),
+    "compressed JSON lines as text": (
+        {"a.jsonl.zst": ZSTD},
+        lambda d: text(d / "a.jsonl.zst"),
+        "data.path {dir}/a.jsonl.zst holds JSON lines, not plain text; set data.kind=jsonl",
+    ),
+    "compressed table": (
+        {"a.csv.xz": lzma.compress(b"x,y\n1,2\n")},
+        lambda d: table(d / "a.csv.xz"),
+        "{dir}/a.csv.xz is compressed with xz, not text; decompress it first: unxz -k a.csv.xz",
+    ),
+    "a table of another kind by its content": (
+        {"a.csv": b"PAR1\x15\x04\xff\xfe"},
+        lambda d: table(d / "a.csv"),
+        "{dir}/a.csv is a Parquet file, not text; convert it to text first (JSON lines or CSV), for example "
+        "with pandas or duckdb",
     ),
     "text shorter than a row": (
         {"a.txt": b"0123456789"},
@@ -190,7 +226,18 @@ CASES = {
     "text targets asked for as numbers": (
         {"a.csv": b"x,y\n1,red\n2,blue\n"},
         lambda d: table(d / "a.csv", task="regression"),
-        "{dir}/a.csv target 'red' is not a number; set data.task=classification",
+        "{dir}/a.csv target 'red' is not a number; set task=classification and data.task=classification",
+    ),
+    "whole numbers that could be classes": (
+        {"a.csv": b"x,age\n" + b"".join(b"%d,%d\n" % (i, i % 40) for i in range(400))},
+        lambda d: table(d / "a.csv"),
+        "{dir}/a.csv has 40 distinct whole numbers as targets of 400 rows, which could be quantities or classes; "
+        "set task=regression and data.task=regression, or task=classification and data.task=classification",
+    ),
+    "more numbers than classes asked for": (
+        {"a.csv": b"x,y\n" + b"".join(b"%d,%d\n" % (i, i) for i in range(1001))},
+        lambda d: table(d / "a.csv", task="classification"),
+        "{dir}/a.csv has 1001 distinct targets, more than 1000 classes; set task=regression, data.task=regression",
     ),
     "image folder that is a file": (
         {"a.png": b"x"},

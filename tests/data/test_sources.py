@@ -1,10 +1,12 @@
 """Every source gives the rows, shapes and description it promises."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from jaxtrain.config import load_config
 from jaxtrain.config.data import (
     Component,
     DigitsData,
@@ -18,7 +20,8 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.train.assemble import assemble, open_run_data
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=300)
 
@@ -229,13 +232,45 @@ def test_digits_are_scaled_and_split_the_same_for_every_seed():
         (range(1001), None, 1, "regression of 1 column"),
         ([7, 3, 5, 3] * 5, "regression", 1, "regression of 1 column"),
         ([1.5, 2, 3, 4] * 5, "classification", 4, "classification into 4 classes (1.5, 2, 3, 4)"),
+        ([100 * (i % 237) for i in range(400)], None, 1, "regression of 1 column"),
+        ([i % 40 for i in range(400)], "classification", 40, "classification into 40 classes"),
     ],
-    ids=["text", "whole", "fractions", "many whole", "told regression", "told classes"],
+    ids=["text", "whole", "fractions", "many whole", "told regression", "told classes", "prices", "told many classes"],
 )
 def test_the_target_decides_the_task_of_a_table(targets, task, outputs, words, tmp_path):
     data = open_data(TableData(path=str(write_csv(tmp_path, targets)), task=task), sequence_length=None, seed=0)
     assert data.num_outputs == outputs
     assert words in data.description[0]
+
+
+@pytest.mark.parametrize(
+    ("targets", "settings", "error"),
+    [
+        ([100 * (i % 237) for i in range(400)], {"task": "regression"}, None),
+        ([i % 40 for i in range(400)], {"task": "regression"}, None),
+        ([7, 3, 5, 3] * 100, {"task": "regression"}, None),
+        (
+            [100 * (i % 237) for i in range(400)],
+            {},
+            "task=classification, but the targets of the data are numbers; set task=regression (and "
+            "data.task=classification if they name classes)",
+        ),
+        (
+            [7, 3, 5, 3] * 100,
+            {"data.task": "regression"},
+            "task=classification, but data.task=regression; set both to regression, or leave data.task out",
+        ),
+    ],
+    ids=["prices", "ages", "rooms", "prices under classification", "two answers"],
+)
+def test_the_task_of_the_run_decides_what_whole_numbers_are(targets, settings, error, tmp_path):
+    config = load_config("tabular_mlp", keywords={"data.path": str(write_csv(tmp_path, targets)), **settings}).config
+    if error is None:
+        run = assemble(config, open_run_data(config))
+        assert (run.data.num_outputs, run.batches.spec()["targets"].dtype) == (1, np.float32)
+    else:
+        with pytest.raises(ConfigError, match=f"^{re.escape(error)}$"):
+            assemble(config, open_run_data(config))
 
 
 def test_standardizing_uses_the_training_rows(tmp_path):

@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Model
 
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import Tokenizer, build_tokenizer, load_tokenizer
@@ -67,6 +69,66 @@ def test_cutting_a_long_document_leaves_its_ids_unchanged():
     whole = tokenizer._model.encode(text, add_special_tokens=False).ids
     (pieces,) = encode_all(tokenizer, [text])
     np.testing.assert_array_equal(pieces, whole)
+
+
+# Each ends a piece of a long document in another way, or ties a newline to its neighbours.
+SPLITTERS = {
+    "byte_level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "byte_level_prefix_space": pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "byte_level_no_regex": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    "split_and_byte_level": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r" ?[a-z]+|\d{1,3}|\s+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "metaspace": pre_tokenizers.Metaspace(),
+    "none": None,
+}
+ADDED = {
+    "": [],
+    "strips_right": [AddedToken("cat", rstrip=True, normalized=False)],
+    "strips_left": [AddedToken("sat", lstrip=True, normalized=False)],
+    "holds_newline": [AddedToken("cat\nsat", normalized=False)],
+}
+
+
+@pytest.mark.parametrize(
+    ("splitter", "normalizer", "added"),
+    [
+        *((name, None, "") for name in SPLITTERS),
+        ("byte_level", normalizers.Prepend("_"), ""),
+        ("byte_level", normalizers.Strip(), ""),
+        *(("byte_level", None, name) for name in ADDED if name),
+    ],
+    ids=str,
+)
+def test_a_long_document_has_the_ids_of_the_whole_under_every_option(tmp_path, splitter, normalizer, added):
+    # Every newline, and so every place to divide it, is between "cat" and "sat".
+    text = "sat on the mat, 12 times, the cat\n" * (2 * _PIECE_CHARACTERS // 30)
+    model = Model(models.BPE(unk_token="[UNK]"))
+    if SPLITTERS[splitter] is not None:
+        model.pre_tokenizer = SPLITTERS[splitter]
+    if normalizer is not None:
+        model.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["[UNK]"], show_progress=False
+    )
+    model.train_from_iterator([text[:1000]], trainer)
+    model.add_tokens(ADDED[added])
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    whole = model.encode(text, add_special_tokens=False).ids
+    np.testing.assert_array_equal(encode_all(tokenizer, [text])[0], whole)
+
+
+def test_a_file_with_bpe_dropout_gives_the_same_ids_every_time(tmp_path):
+    model = Model.from_str(make("bpe").to_json())
+    model.model.dropout = 0.5
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = "the cat sat on the mat\n" * 50
+    np.testing.assert_array_equal(load_tokenizer(tmp_path / "tokenizer.json").encode(text), make("bpe").encode(text))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""What the pages in docs/ print as Python runs as printed, and does what the page says.
+
+The README's examples, which do more, have a file of their own.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+
+Names = dict[str, Any]
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs"
+EXAMPLES = [
+    pytest.param(page.name, text, id=f"{page.stem}-{index}")
+    for page in sorted(FOLDER.glob("*.md"))
+    for index, text in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+]
+
+
+def checkpoints_before(folder: Path) -> Names:
+    params = {"kernel": jax.numpy.arange(8.0)}
+    state = {"params": params, "step": jax.numpy.int32(3)}
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    names = {"run_dir": folder, "step": 3, "fingerprint": {}, "state": state}
+    return {**names, "abstract_state": abstract, "abstract_params": abstract["params"]}
+
+
+def checkpoints_after(names: Names) -> None:
+    for params in (names["state"]["params"], names["params"]):
+        np.testing.assert_array_equal(params["kernel"], np.arange(8.0))
+
+
+def data_before(folder: Path) -> Names:
+    (folder / "books").mkdir()
+    (folder / "books" / "one.txt").write_text("It was the best of times, it was the worst of times.\n" * 2000)
+    return {}
+
+
+def data_after(names: Names) -> None:
+    assert names["batch"]["inputs"].shape == (64, 256)
+    assert isinstance(names["batch"]["inputs"], jax.Array)
+
+
+def loss_after(names: Names) -> None:
+    """The loss of the page is the shipped one, with the rows' weights and without."""
+    random = np.random.default_rng(0)
+    logits = jax.numpy.asarray(random.normal(size=(4, 8, 16)), jax.numpy.float32)
+    batch: dict[str, Any] = {"targets": jax.numpy.asarray(random.integers(0, 16, (4, 8)), jax.numpy.int32)}
+    weights = jax.numpy.asarray(random.random((4, 8)), jax.numpy.float32)
+    found = []
+    for shown in (batch, {**batch, "weights": weights}):
+        own, shipped = (task.loss.train(logits, shown) for task in (names["task"], jt.language_modeling(z_loss=1e-4)))
+        np.testing.assert_allclose(own[:2], shipped[:2], rtol=1e-6)
+        found.append(float(own[1]))
+    assert found == [32.0, pytest.approx(float(weights.sum()))]
+
+
+def precision_before(folder: Path) -> Names:
+    model = jt.build_model(
+        {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8},
+        input_shape=(8,),
+        vocab_size=256,
+    )
+    one = jt.make_mesh(devices=jax.devices()[:1])
+    step = jt.make_train_step(model, jt.language_modeling(), optax.identity(), mesh=one)
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 9), dtype=np.int32)
+    batches = [{"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}]
+    return {"step": step, "state": step.init(0), "batches": batches}
+
+
+def precision_after(names: Names) -> None:
+    # An untrained model of 256 ids knows nothing, in 8 bits too.
+    assert names["metrics"]["eval_loss"] == pytest.approx(np.log(256), rel=0.02)
+
+
+def planner_after(names: Names) -> None:
+    assert names["estimate"].memory.total_bytes > 2**33
+
+
+def stages_after(names: Names) -> None:
+    params, state = names["model"].init(jax.random.key(0))
+    outputs, _ = names["model"].apply(params, state, np.ones((2, 8), np.float32), key=None, train=False)
+    assert outputs.shape == (2, 10)
+
+
+def given_nothing(folder: Path) -> Names:
+    return {}
+
+
+def runs(names: Names) -> None:
+    pass
+
+
+# Page, words of the example: what the page takes as given, and what must have come of it. Others are given nothing.
+EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names], None]]] = {
+    ("checkpoints.md", 'prefix="params"'): (checkpoints_before, checkpoints_after),
+    ("data.md", "prefetch("): (data_before, data_after),
+    ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
+    ("parallelism.md", "from_stages("): (given_nothing, stages_after),
+    ("planner.md", "analyse("): (given_nothing, planner_after),
+    ("precision.md", "quantize("): (precision_before, precision_after),
+}
+
+
+@pytest.mark.parametrize(("page", "text"), EXAMPLES)
+def test_example_runs_as_printed(page, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = [value for (name, words), value in EXPECTED.items() if name == page and words in text]
+    before, after = found[0] if found else (given_nothing, runs)
+    names = before(tmp_path)
+    exec(compile(text, f"example of {page}", "exec"), names)
+    after(names)
+
+
+def test_every_expectation_has_its_example():
+    printed = [example.values for example in EXAMPLES]
+    assert all(any(page == name and words in str(text) for name, text in printed) for page, words in EXPECTED)
