@@ -35,11 +35,19 @@ def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
 
 
 def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
-    """Random streams of a module (dropout), each from its own fold of the step's key."""
+    """Random streams of a module (dropout), each from its own fold of the step's key.
+
+    A stream keeps its shape: stacked layers (`nnx.split_rngs`, `nnx.vmap`, `nnx.scan`) hold a key and a count each.
+    """
     key = jax.random.key(0) if key is None else key
     flat = []
     for index, (path, variable) in enumerate(nnx.to_flat_state(template)):
-        value = jax.random.fold_in(key, index) if isinstance(variable, nnx.RngKey) else jax.numpy.uint32(0)
+        like = variable.get_value()
+        if isinstance(variable, nnx.RngKey):
+            value = jax.random.fold_in(key, index)
+            value = jax.random.split(value, like.shape) if like.shape else value
+        else:
+            value = jax.numpy.zeros(like.shape, like.dtype)
         flat.append((path, variable.replace(value)))
     return nnx.from_flat_state(flat)
 

@@ -24,6 +24,26 @@ class NNXDropout(nnx.Module):
         return jnp.stack([self.first(x), self.second(x), self.first(x)])
 
 
+class NNXStackedDropout(nnx.Module):
+    """Three layers, each with a stream of its own that its stack holds along a leading dim."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Dropout:
+            return nnx.Dropout(0.5, rngs=rngs)
+
+        self.scale = nnx.Param(jnp.ones(()))
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        def scan(layer, x):
+            return x, layer(x)
+
+        return scan(self.layers, x * self.scale[...])[1]
+
+
 class LinenDropout(linen.Module):
     @linen.compact
     def __call__(self, x, train: bool):
@@ -53,7 +73,11 @@ def applied(model, inputs, *, seed, train, state=None):
     return run(params, state, jax.random.key(seed))
 
 
-DROPOUT = {"nnx": lambda: from_nnx(NNXDropout), "linen": lambda: from_linen(LinenDropout(), ONES)}
+DROPOUT = {
+    "nnx": lambda: from_nnx(NNXDropout),
+    "nnx stack": lambda: from_nnx(NNXStackedDropout),
+    "linen": lambda: from_linen(LinenDropout(), ONES),
+}
 
 
 @pytest.mark.parametrize("make", DROPOUT.values(), ids=DROPOUT)
