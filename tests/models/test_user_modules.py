@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.linen_model import from_linen
 from jaxtrain.models.nnx_model import from_nnx
 
@@ -52,6 +53,46 @@ class LinenDropout(linen.Module):
         return jnp.stack([first(x), second(x), first(x)])
 
 
+class LinenDeterministic(linen.Module):
+    @linen.compact
+    def __call__(self, x, deterministic: bool = True):
+        return LinenDropout()(x, train=not deterministic)
+
+
+class LinenBothWords(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool, deterministic: bool = True):
+        assert train != deterministic
+        return LinenDropout()(x, train)
+
+
+class LinenField(linen.Module):
+    is_training: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        return LinenDropout()(x, self.is_training)
+
+
+class LinenNoise(linen.Module):
+    """Draws from a stream with a name of its own."""
+
+    @linen.compact
+    def __call__(self, x, training: bool = False):
+        x = x * self.param("scale", lambda key: jnp.ones(()))
+        if not training:
+            return jnp.stack([x] * 3)
+        return jnp.stack([2 * x * jax.random.bernoulli(self.make_rng("noise"), 0.5, x.shape) for _ in range(3)])
+
+
+class LinenUntold(linen.Module):
+    layer: linen.Module
+
+    @linen.compact
+    def __call__(self, x):
+        return self.layer(linen.Dense(64)(x))
+
+
 class NNXNorm(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.BatchNorm(64, momentum=0.9, epsilon=0.0, rngs=rngs)
@@ -76,7 +117,11 @@ def applied(model, inputs, *, seed, train, state=None):
 DROPOUT = {
     "nnx": lambda: from_nnx(NNXDropout),
     "nnx stack": lambda: from_nnx(NNXStackedDropout),
-    "linen": lambda: from_linen(LinenDropout(), ONES),
+    "linen train": lambda: from_linen(LinenDropout(), ONES),
+    "linen deterministic": lambda: from_linen(LinenDeterministic(), ONES),
+    "linen both words": lambda: from_linen(LinenBothWords(), ONES),
+    "linen field": lambda: from_linen(LinenField(), ONES),
+    "linen training, own stream": lambda: from_linen(LinenNoise(), ONES),
 }
 
 
@@ -96,6 +141,25 @@ def test_dropout(make):
             assert abs(np.mean(masks[a] == masks[b]) - 0.5) < 5 * 0.5 / 16, (a, b)
     evaluated, _ = applied(model, ONES, seed=1, train=False)
     np.testing.assert_array_equal(evaluated, np.stack([ONES] * 3))
+
+
+UNTOLD = {
+    "dropout": linen.Dropout(0.5, deterministic=True),
+    "attention": linen.SelfAttention(num_heads=1, dropout_rate=0.5, deterministic=True),
+    "norm": linen.BatchNorm(use_running_average=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")
+@pytest.mark.parametrize("layer", UNTOLD.values(), ids=UNTOLD)
+def test_linen_layers_that_nothing_tells_to_train(layer):
+    with pytest.raises(ConfigError, match=rf"^LinenUntold holds {type(layer).__name__}.*add `train: bool` to __call__"):
+        from_linen(LinenUntold(layer), ONES)
+
+
+def test_linen_modules_without_such_layers_need_no_argument():
+    model = from_linen(LinenUntold(linen.Dropout(0.0, deterministic=True)), ONES)
+    assert applied(model, ONES, seed=0, train=True)[0].shape == (4, 64)
 
 
 NORMS = {
