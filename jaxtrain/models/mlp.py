@@ -16,7 +16,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.axes import mlp_axes
 from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.nnx_model import from_nnx
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
@@ -69,4 +69,4 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
             raise ConfigError("model.kind=mlp takes numbers, but the data gives token ids")
         return module(inputs, key=key if train and config.dropout > 0 else None)
 
-    return from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=call, name="mlp")
+    return from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=DrawsByRow(call), name="mlp")

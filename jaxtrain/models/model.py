@@ -8,7 +8,7 @@ import jax
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.cross_entropy import compute_logits
-from jaxtrain.sharding import path_name
+from jaxtrain.sharding import path_name, shard_key
 
 Params = dict[str, Any]
 ModelState = dict[str, Any]
@@ -71,6 +71,24 @@ class Head(Protocol):
     """
 
     def __call__(self, params: Params, carry: Any, /, *, train: bool) -> Any: ...
+
+
+@dataclass(frozen=True)
+class DrawsByRow:
+    """Marks a function of a model whose random numbers follow from a row's number in the (micro)batch over all devices.
+
+    Such a function (`call` of `from_nnx`, `embed` and `block` of `from_stages`, `Model.apply`, the functions of
+    `Parts`) gets the same key on every shard of `data`, and draws the same numbers on every mesh. Every other one gets
+    a key of the shard's own wherever the step works shard by shard. `jaxtrain.models.layers.dropout` draws by row.
+
+    Attributes:
+        function: what is called.
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -143,9 +161,21 @@ class PartsApply:
         """Outputs as the head gives them: `DeferredLogits` in place of logits, where the model has them."""
         parts = self.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
-        carry = parts.embed(rest, inputs, key=key, train=train)
-        carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=key, train=train)
+        carry = parts.embed(rest, inputs, key=key_for(parts.embed, key), train=train)
+        layers_key = key_for(parts.layers, key)
+        carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=layers_key, train=train)
         return parts.head(rest, carry, train=train), model_state
+
+
+def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
+    """The key that a function of a model gets in the code being traced: see `DrawsByRow`.
+
+    Args:
+        function: `Model.apply`, or `embed` or `layers` of its parts.
+        key: of the microbatch, the same on every shard; None: no randomness.
+    """
+    # The parts get theirs one by one.
+    return key if key is None or isinstance(function, DrawsByRow | PartsApply) else shard_key(key)
 
 
 def from_functions(

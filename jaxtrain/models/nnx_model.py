@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.models.layers import Linear
-from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params
 
 Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
 
@@ -75,7 +75,7 @@ def from_nnx(
         make: rngs -> module; called once abstractly here and once inside the sharded init.
         axes: parameter path -> logical axes (see `Model.axes`); None: the default sharding for every parameter.
         call: (module, inputs, key, train) -> outputs; None: `module(inputs)` after `module.train()` or `.eval()`,
-            with dropout streams seeded from the step's key.
+            with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is that of all shards.
         name: for people; None: the class name.
         gathers_itself: see `Model.gathers_itself`.
 
@@ -111,4 +111,5 @@ def from_nnx(
         return outputs, to_dict(nnx.from_flat_state(kept))
 
     linears = linear_kernels(abstract)
-    return Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself, linears=linears)
+    whole = DrawsByRow(apply) if isinstance(call, DrawsByRow) else apply
+    return Model(name or type(abstract).__name__, init, whole, axes or {}, gathers_itself, linears=linears)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, Params, Parts, PartsApply
+from jaxtrain.models.model import DrawsByRow, Model, Params, Parts, PartsApply
 from jaxtrain.models.nnx_model import from_dict, linear_kernels, to_dict
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat import Remat
@@ -39,6 +39,7 @@ def from_stages(
         block: (block, carry, inputs, key, train) -> carry of the same shapes and dtypes.
         head: (module, carry, train) -> outputs, which may hold `DeferredLogits`. In `embed` and `head` the stack of the
             module must not be used.
+            Those of `embed` and `block` that are marked as `DrawsByRow` get the same key on every shard.
         axes: see `Model.axes`; rows of the stack begin with "layers".
         remat: what the backward pass keeps of each block; None: everything.
         name: for people; None: the class name.
@@ -84,10 +85,13 @@ def from_stages(
     def run_head(params: Params, carry: Any, *, train: bool) -> Any:
         return head(module(params), carry, train)
 
+    def marked_as(given: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        return DrawsByRow(function) if isinstance(given, DrawsByRow) else function
+
     def init(key: jax.Array) -> tuple[Params, dict[str, Any]]:
         return to_dict(nnx.split(make(nnx.Rngs(key)))[1]), {}
 
-    parts = Parts(stack, num_layers, run_embed, run_layers, run_head)
+    parts = Parts(stack, num_layers, marked_as(embed, run_embed), marked_as(block, run_layers), run_head)
     apply = PartsApply(parts)
     built = Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself=(stack,), parts=parts)
     return dataclasses.replace(built, linears=linear_kernels(abstract))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.compiler_options import CompilerOptions, Value, choose_options
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
-from jaxtrain.models.model import Apply, Model, PartsApply
+from jaxtrain.models.model import Apply, Model, PartsApply, key_for
 from jaxtrain.ops.choice import record_choices
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
@@ -241,6 +241,7 @@ class TrainStep:
     ) -> tuple[Any, Any]:
         compute = self.policy.compute_dtype
         params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
+        key = key_for(self.model.apply, key)
         return apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
 
     def context(self) -> contextlib.AbstractContextManager[None]:
