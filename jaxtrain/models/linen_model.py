@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 from flax import linen
+from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.sharding import path_name
 
 # How modules are asked to train: the argument, and its value in training; it is the opposite in evaluation.
 _TRAINING_ARGUMENTS = {
@@ -43,7 +45,8 @@ def from_linen(
             takes none, the module's own fields of these names are set. A module without dropout and batch norm needs
             none.
         example_inputs: inputs (arrays or `ShapeDtypeStruct`s) of the right shape, for `init`.
-        axes: parameter path -> logical axes; None: the default sharding for every parameter.
+        axes: parameter path -> logical axes; None: those of the parameters' partitioning metadata
+            (`with_logical_partitioning`, `with_partitioning`), and the default sharding for parameters without.
         name: for people; None: the class name.
 
     Returns:
@@ -58,7 +61,8 @@ def from_linen(
     fields = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in own_fields and not arguments}
 
     def module_for(train: bool) -> linen.Module:
-        return module.clone(**{name: value == train for name, value in fields.items()}) if fields else module
+        values: dict[str, Any] = {name: value == train for name, value in fields.items()}
+        return module.clone(**values) if values else module
 
     def arguments_for(train: bool) -> dict[str, Any]:
         return {name: value == train for name, value in arguments.items()}
@@ -69,7 +73,7 @@ def from_linen(
         return dict(module_for(False).init(keys, inputs, **arguments_for(False)))
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
-        # Boxes with partitioning names are taken off: the axes table says how parameters lie.
+        # Boxes with partitioning names are taken off: the axes table holds the names.
         variables = linen.meta.unbox(create(key))
         return variables.pop("params", {}), variables
 
@@ -80,10 +84,9 @@ def from_linen(
             changing.append(type(context.module).__name__)
         return call(*args, **kwargs)
 
-    if not arguments and not fields:
-        with linen.intercept_methods(watch):
-            jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
-    if changing:
+    with linen.intercept_methods(watch):
+        shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+    if changing and not arguments and not fields:
         raise ConfigError(
             f"{type(module).__name__} holds {changing[0]}, but nothing tells it whether it is trained: its __call__ "
             "takes neither train nor deterministic; add `train: bool` to __call__ and pass "
@@ -102,4 +105,8 @@ def from_linen(
         outputs, changed = module_for(train).apply(variables, inputs, rngs=rngs, mutable=list(model_state), **keywords)
         return outputs, {**model_state, **changed}
 
-    return Model(name or type(module).__name__, init, apply, axes or {})
+    if axes is None:
+        specs = linen.get_partition_spec(shapes.get("params", {}))
+        named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        axes = {path_name(path): tuple(spec) for path, spec in named if spec}
+    return Model(name or type(module).__name__, init, apply, axes)

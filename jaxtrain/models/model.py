@@ -8,6 +8,7 @@ import jax
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.cross_entropy import compute_logits
+from jaxtrain.remat import Remat
 from jaxtrain.sharding import path_name, shard_key
 
 Params = dict[str, Any]
@@ -118,7 +119,8 @@ class Model:
             whole on one device.
         apply: (params, model_state, inputs, *, key, train) -> (outputs, model_state). `model_state` holds what
             changes without a gradient (batch statistics); params come in the compute dtype.
-        axes: parameter path -> logical axis names, one a dim; paths left out are sharded by the default rule.
+        axes: parameter path (or pattern with `*`) -> logical axis names, one for each dim; paths left out are sharded
+            by the default rule.
         gathers_itself: top-level sub-trees of params that `apply` gathers from their shards layer by layer; the step
             gathers the rest up front.
         decoder: generation, for models that have it.
@@ -126,6 +128,8 @@ class Model:
         has_experts: whether the `expert` axis has something to spread.
         linears: paths of the kernels that `quantize` may store in 8 bits: those of `Linear` layers; with each the
             numbers of its input and of its output dims, which are the last ones that it has.
+        remat: what the backward pass keeps, where the model was built with a policy.
+        with_remat: the model with another policy; None: it cannot apply one.
     """
 
     name: str
@@ -137,6 +141,8 @@ class Model:
     parts: Parts | None = None
     has_experts: bool = False
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    remat: Remat | None = None
+    with_remat: Callable[[Remat], "Model"] | None = None
 
 
 @dataclass(frozen=True)

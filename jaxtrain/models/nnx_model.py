@@ -52,6 +52,25 @@ def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
+def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
+    """The axes table that the partitioning metadata of variables (`nnx.with_partitioning`) gives."""
+    return {
+        "/".join(map(str, path)): tuple(variable.get_value())
+        for path, variable in nnx.to_flat_state(nnx.get_partition_spec(template))
+        if variable.get_value()
+    }
+
+
+def building(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """`make` on names of axes that are no mesh axes: Flax would look for each in a mesh as it makes the variable."""
+
+    def made(rngs: nnx.Rngs) -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            return make(rngs)
+
+    return made
+
+
 def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
     """`Model.linears` of a module that stands in its model's place."""
     return {
@@ -73,7 +92,8 @@ def from_nnx(
 
     Args:
         make: rngs -> module; called once abstractly here and once inside the sharded init.
-        axes: parameter path -> logical axes (see `Model.axes`); None: the default sharding for every parameter.
+        axes: parameter path -> logical axes (see `Model.axes`); None: those of the parameters' partitioning metadata
+            (`nnx.with_partitioning`), and the default sharding for parameters without.
         call: (module, inputs, key, train) -> outputs; None: `module(inputs)` after `module.train()` or `.eval()`,
             with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is that of all shards.
         name: for people; None: the class name.
@@ -85,6 +105,7 @@ def from_nnx(
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
     """
+    make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, param_template, rng_template, state_template = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
     state_paths = {path for path, _ in nnx.to_flat_state(state_template)}
@@ -112,4 +133,5 @@ def from_nnx(
 
     linears = linear_kernels(abstract)
     whole = DrawsByRow(apply) if isinstance(call, DrawsByRow) else apply
-    return Model(name or type(abstract).__name__, init, whole, axes or {}, gathers_itself, linears=linears)
+    axes = metadata_axes(param_template) if axes is None else axes
+    return Model(name or type(abstract).__name__, init, whole, axes, gathers_itself, linears=linears)

@@ -18,6 +18,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.nnx_model import from_nnx
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.remat import Remat
+from jaxtrain.rules import FamilyTable
 from jaxtrain.sharding import constrain
 
 _BATCH = ("batch", None, None, None)
@@ -184,4 +185,4 @@ def resnet(
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
-    return from_nnx(make, axes=RESNET, call=call, name=config.size or "resnet", gathers_itself=rest)
+    return from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)

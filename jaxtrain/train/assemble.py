@@ -117,14 +117,13 @@ def build_step(
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
     mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
+    remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
     if model is None:
         model = build_model(
-            config.model,
-            input_shape=input_shape,
-            vocab_size=vocab_size,
-            num_outputs=num_outputs,
-            remat=Remat(config.remat.policy, config.remat.names, config.remat.offload),
+            config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
         )
+    else:
+        model = _with_remat(model, remat)
     optimizer = config.optimizer
     if optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
@@ -146,6 +145,27 @@ def build_step(
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
     )
+
+
+def _with_remat(model: Model, remat: Remat) -> Model:
+    """Your own model with the remat policy of a config.
+
+    Raises:
+        ConfigError: it was built with another policy, or cannot apply one.
+    """
+    if remat in (Remat(), model.remat):
+        return model
+    if model.with_remat is None:
+        raise ConfigError(
+            f"remat.policy={remat.policy}, but the model {model.name} is one function, which no policy reaches; build "
+            "it with from_stages, or use jax.checkpoint (nnx.remat, nn.remat) inside it and remat.policy=none"
+        )
+    if model.remat is not None:
+        raise ConfigError(
+            f"remat.policy={remat.policy}, but the model {model.name} was built with another policy "
+            f"({model.remat.policy}); set one of them only"
+        )
+    return model.with_remat(remat)
 
 
 def assemble(
