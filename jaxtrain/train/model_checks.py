@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Apply, Model
@@ -15,6 +15,7 @@ from jaxtrain.ops.choice import note_choice
 from jaxtrain.precision import Policy
 from jaxtrain.rules import FamilyTable, entry_axes
 from jaxtrain.sharding import Layout, parameter_spec, path_name
+from jaxtrain.traced import operations
 from jaxtrain.train.state import TrainState
 
 # Share of the multiply-adds in float32 from which a low-precision run says so.
@@ -111,20 +112,16 @@ def _some(paths: Any) -> str:
     return ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
 
 
-def _multiply_adds(jaxpr: Jaxpr) -> tuple[float, float]:
+def _multiply_adds(program: Jaxpr) -> tuple[float, float]:
     """Multiply-adds of matmuls and convolutions with float32 operands, and with narrower ones."""
     wide = narrow = 0.0
-    for equation in jaxpr.eqns:
-        repeated = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in _inner(tuple(equation.params.values())):
-            more = _multiply_adds(inner)
-            wide, narrow = wide + repeated * more[0], narrow + repeated * more[1]
+    for equation, times in operations(program):
         if equation.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
             continue
         left, right = operands = tuple(_typed(variable) for variable in equation.invars[:2])
         if not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in operands):
             continue
-        count = math.prod(_typed(equation.outvars[0]).shape) * _summed_over(equation, left, right)
+        count = times * math.prod(_typed(equation.outvars[0]).shape) * _summed_over(equation, left, right)
         if max(left.dtype.itemsize, right.dtype.itemsize) >= 4:
             wide += count
         else:
@@ -144,16 +141,3 @@ def _summed_over(equation: Any, left: Any, right: Any) -> float:
     if equation.primitive.name == "conv_general_dilated":
         return math.prod(right.shape) / right.shape[numbers.rhs_spec[0]]
     return left.shape[-1]
-
-
-def _inner(values: tuple[Any, ...]) -> list[Jaxpr]:
-    """The programs among the parameters of an operation."""
-    found = []
-    for value in values:
-        if isinstance(value, tuple | list):
-            found += _inner(tuple(value))
-        elif isinstance(value, ClosedJaxpr):
-            found.append(value.jaxpr)
-        elif isinstance(value, Jaxpr):
-            found.append(value)
-    return found
