@@ -8,7 +8,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.models import ModelConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.mlp import mlp
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import Model, Rebuild
 from jaxtrain.models.resnet import resnet
 from jaxtrain.models.transformer import transformer
 from jaxtrain.remat import Remat
@@ -56,10 +56,10 @@ def build_model(
         raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")
     group = config
 
-    def with_remat(remat: Remat) -> Model:
+    def build(remat: Remat) -> Model:
         return build_model(group, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat)
 
     model = _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)
     if config.kind == "mlp":
         return model  # it has no blocks to keep less of
-    return dataclasses.replace(model, remat=given, with_remat=with_remat)
+    return dataclasses.replace(model, remat=given, rebuild=Rebuild(model.apply, model.parts, build))

@@ -1,7 +1,7 @@
 """The model contract: a frozen record of pure functions over plain nested dicts of arrays."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -129,7 +129,7 @@ class Model:
         linears: paths of the kernels that `quantize` may store in 8 bits: those of `Linear` layers; with each the
             numbers of its input and of its output dims, which are the last ones that it has.
         remat: what the backward pass keeps, where the model was built with a policy.
-        with_remat: the model with another policy; None: it cannot apply one.
+        rebuild: how it is built with a policy; None: it cannot apply one.
     """
 
     name: str
@@ -142,7 +142,31 @@ class Model:
     has_experts: bool = False
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     remat: Remat | None = None
-    with_remat: Callable[[Remat], "Model"] | None = None
+    rebuild: "Rebuild | None" = None
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """How a model is built with another remat policy; see `with_remat`.
+
+    Attributes:
+        apply, parts: of the model as it was built. Where somebody put others in their place, a model that is built
+            again would lose them.
+        build: policy -> the model.
+    """
+
+    apply: Apply
+    parts: Parts | None
+    build: Callable[[Remat], Model]
+
+
+def with_remat(model: Model, remat: Remat) -> Model | None:
+    """The model with a remat policy, all else as it is; None where it cannot apply one."""
+    rebuild = model.rebuild
+    if rebuild is None or model.apply is not rebuild.apply or model.parts is not rebuild.parts:
+        return None
+    built = rebuild.build(remat)
+    return replace(model, apply=built.apply, parts=built.parts, remat=remat, rebuild=built.rebuild)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import DrawsByRow, Model, Params, Parts, PartsApply
+from jaxtrain.models.model import DrawsByRow, Model, Params, Parts, PartsApply, Rebuild
 from jaxtrain.models.nnx_model import building, from_dict, linear_kernels, metadata_axes, to_dict
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat import Remat
@@ -102,7 +102,8 @@ def from_stages(
     apply = PartsApply(parts)
     built = Model(name or type(abstract).__name__, init, apply, axes, gathers_itself=(stack,), parts=parts)
 
-    def with_remat(remat: Remat) -> Model:
+    def rebuild(remat: Remat) -> Model:
         return from_stages(make, stack=stack, embed=embed, block=block, head=head, axes=axes, remat=remat, name=name)
 
-    return dataclasses.replace(built, linears=linear_kernels(abstract), remat=remat, with_remat=with_remat)
+    again = Rebuild(apply, parts, rebuild)
+    return dataclasses.replace(built, linears=linear_kernels(abstract), remat=remat, rebuild=again)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.degrees import AXES, config_degrees
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.build import build_model
-from jaxtrain.models.model import Model, parameter_shapes
+from jaxtrain.models.model import Model, parameter_shapes, with_remat
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.precision import LossScaling
@@ -123,7 +123,7 @@ def build_step(
             config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
         )
     else:
-        model = _with_remat(model, remat)
+        model = _remat_of_config(model, remat)
     optimizer = config.optimizer
     if optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
@@ -147,25 +147,28 @@ def build_step(
     )
 
 
-def _with_remat(model: Model, remat: Remat) -> Model:
+def _remat_of_config(model: Model, remat: Remat) -> Model:
     """Your own model with the remat policy of a config.
 
     Raises:
         ConfigError: it was built with another policy, or cannot apply one.
     """
-    if remat in (Remat(), model.remat):
+    applied = with_remat(model, remat) if model.remat is None else None
+    if applied is not None:
+        return applied
+    default = RematConfig()
+    # What is at its default asks for nothing.
+    if remat in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
         return model
-    if model.with_remat is None:
+    if model.remat is None:
         raise ConfigError(
             f"remat.policy={remat.policy}, but the model {model.name} is one function, which no policy reaches; build "
             "it with from_stages, or use jax.checkpoint (nnx.remat, nn.remat) inside it and remat.policy=none"
         )
-    if model.remat is not None:
-        raise ConfigError(
-            f"remat.policy={remat.policy}, but the model {model.name} was built with another policy "
-            f"({model.remat.policy}); set one of them only"
-        )
-    return model.with_remat(remat)
+    raise ConfigError(
+        f"remat.policy={remat.policy}, but the model {model.name} was built with another policy "
+        f"({model.remat.policy}); set one of them only"
+    )
 
 
 def assemble(

@@ -241,6 +241,9 @@ def test_remat_of_a_config_reaches_own_stages() -> None:
         kept[policy] = "remat" in str(jax.make_jaxpr(jax.grad(lambda p, step=step: loss_of(step, p)))(ones(step)))
     assert kept == {"none": False, "full": True}
     assert built(stages(Remat("full"))).model.remat == Remat("full")
+    # The default of a config asks for nothing of a model that has its own policy, or can have none.
+    assert built(stages(Remat("full")), "dots").model.remat == Remat("full")
+    assert built(PLAIN, "dots").model is PLAIN
 
 
 def loss_of(step: TrainStep, params: Any) -> jax.Array:
@@ -251,15 +254,25 @@ def ones(step: TrainStep) -> Any:
     return jax.tree.map(lambda leaf: jnp.ones(leaf.shape), step.abstract_state.params)
 
 
+def wrapped() -> Model:
+    """Built again, it would lose its wrapper."""
+    inner = stages()
+
+    def apply(params: Any, state: Any, inputs: Any, *, key: Any, train: bool) -> Any:
+        return inner.apply(params, state, 2 * inputs, key=key, train=train)
+
+    return dataclasses.replace(inner, apply=apply)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (PLAIN, "remat.policy=full, but the model LinenNet is one function.*from_stages"),
         (from_nnx(NNXNet), "remat.policy=full, but the model NNXNet is one function"),
-        (stages(Remat("dots")), r"remat.policy=full, .*built with another policy \(dots\); set one"),
-        (dataclasses.replace(stages(), with_remat=None), "remat.policy=full, but the model Stages is one function"),
+        (stages(Remat("sqrt")), r"remat.policy=full, .*built with another policy \(sqrt\); set one"),
+        (wrapped(), "remat.policy=full, but the model Stages is one function"),
     ],
-    ids=["linen", "nnx", "stages of another policy", "by hand"],
+    ids=["linen", "nnx", "stages of another policy", "wrapped stages"],
 )
 def test_remat_that_cannot_be_applied(model: Model, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
