@@ -64,6 +64,20 @@ class LinenNamed(linen.Module):
         return linen.Dense(4, kernel_init=self.wrap(LECUN, self.names[::-1]))(x)
 
 
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return x + linen.Dense(8, kernel_init=linen.with_logical_partitioning(LECUN, ("embed", "mlp")))(x), None
+
+
+class LinenScan(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        named = {linen.PARTITION_NAME: "layers"}
+        split = {"params": True}
+        return linen.scan(LinenBlock, {"params": 0}, split_rngs=split, length=2, metadata_params=named)()(x, None)[0]
+
+
 class NNXNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, *, dtype: Any = None, names: tuple[Any, ...] | None = None):
         def init(names):
@@ -202,6 +216,10 @@ METADATA = {
         LINEN_SPECS,
     ),
     "nnx": (lambda: from_nnx(lambda rngs: NNXNet(rngs, names=("embed", "mlp"))), NNX_SPECS),
+    "linen scan": (
+        lambda: from_linen(LinenScan(), ROWS),
+        {"ScanLinenBlock_0/Dense_0/kernel": (None, "fsdp", "tensor")},
+    ),
     "nnx stack": (stages, {"blocks/kernel": (None, "fsdp", "tensor")}),
 }
 
