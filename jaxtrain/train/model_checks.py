@@ -87,8 +87,9 @@ def check_compute_dtype(
     Raises:
         ConfigError: every matmul runs in float32.
     """
-    # Linear layers of ours compute in the dtype that they are given: no need to trace a model of them twice.
-    if jnp.dtype(policy.compute_dtype).itemsize >= 4 or model.linears:
+    # Layers of ours compute in the dtype that they are given: no need to trace a model of them twice.
+    ours = bool(model.linears) or isinstance(model.axes, FamilyTable)
+    if jnp.dtype(policy.compute_dtype).itemsize >= 4 or ours:
         return
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // microbatches, *x.shape[1:]), x.dtype), inputs)
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
