@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxtrain.models.layers import Linear
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params
+from jaxtrain.sharding import shard_key
 
 Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
 
@@ -118,9 +119,10 @@ def from_nnx(
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        module = nnx.merge(
-            graph, from_dict(param_template, params), _reseed(rng_template, key), from_dict(state_template, model_state)
-        )
+        # What the module draws itself is never drawn by row.
+        own_key = shard_key(key) if key is not None and isinstance(call, DrawsByRow) else key
+        streams = _reseed(rng_template, own_key)
+        module = nnx.merge(graph, from_dict(param_template, params), streams, from_dict(state_template, model_state))
         if call is not None:
             outputs = call(module, inputs, key, train)
         else:

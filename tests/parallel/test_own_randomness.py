@@ -89,6 +89,11 @@ def by_hand() -> Model:
     return Model("by hand", lambda key: ({"code": jnp.ones((ROWS, WIDTH))}, {}), apply)
 
 
+def own_dropout(module: Any, numbers: jax.Array, key: Any, train: bool) -> jax.Array:
+    module.train()
+    return module(numbers)
+
+
 def summed(outputs: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
     return jnp.sum(outputs), jnp.float32(outputs.shape[0]), {}
 
@@ -113,6 +118,7 @@ def unmarked(function: Callable[..., Any]) -> Callable[..., Any]:
 OPAQUE = {
     "nnx": (lambda: from_nnx(OwnDropout), dict(data=4)),
     "nnx call": (lambda: with_call(opaque, unmarked), dict(data=2, fsdp=2)),
+    "nnx marked, its own dropout": (lambda: from_nnx(OwnDropout, call=DrawsByRow(own_dropout)), dict(data=4)),
     "linen": (lambda: from_linen(OwnLinen(), np.arange(2, dtype=np.int32)), dict(data=4)),
     "by hand": (by_hand, dict(data=4)),
     "stages": (lambda: with_stages(opaque, unmarked), dict(data=4)),
@@ -130,7 +136,7 @@ def test_every_row_draws_for_itself(make: Callable[[], Model], degrees: dict[str
 
 BY_ROW = {
     "call": (lambda: with_call(by_row, DrawsByRow), (dict(data=2, fsdp=2),)),
-    "stages": (lambda: with_stages(by_row, DrawsByRow), (dict(data=4), dict(pipe=2, data=2))),
+    "stages": (lambda: with_stages(by_row, DrawsByRow), (dict(pipe=2, data=2),)),
 }
 
 
