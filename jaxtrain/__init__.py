@@ -18,6 +18,7 @@ _HOMES = {
     "Data": "jaxtrain.data",
     "DataError": "jaxtrain.errors",
     "DivergedError": "jaxtrain.errors",
+    "DrawsByRow": "jaxtrain.models.model",
     "Evaluator": "jaxtrain.train.evaluate",
     "JsonlWriter": "jaxtrain.metrics.writers",
     "Model": "jaxtrain.models.model",

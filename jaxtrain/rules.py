@@ -14,6 +14,14 @@ from jaxtrain.errors import ConfigError
 Entry = tuple[str, ...] | str | None
 AxesTable = Mapping[str, tuple[str | None, ...]]
 
+
+class FamilyTable(dict[str, tuple[str | None, ...]]):
+    """The axes table of a family of models: rows that a variant does not have (biases, a gate) match nothing.
+
+    In any other table a row that matches nothing is a mistake.
+    """
+
+
 DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     # parameters
     "embed": ("fsdp",),
@@ -26,6 +34,9 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "channels_in": ("fsdp",),
     "channels_out": ("tensor",),
+    # mesh axes by their own names, as partitioning metadata of Flax gives them
+    "fsdp": ("fsdp",),
+    "tensor": ("tensor",),
     # activations
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),
@@ -140,6 +151,12 @@ def parameter_entries(
     """
     row = table_row(path, axes)
     stacked = stack is not None and path.startswith(f"{stack}/")
+    for name in row or ():
+        if name is not None and name not in rules:
+            raise ConfigError(
+                f"no sharding rule for logical axis {name!r} of {path}; known: {', '.join(rules)}; give the model "
+                f"axes of these names, or make_train_step a rule such as rules={{{name!r}: ('tensor',)}}"
+            )
     if row is None:
         row = ("layers", *[None] * (len(shape) - 1)) if stacked else (None,) * len(shape)
         wants_fsdp = True

@@ -188,6 +188,17 @@ def row_numbers(count: int) -> jax.Array:
     return jnp.arange(count) + (jax.lax.axis_index("data") * count if manual else 0)
 
 
+def shard_key(key: jax.Array) -> jax.Array:
+    """The key of this shard of `data` in code that handles the axis itself; elsewhere the key as it is.
+
+    There a shape is that of a shard's rows, so that equal keys would draw equal numbers for different rows.
+    """
+    layout = _layout.get()
+    if layout is None or "data" not in layout.manual or layout.mesh.shape["data"] == 1:
+        return key
+    return jax.random.fold_in(key, jax.lax.axis_index("data"))
+
+
 def splits_sequence() -> bool:
     """Whether the sequence dim of activations is spread over a mesh axis that the compiler handles."""
     layout = _layout.get()

@@ -96,7 +96,9 @@ def test_wrong_rows(degrees, path, shape, message):
 
 
 def test_a_name_without_a_rule_names_the_known_ones():
-    with pytest.raises(ConfigError, match=r"^no sharding rule for logical axis 'wormhole'; known: embed, vocab, "):
+    with pytest.raises(
+        ConfigError, match=r"^no sharding rule for logical axis 'wormhole' of nameless; known: embed, vocab, "
+    ):
         parameter_spec("nameless", (8,), layout(fsdp=8))
 
 

@@ -35,6 +35,8 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     parallel, precision, evaluation = config.parallel, config.precision, config.evaluation
     if config.remat.policy != "names" and config.remat.names:
         yield "remat.names", f"remat.policy={config.remat.policy} decides without them; remat.policy=names takes them"
+    if config.model.kind == "mlp":
+        yield "remat", "model.kind=mlp has no blocks, its activations are all kept"
     if precision.policy != "fp16":
         yield "precision.loss_scale", f"precision.policy={precision.policy} does not scale the loss, fp16 does"
     if not parallel.auto:

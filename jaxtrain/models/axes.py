@@ -1,6 +1,7 @@
 """The axes tables of the shipped models: parameter path -> logical axes. No jax here, for the planner."""
 
 from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.rules import FamilyTable
 
 Axes = dict[str, tuple[str | None, ...]]
 
@@ -62,8 +63,8 @@ def model_axes(config: ModelConfig) -> Axes:
     """The table of the model that a config describes."""
     match config:
         case TransformerConfig():
-            return TRANSFORMER if config.experts is None else {**TRANSFORMER, **EXPERTS}
+            return FamilyTable(TRANSFORMER if config.experts is None else {**TRANSFORMER, **EXPERTS})
         case ResNetConfig():
-            return RESNET
+            return FamilyTable(RESNET)
         case MLPConfig():
             return mlp_axes(len(config.hidden_dims))

@@ -1,5 +1,6 @@
 """A model from its config group. A new kind of model adds one line to the table."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.models import ModelConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.mlp import mlp
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import Model, Rebuild
 from jaxtrain.models.resnet import resnet
 from jaxtrain.models.transformer import transformer
 from jaxtrain.remat import Remat
@@ -48,9 +49,17 @@ def build_model(
     """
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model
-    remat = remat or Remat()
+    given, remat = remat, remat or Remat()
     wrong = [name for name in remat.offload if config.kind != "transformer" and (config.kind, name) not in _OFFLOADED]
     if wrong:
         known = ", ".join(name for kind, name in _OFFLOADED if kind == config.kind) or "none"
         raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")
-    return _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)
+    group = config
+
+    def build(remat: Remat) -> Model:
+        return build_model(group, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat)
+
+    model = _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)
+    if config.kind == "mlp":
+        return model  # it has no blocks to keep less of
+    return dataclasses.replace(model, remat=given, rebuild=Rebuild(model.apply, model.parts, build))

@@ -1,13 +1,33 @@
 """A Flax Linen module as a `Model`."""
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import linen
+from jax.sharding import PartitionSpec
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.sharding import path_name
+
+# How modules are asked to train: the argument, and its value in training; it is the opposite in evaluation.
+_TRAINING_ARGUMENTS = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+
+
+def _changes_in_training(module: linen.Module) -> bool:
+    """Whether a layer computes something else in training than in evaluation."""
+    if isinstance(module, linen.MultiHeadDotProductAttention):
+        return module.dropout_rate > 0
+    return isinstance(module, linen.BatchNorm) or (isinstance(module, linen.Dropout) and module.rate > 0)
 
 
 def from_linen(
@@ -20,35 +40,73 @@ def from_linen(
     """A model from a Linen module.
 
     Args:
-        module: its `__call__` takes inputs and, if it has one, a keyword `train`.
+        module: its `__call__` takes inputs and says by which keyword it is told to train: `train`, `training` or
+            `is_training`, `deterministic` or `use_running_average`; all that it takes are given. Where `__call__`
+            takes none, the module's own fields of these names are set. A module without dropout and batch norm needs
+            none.
         example_inputs: inputs (arrays or `ShapeDtypeStruct`s) of the right shape, for `init`.
-        axes: parameter path -> logical axes; None: the default sharding for every parameter.
+        axes: parameter path -> logical axes; None: those of the parameters' partitioning metadata
+            (`with_logical_partitioning`, `with_partitioning`), and the default sharding for parameters without.
         name: for people; None: the class name.
 
     Returns:
         The record; collection "params" is its params, every other collection its model_state.
+
+    Raises:
+        ConfigError: the module holds dropout or batch norm, and nothing tells it whether it is trained.
     """
-    takes_train = "train" in inspect.signature(type(module).__call__).parameters
+    taken = inspect.signature(type(module).__call__).parameters
+    arguments = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in taken}
+    own_fields = {field.name for field in dataclasses.fields(module)}
+    fields = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in own_fields and not arguments}
+
+    def module_for(train: bool) -> linen.Module:
+        values: dict[str, Any] = {name: value == train for name, value in fields.items()}
+        return module.clone(**values) if values else module
 
     def arguments_for(train: bool) -> dict[str, Any]:
-        return {"train": train} if takes_train else {}
+        return {name: value == train for name, value in arguments.items()}
 
-    def init(key: jax.Array) -> tuple[Params, ModelState]:
+    def create(key: jax.Array) -> dict[str, Any]:
         inputs = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), example_inputs)
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        # Boxes with partitioning names are taken off: the axes table says how parameters lie.
-        variables = linen.meta.unbox(dict(module.init(keys, inputs, **arguments_for(False))))
+        return dict(module_for(False).init(keys, inputs, **arguments_for(False)))
+
+    def init(key: jax.Array) -> tuple[Params, ModelState]:
+        # Boxes with partitioning names are taken off: the axes table holds the names.
+        variables = linen.meta.unbox(create(key))
         return variables.pop("params", {}), variables
+
+    changing: list[str] = []
+
+    def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if _changes_in_training(context.module):
+            changing.append(type(context.module).__name__)
+        return call(*args, **kwargs)
+
+    with linen.intercept_methods(watch):
+        shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+    if changing and not arguments and not fields:
+        raise ConfigError(
+            f"{type(module).__name__} holds {changing[0]}, but nothing tells it whether it is trained: its __call__ "
+            "takes neither train nor deterministic; add `train: bool` to __call__ and pass "
+            + ("use_running_average=not train" if changing[0] == "BatchNorm" else "deterministic=not train")
+        )
 
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        arguments = arguments_for(train)
-        rngs = {"dropout": key} if key is not None else None
+        keywords = arguments_for(train)
+        # Flax takes "params" for every stream that is not given by its name ("noise", "droppath").
+        rngs = {"params": jax.random.fold_in(key, 1), "dropout": key} if key is not None else None
         variables = {"params": params, **model_state}
         if not train:
-            return module.apply(variables, inputs, rngs=rngs, **arguments), model_state
-        outputs, changed = module.apply(variables, inputs, rngs=rngs, mutable=list(model_state), **arguments)
+            return module_for(train).apply(variables, inputs, rngs=rngs, **keywords), model_state
+        outputs, changed = module_for(train).apply(variables, inputs, rngs=rngs, mutable=list(model_state), **keywords)
         return outputs, {**model_state, **changed}
 
-    return Model(name or type(module).__name__, init, apply, axes or {})
+    if axes is None:
+        specs = linen.get_partition_spec(shapes.get("params", {}))
+        named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        axes = {path_name(path): tuple(spec) for path, spec in named if spec}
+    return Model(name or type(module).__name__, init, apply, axes)

@@ -17,7 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.axes import mlp_axes
 from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.nnx_model import from_nnx
 from jaxtrain.ops.activation import gelu
 
@@ -71,5 +71,5 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
             raise ConfigError("model.kind=mlp takes numbers, but the data gives token ids")
         return module(inputs, key=key if train and config.dropout > 0 else None)
 
-    model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=call, name="mlp")
+    model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=DrawsByRow(call), name="mlp")
     return dataclasses.replace(model, num_outputs=outputs)

@@ -1,14 +1,15 @@
 """The model contract: a frozen record of pure functions over plain nested dicts of arrays."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.cross_entropy import compute_logits
-from jaxtrain.sharding import path_name
+from jaxtrain.remat import Remat
+from jaxtrain.sharding import path_name, shard_key
 
 Params = dict[str, Any]
 ModelState = dict[str, Any]
@@ -74,6 +75,24 @@ class Head(Protocol):
 
 
 @dataclass(frozen=True)
+class DrawsByRow:
+    """Marks a function of a model whose random numbers follow from a row's number in the (micro)batch over all devices.
+
+    Such a function (`call` of `from_nnx`, `embed` and `block` of `from_stages`, `Model.apply`, the functions of
+    `Parts`) gets the same key on every shard of `data`, and draws the same numbers on every mesh. Every other one gets
+    a key of the shard's own wherever the step works shard by shard. `jaxtrain.models.layers.dropout` draws by row.
+
+    Attributes:
+        function: what is called.
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
 class Parts:
     """A model cut into what a pipeline deals out: an embedding, a stack of equal layers, and a head.
 
@@ -100,7 +119,8 @@ class Model:
             whole on one device.
         apply: (params, model_state, inputs, *, key, train) -> (outputs, model_state). `model_state` holds what
             changes without a gradient (batch statistics); params come in the compute dtype.
-        axes: parameter path -> logical axis names, one a dim; paths left out are sharded by the default rule.
+        axes: parameter path (or pattern with `*`) -> logical axis names, one for each dim; paths left out are sharded
+            by the default rule.
         gathers_itself: top-level sub-trees of params that `apply` gathers from their shards layer by layer; the step
             gathers the rest up front.
         decoder: generation, for models that have it.
@@ -110,6 +130,8 @@ class Model:
             numbers of its input and of its output dims, which are the last ones that it has.
         vocab_size: number of ids that integer inputs (or their entry `tokens`) may hold; None: not known, or no ids.
         num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.
+        remat: what the backward pass keeps, where the model was built with a policy.
+        rebuild: how it is built with a policy; None: it cannot apply one.
     """
 
     name: str
@@ -123,6 +145,32 @@ class Model:
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     vocab_size: int | None = None
     num_outputs: int | None = None
+    remat: Remat | None = None
+    rebuild: "Rebuild | None" = None
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """How a model is built with another remat policy; see `with_remat`.
+
+    Attributes:
+        apply, parts: of the model as it was built. Where somebody put others in their place, a model that is built
+            again would lose them.
+        build: policy -> the model.
+    """
+
+    apply: Apply
+    parts: Parts | None
+    build: Callable[[Remat], Model]
+
+
+def with_remat(model: Model, remat: Remat) -> Model | None:
+    """The model with a remat policy, all else as it is; None where it cannot apply one."""
+    rebuild = model.rebuild
+    if rebuild is None or model.apply is not rebuild.apply or model.parts is not rebuild.parts:
+        return None
+    built = rebuild.build(remat)
+    return replace(model, apply=built.apply, parts=built.parts, remat=remat, rebuild=built.rebuild)
 
 
 @dataclass(frozen=True)
@@ -147,9 +195,21 @@ class PartsApply:
         """Outputs as the head gives them: `DeferredLogits` in place of logits, where the model has them."""
         parts = self.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
-        carry = parts.embed(rest, inputs, key=key, train=train)
-        carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=key, train=train)
+        carry = parts.embed(rest, inputs, key=key_for(parts.embed, key), train=train)
+        layers_key = key_for(parts.layers, key)
+        carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=layers_key, train=train)
         return parts.head(rest, carry, train=train), model_state
+
+
+def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
+    """The key that a function of a model gets in the code being traced: see `DrawsByRow`.
+
+    Args:
+        function: `Model.apply`, or `embed` or `layers` of its parts.
+        key: of the microbatch, the same on every shard; None: no randomness.
+    """
+    # The parts get theirs one by one.
+    return key if key is None or isinstance(function, DrawsByRow | PartsApply) else shard_key(key)
 
 
 def from_functions(

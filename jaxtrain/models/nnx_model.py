@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 
 from jaxtrain.models.layers import Linear
-from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params
+from jaxtrain.sharding import shard_key
 
 Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
 
@@ -35,13 +36,40 @@ def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
 
 
 def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
-    """Random streams of a module (dropout), each from its own fold of the step's key."""
+    """Random streams of a module (dropout), each from its own fold of the step's key.
+
+    A stream keeps its shape: stacked layers (`nnx.split_rngs`, `nnx.vmap`, `nnx.scan`) hold a key and a count each.
+    """
     key = jax.random.key(0) if key is None else key
     flat = []
     for index, (path, variable) in enumerate(nnx.to_flat_state(template)):
-        value = jax.random.fold_in(key, index) if isinstance(variable, nnx.RngKey) else jax.numpy.uint32(0)
+        like = variable.get_value()
+        if isinstance(variable, nnx.RngKey):
+            value = jax.random.fold_in(key, index)
+            value = jax.random.split(value, like.shape) if like.shape else value
+        else:
+            value = jax.numpy.zeros(like.shape, like.dtype)
         flat.append((path, variable.replace(value)))
     return nnx.from_flat_state(flat)
+
+
+def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
+    """The axes table that the partitioning metadata of variables (`nnx.with_partitioning`) gives."""
+    return {
+        "/".join(map(str, path)): tuple(variable.get_value())
+        for path, variable in nnx.to_flat_state(nnx.get_partition_spec(template))
+        if variable.get_value()
+    }
+
+
+def building(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """`make` on names of axes that are no mesh axes: Flax would look for each in a mesh as it makes the variable."""
+
+    def made(rngs: nnx.Rngs) -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            return make(rngs)
+
+    return made
 
 
 def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
@@ -65,9 +93,10 @@ def from_nnx(
 
     Args:
         make: rngs -> module; called once abstractly here and once inside the sharded init.
-        axes: parameter path -> logical axes (see `Model.axes`); None: the default sharding for every parameter.
+        axes: parameter path -> logical axes (see `Model.axes`); None: those of the parameters' partitioning metadata
+            (`nnx.with_partitioning`), and the default sharding for parameters without.
         call: (module, inputs, key, train) -> outputs; None: `module(inputs)` after `module.train()` or `.eval()`,
-            with dropout streams seeded from the step's key.
+            with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is that of all shards.
         name: for people; None: the class name.
         gathers_itself: see `Model.gathers_itself`.
 
@@ -77,6 +106,7 @@ def from_nnx(
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
     """
+    make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, param_template, rng_template, state_template = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
     state_paths = {path for path, _ in nnx.to_flat_state(state_template)}
@@ -89,9 +119,10 @@ def from_nnx(
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        module = nnx.merge(
-            graph, from_dict(param_template, params), _reseed(rng_template, key), from_dict(state_template, model_state)
-        )
+        # What the module draws itself is never drawn by row.
+        own_key = shard_key(key) if key is not None and isinstance(call, DrawsByRow) else key
+        streams = _reseed(rng_template, own_key)
+        module = nnx.merge(graph, from_dict(param_template, params), streams, from_dict(state_template, model_state))
         if call is not None:
             outputs = call(module, inputs, key, train)
         else:
@@ -103,4 +134,6 @@ def from_nnx(
         return outputs, to_dict(nnx.from_flat_state(kept))
 
     linears = linear_kernels(abstract)
-    return Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself, linears=linears)
+    whole = DrawsByRow(apply) if isinstance(call, DrawsByRow) else apply
+    axes = metadata_axes(param_template) if axes is None else axes
+    return Model(name or type(abstract).__name__, init, whole, axes, gathers_itself, linears=linears)

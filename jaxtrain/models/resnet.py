@@ -19,6 +19,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.nnx_model import from_nnx
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.remat import Remat
+from jaxtrain.rules import FamilyTable
 from jaxtrain.sharding import constrain
 
 _BATCH = ("batch", None, None, None)
@@ -185,5 +186,5 @@ def resnet(
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
-    model = from_nnx(make, axes=RESNET, call=call, name=config.size or "resnet", gathers_itself=rest)
+    model = from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)
     return dataclasses.replace(model, num_outputs=classes)

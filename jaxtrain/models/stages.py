@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, Params, Parts, PartsApply
-from jaxtrain.models.nnx_model import from_dict, linear_kernels, to_dict
+from jaxtrain.models.model import DrawsByRow, Model, Params, Parts, PartsApply, Rebuild
+from jaxtrain.models.nnx_model import building, from_dict, linear_kernels, metadata_axes, to_dict
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat import Remat
 
@@ -39,7 +39,8 @@ def from_stages(
         block: (block, carry, inputs, key, train) -> carry of the same shapes and dtypes.
         head: (module, carry, train) -> outputs, which may hold `DeferredLogits`. In `embed` and `head` the stack of the
             module must not be used.
-        axes: see `Model.axes`; rows of the stack begin with "layers".
+            Those of `embed` and `block` that are marked as `DrawsByRow` get the same key on every shard.
+        axes: see `Model.axes`; rows of the stack begin with "layers". None: those of the partitioning metadata.
         remat: what the backward pass keeps of each block; None: everything.
         name: for people; None: the class name.
 
@@ -49,6 +50,7 @@ def from_stages(
     Example:
         >>> model = from_stages(make, stack="blocks", embed=lambda m, tokens, key, train: m.embedding(tokens), ...)
     """
+    make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, template, rest = nnx.split(abstract, nnx.Param, ...)
     others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
@@ -84,10 +86,24 @@ def from_stages(
     def run_head(params: Params, carry: Any, *, train: bool) -> Any:
         return head(module(params), carry, train)
 
+    def marked_as(given: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        return DrawsByRow(function) if isinstance(given, DrawsByRow) else function
+
     def init(key: jax.Array) -> tuple[Params, dict[str, Any]]:
         return to_dict(nnx.split(make(nnx.Rngs(key)))[1]), {}
 
-    parts = Parts(stack, num_layers, run_embed, run_layers, run_head)
+    if axes is None:
+        # The blocks of a stack have names for the dims of one layer.
+        axes = {
+            path: ("layers", *row) if path.startswith(f"{stack}/") else row
+            for path, row in metadata_axes(template).items()
+        }
+    parts = Parts(stack, num_layers, marked_as(embed, run_embed), marked_as(block, run_layers), run_head)
     apply = PartsApply(parts)
-    built = Model(name or type(abstract).__name__, init, apply, axes or {}, gathers_itself=(stack,), parts=parts)
-    return dataclasses.replace(built, linears=linear_kernels(abstract))
+    built = Model(name or type(abstract).__name__, init, apply, axes, gathers_itself=(stack,), parts=parts)
+
+    def rebuild(remat: Remat) -> Model:
+        return from_stages(make, stack=stack, embed=embed, block=block, head=head, axes=axes, remat=remat, name=name)
+
+    again = Rebuild(apply, parts, rebuild)
+    return dataclasses.replace(built, linears=linear_kernels(abstract), remat=remat, rebuild=again)

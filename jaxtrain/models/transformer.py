@@ -17,7 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.axes import model_axes
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import Linear, Norm, dropout, rotary_frequencies, rotate
-from jaxtrain.models.model import Decoder, Model, Params
+from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.moe import MoE, Routing
 from jaxtrain.models.nnx_model import from_dict
 from jaxtrain.models.stack import make_stack, scan_stack
@@ -267,7 +267,16 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
 
     name = config.size or "transformer"
     axes = model_axes(config)
-    built = from_stages(make, stack="blocks", embed=embed, block=block, head=head, axes=axes, remat=remat, name=name)
+    built = from_stages(
+        make,
+        stack="blocks",
+        embed=DrawsByRow(embed),
+        block=DrawsByRow(block),
+        head=head,
+        axes=axes,
+        remat=remat,
+        name=name,
+    )
     # An encoder has no next token.
     decoder = Decoder(init_cache, decode, config.max_sequence_length) if config.causal else None
     return dataclasses.replace(

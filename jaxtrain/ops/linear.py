@@ -31,8 +31,10 @@ def use_linear_format(name: str | None, *, required_of: str | None = None) -> It
         required_of: a model, for the error where none of its layers multiplied in the format.
 
     Raises:
-        ConfigError: so.
+        ConfigError: so, or a format that is not known.
     """
+    if name not in (None, "fp8"):
+        raise ConfigError(f"no linear_format {name!r} to train in; known: fp8, or None for the compute dtype")
     layers: list[str] = []
     token = _format.set(None if name is None else (name, layers))
     try:

@@ -1,7 +1,8 @@
 """Gradients of a batch: in one go, accumulated over microbatches, reduced over `data` once.
 
 Several microbatches of a model without state are accumulated inside `jax.shard_map` over `data`, so that nothing
-crosses `data` before the loop has ended. Everything else is automatic: the compiler places the collectives.
+crosses `data` before the loop has ended. Everything else is automatic: the compiler places the collectives. So is a
+model or loss that calls back to Python, which does not lower where `data` alone is manual (jax 0.10.2).
 """
 
 import dataclasses
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.ops.choice import note_choice
 from jaxtrain.sharding import Layout, constrain, parameter_spec, path_name, use_layout
 from jaxtrain.tasks import Sums
+from jaxtrain.traced import calls_back, traced
 
 # (trained params, what the loss reads besides, model_state, batch, key) ->
 # (loss to differentiate, (loss sum, weight, model_state, metric sums))
@@ -138,8 +141,41 @@ def compute_gradients(
         )
         return Gradients(tree, loss_sum, weight, model_state, metrics)
 
-    reduction = DataReduction(layout, zero)
+    def program(*, manual: bool) -> Callable[..., tuple[Any, Any, Any]]:
+        return _accumulation(differentiate, params, batch, accumulation_steps, layout, zero, manual=manual)
+
+    arguments = (params, fixed, model_state, batch, key)
     manual = layout.mesh.shape["data"] > 1 and not jax.tree.leaves(model_state)
+    run = program(manual=manual)
+    if manual:
+        run, operations = traced(run, *arguments)
+        if calls_back(operations):
+            why = "the model or its loss calls back to Python (jax.debug.print), which jax cannot on a shard of data"
+            note_choice("accumulation", "gradients cross data in every microbatch", [("once a step", why)])
+            run = program(manual=False)
+    total, model_state, (loss_sum, weight, metrics) = run(*arguments)
+    total = jax.tree.map(lambda t: t / jnp.maximum(weight, 1e-9), total)
+    return Gradients(total, loss_sum, weight, model_state, metrics)
+
+
+def _accumulation(
+    differentiate: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    accumulation_steps: int,
+    layout: Layout,
+    zero: int,
+    *,
+    manual: bool,
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """(params, fixed, model_state, batch, key) -> weighted gradients, model_state and sums over all microbatches.
+
+    Args:
+        differentiate: gradients of a microbatch, and what its loss gives besides.
+        params, batch, accumulation_steps, layout, zero: see `compute_gradients`.
+        manual: whether shards of `data` accumulate by themselves and are reduced after the loop.
+    """
+    reduction = DataReduction(layout, zero)
     reduce_each = manual and zero >= 2
 
     def accumulate(params: Any, fixed: Any, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
@@ -171,30 +207,26 @@ def compute_gradients(
             return total
         return constrain_gradients(total, layout, zero)
 
-    if manual:
-        inside = dataclasses.replace(layout, manual=layout.manual | {"data"})
+    if not manual:
+        return accumulate
+    inside = dataclasses.replace(layout, manual=layout.manual | {"data"})
 
-        def local(*args: Any) -> tuple[Any, Any, Any]:
-            with use_layout(inside):
-                total, model_state, sums = accumulate(*args)
-            total = total if reduce_each else reduction.reduce(total, params)
-            return total, model_state, jax.lax.psum(sums, "data")
+    def local(*args: Any) -> tuple[Any, Any, Any]:
+        with use_layout(inside):
+            total, model_state, sums = accumulate(*args)
+        total = total if reduce_each else reduction.reduce(total, params)
+        return total, model_state, jax.lax.psum(sums, "data")
 
-        # Unchecked: the check would ask for casts in the loops of users' models. The sums above are the only
-        # collectives, and the code is differentiated inside, never through.
-        run = jax.shard_map(
-            local,
-            mesh=layout.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch), PartitionSpec()),
-            out_specs=(reduction.specs(params), PartitionSpec(), PartitionSpec()),
-            axis_names={"data"},
-            check_vma=False,
-        )
-    else:
-        run = accumulate
-    total, model_state, (loss_sum, weight, metrics) = run(params, fixed, model_state, batch, key)
-    total = jax.tree.map(lambda t: t / jnp.maximum(weight, 1e-9), total)
-    return Gradients(total, loss_sum, weight, model_state, metrics)
+    # Unchecked: the check would ask for casts in the loops of users' models. The sums above are the only
+    # collectives, and the code is differentiated inside, never through.
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch), PartitionSpec()),
+        out_specs=(reduction.specs(params), PartitionSpec(), PartitionSpec()),
+        axis_names={"data"},
+        check_vma=False,
+    )
 
 
 def constrain_gradients(tree: Any, layout: Layout, zero: int) -> Any:

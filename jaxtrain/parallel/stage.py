@@ -21,6 +21,7 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.rules import nearest_multiples
 from jaxtrain.sharding import Layout, path_name, use_layout
 from jaxtrain.tasks import Sums
+from jaxtrain.traced import calls_back, traced
 
 Tree = Any
 
@@ -206,19 +207,34 @@ def check_branches(text: str, layout: Layout) -> None:
 
 
 def enter(pipeline: Pipeline, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The function on the local shards of `pipe` and `data`."""
+    """The function on the local shards of `pipe` and `data`.
+
+    Raises:
+        ConfigError: when it is called, where it calls back to Python.
+    """
     inside = dataclasses.replace(pipeline.layout, manual=frozenset({"pipe", "data"}))
 
-    def traced(*args: Any) -> Any:
+    def local(*args: Any) -> Any:
         with use_layout(inside):
             return function(*args)
 
     # Unchecked for the reason given in gradients.py.
-    return jax.shard_map(
-        traced,
+    run = jax.shard_map(
+        local,
         mesh=pipeline.layout.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names={"pipe", "data"},
         check_vma=False,
     )
+
+    def checked(*args: Any) -> Any:
+        jitted, operations = traced(run, *args)
+        if calls_back(operations):
+            raise ConfigError(
+                f"parallel.pipe={pipeline.schedule.num_stages}, but the model or its loss calls back to Python "
+                "(jax.debug.print), which jax cannot in a pipeline stage; take that out, or use parallel.pipe=1"
+            )
+        return jitted(*args)
+
+    return checked

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.degrees import AXES, config_degrees
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.build import build_model
-from jaxtrain.models.model import Model, parameter_shapes
+from jaxtrain.models.model import Model, parameter_shapes, with_remat
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.precision import LossScaling
@@ -118,14 +118,13 @@ def build_step(
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
     mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
+    remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
     if model is None:
         model = build_model(
-            config.model,
-            input_shape=input_shape,
-            vocab_size=vocab_size,
-            num_outputs=num_outputs,
-            remat=Remat(config.remat.policy, config.remat.names, config.remat.offload),
+            config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
         )
+    else:
+        model = _remat_of_config(model, remat)
     optimizer = config.optimizer
     if optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
@@ -146,6 +145,30 @@ def build_step(
         parallelism=Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"})),
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
+    )
+
+
+def _remat_of_config(model: Model, remat: Remat) -> Model:
+    """Your own model with the remat policy of a config.
+
+    Raises:
+        ConfigError: it was built with another policy, or cannot apply one.
+    """
+    applied = with_remat(model, remat) if model.remat is None else None
+    if applied is not None:
+        return applied
+    default = RematConfig()
+    # What is at its default asks for nothing.
+    if remat in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
+        return model
+    if model.remat is None:
+        raise ConfigError(
+            f"remat.policy={remat.policy}, but the model {model.name} is one function, which no policy reaches; build "
+            "it with from_stages, or use jax.checkpoint (nnx.remat, nn.remat) inside it and remat.policy=none"
+        )
+    raise ConfigError(
+        f"remat.policy={remat.policy}, but the model {model.name} was built with another policy "
+        f"({model.remat.policy}); set one of them only"
     )
 
 

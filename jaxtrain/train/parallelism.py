@@ -63,7 +63,11 @@ def make_layout(
             f"parallel.context={mesh.shape['context']}, but the rows of task {task.name} have no sequence; "
             "use parallel.context=1"
         )
-    chosen = dict(DEFAULT_RULES if rules is None else rules)
+    chosen = {**DEFAULT_RULES, **(rules or {})}
+    for name, axes in chosen.items():
+        unknown = [axis for axis in axes if axis not in mesh.shape]
+        if unknown:
+            raise ConfigError(f"rules: {name!r} goes to mesh axis {unknown[0]!r}; the axes are {', '.join(mesh.shape)}")
     if parallelism.sequence_parallel:
         chosen["residual_sequence"] = ("context", "tensor")
     stack = None if model.parts is None else model.parts.stack

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.models.model import Model, Parts
+from jaxtrain.models.model import Model, Parts, key_for
 from jaxtrain.ops.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Gradients
 from jaxtrain.parallel.pipeline import pipeline_gradients
@@ -28,10 +28,11 @@ class _ModelStages:
 
     def embed(self, outer: Any, rows: Batch, key: jax.Array) -> Any:
         inputs = cast_floats(rows["inputs"], self.policy.compute_dtype)
-        return self.parts.embed(outer, inputs, key=key if self.train else None, train=self.train)
+        key_or_none = key_for(self.parts.embed, key) if self.train else None
+        return self.parts.embed(outer, inputs, key=key_or_none, train=self.train)
 
     def layers(self, stack: Any, carry: Any, rows: Batch, first_layer: jax.Array, key: jax.Array) -> Any:
-        key_or_none = key if self.train else None
+        key_or_none = key_for(self.parts.layers, key) if self.train else None
         inputs = cast_floats(rows["inputs"], self.policy.compute_dtype)
         return self.parts.layers(stack, carry, inputs, first_layer=first_layer, key=key_or_none, train=self.train)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.compiler_options import CompilerOptions, Value, choose_options
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
-from jaxtrain.models.model import Apply, Model, PartsApply
+from jaxtrain.models.model import Apply, Model, PartsApply, key_for
 from jaxtrain.ops.choice import record_choices
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
@@ -25,6 +25,7 @@ from jaxtrain.sharding import Layout, gather_parameters, logical_spec, path_name
 from jaxtrain.tasks import Batch, Task, task_sums
 from jaxtrain.train.checks import check_batch, check_ids, check_parts
 from jaxtrain.train.context import step_context
+from jaxtrain.train.model_checks import check_axes, check_compute_dtype, check_trainable
 from jaxtrain.train.offload import to_host
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
 from jaxtrain.train.pipelined import step_gradients
@@ -77,6 +78,8 @@ class TrainStep:
         self.optimizer = optimizer
         create = self._create  # one object for both uses: jax then traces it once
         shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+        check_axes(shapes.params, model, layout)
+        check_trainable(shapes.params, settings.trainable)
         self.state_shardings: TrainState = state_shardings(
             shapes, layout, settings.parallelism, offload_optimizer=settings.offload_optimizer
         )
@@ -121,10 +124,7 @@ class TrainStep:
         check_batch(batch)
         axes = [axis for axis in self.layout.rules["batch"] if axis in ("data", "fsdp") or self.mesh.shape[axis] > 1]
         degrees = {axis: self.mesh.shape[axis] for axis in axes}
-        if self.pipeline is None:
-            degrees["accumulation_steps"] = self._settings.accumulation_steps
-        else:
-            degrees["microbatches"] = self.pipeline.schedule.num_microbatches
+        degrees["accumulation_steps" if self.pipeline is None else "microbatches"] = self._microbatches
         multiple = math.prod(degrees.values())
 
         def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -149,6 +149,11 @@ class TrainStep:
 
         return jax.tree_util.tree_map_with_path(sharding, dict(batch))
 
+    @property
+    def _microbatches(self) -> int:
+        pipeline = self.pipeline
+        return self._settings.accumulation_steps if pipeline is None else pipeline.schedule.num_microbatches
+
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, jax.Array]]:
         """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
 
@@ -169,10 +174,9 @@ class TrainStep:
             model, task = self.model, self.task
             self._id_limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
             if task.num_classes is not None:
-                outputs = model.num_outputs
-                self._id_limits["targets"] = (
-                    task.num_classes(self._output_shapes(batch)) if outputs is None else outputs
-                )
+                size = model.num_outputs
+                outputs = self._output_shapes(batch) if size is None else jax.ShapeDtypeStruct((1, size), jnp.float32)
+                self._id_limits["targets"] = task.num_classes(outputs)
         return self._id_limits
 
     def _output_shapes(self, batch: Mapping[str, Any]) -> Any:
@@ -292,6 +296,7 @@ class TrainStep:
     ) -> tuple[Any, Any]:
         compute = self.policy.compute_dtype
         params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
+        key = key_for(self.model.apply, key)
         return apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
 
     def context(self) -> contextlib.AbstractContextManager[None]:
@@ -300,6 +305,7 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
         with step_context(self.layout, self.policy, required_of=self.model.name):
+            check_compute_dtype(self.apply_model, state, batch["inputs"], self.model, self.policy, self._microbatches)
             return self._traced_step(state, batch)
 
     def _traced_step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
@@ -391,10 +397,10 @@ def make_train_step(
         clip_norm: largest global norm of the gradient; None: no clipping.
         ema_decay: keep a moving average of the parameters and of model_state (batch statistics), which is evaluated.
             After t updates the decay is (1 + t) / (10 + t), at most this.
-        trainable: parameter path -> whether it is trained; None: all are.
+        trainable: parameter path -> whether it is trained, True for some and False for others; None: all are.
         learning_rate: only reported, as `learning_rate` in the metrics.
         loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes; None: `rules.DEFAULT_RULES`.
+        rules: logical axes -> mesh axes, beside or in place of those of `rules.DEFAULT_RULES`.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
         compiler_options: over those of `jaxtrain/compiler_options.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
@@ -403,7 +409,8 @@ def make_train_step(
         A `TrainStep`.
 
     Raises:
-        ConfigError: sizes that do not divide by the mesh, or too many replicated bytes.
+        ConfigError: sizes that do not divide by the mesh, too many replicated bytes, or something that is asked of the
+            model and would do nothing.
 
     Example:
         >>> step = make_train_step(model, classification(), optax.adamw(1e-3))

@@ -89,3 +89,10 @@ def test_keys_without_effect_are_told(name):
 def test_a_whole_config_tells_nothing_of_its_defaults():
     whole = load_config("quickstart").config.model_dump(mode="json")
     assert load_config(whole).notes == ()
+
+
+def test_remat_of_a_model_without_blocks_is_told():
+    assert load_config("digits_mlp", overrides=["remat.policy=full"]).notes == (
+        "remat.policy (command line) has no effect: model.kind=mlp has no blocks, its activations are all kept",
+    )
+    assert load_config("digits_mlp").notes == ()

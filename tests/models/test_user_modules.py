@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.linen_model import from_linen
 from jaxtrain.models.nnx_model import from_nnx
 
@@ -24,12 +25,72 @@ class NNXDropout(nnx.Module):
         return jnp.stack([self.first(x), self.second(x), self.first(x)])
 
 
+class NNXStackedDropout(nnx.Module):
+    """Three layers, each with a stream of its own that its stack holds along a leading dim."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Dropout:
+            return nnx.Dropout(0.5, rngs=rngs)
+
+        self.scale = nnx.Param(jnp.ones(()))
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        def scan(layer, x):
+            return x, layer(x)
+
+        return scan(self.layers, x * self.scale[...])[1]
+
+
 class LinenDropout(linen.Module):
     @linen.compact
     def __call__(self, x, train: bool):
         x = x * self.param("scale", lambda key: jnp.ones(()))
         first, second = (linen.Dropout(0.5, deterministic=not train) for _ in range(2))
         return jnp.stack([first(x), second(x), first(x)])
+
+
+class LinenDeterministic(linen.Module):
+    @linen.compact
+    def __call__(self, x, deterministic: bool = True):
+        return LinenDropout()(x, train=not deterministic)
+
+
+class LinenBothWords(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool, deterministic: bool = True):
+        assert train != deterministic
+        return LinenDropout()(x, train)
+
+
+class LinenField(linen.Module):
+    is_training: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        return LinenDropout()(x, self.is_training)
+
+
+class LinenNoise(linen.Module):
+    """Draws from a stream with a name of its own."""
+
+    @linen.compact
+    def __call__(self, x, training: bool = False):
+        x = x * self.param("scale", lambda key: jnp.ones(()))
+        if not training:
+            return jnp.stack([x] * 3)
+        return jnp.stack([2 * x * jax.random.bernoulli(self.make_rng("noise"), 0.5, x.shape) for _ in range(3)])
+
+
+class LinenUntold(linen.Module):
+    layer: linen.Module
+
+    @linen.compact
+    def __call__(self, x):
+        return self.layer(linen.Dense(64)(x))
 
 
 class NNXNorm(nnx.Module):
@@ -53,7 +114,15 @@ def applied(model, inputs, *, seed, train, state=None):
     return run(params, state, jax.random.key(seed))
 
 
-DROPOUT = {"nnx": lambda: from_nnx(NNXDropout), "linen": lambda: from_linen(LinenDropout(), ONES)}
+DROPOUT = {
+    "nnx": lambda: from_nnx(NNXDropout),
+    "nnx stack": lambda: from_nnx(NNXStackedDropout),
+    "linen train": lambda: from_linen(LinenDropout(), ONES),
+    "linen deterministic": lambda: from_linen(LinenDeterministic(), ONES),
+    "linen both words": lambda: from_linen(LinenBothWords(), ONES),
+    "linen field": lambda: from_linen(LinenField(), ONES),
+    "linen training, own stream": lambda: from_linen(LinenNoise(), ONES),
+}
 
 
 @pytest.mark.parametrize("make", DROPOUT.values(), ids=DROPOUT)
@@ -72,6 +141,25 @@ def test_dropout(make):
             assert abs(np.mean(masks[a] == masks[b]) - 0.5) < 5 * 0.5 / 16, (a, b)
     evaluated, _ = applied(model, ONES, seed=1, train=False)
     np.testing.assert_array_equal(evaluated, np.stack([ONES] * 3))
+
+
+UNTOLD = {
+    "dropout": linen.Dropout(0.5, deterministic=True),
+    "attention": linen.SelfAttention(num_heads=1, dropout_rate=0.5, deterministic=True),
+    "norm": linen.BatchNorm(use_running_average=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")
+@pytest.mark.parametrize("layer", UNTOLD.values(), ids=UNTOLD)
+def test_linen_layers_that_nothing_tells_to_train(layer):
+    with pytest.raises(ConfigError, match=rf"^LinenUntold holds {type(layer).__name__}.*add `train: bool` to __call__"):
+        from_linen(LinenUntold(layer), ONES)
+
+
+def test_linen_modules_without_such_layers_need_no_argument():
+    model = from_linen(LinenUntold(linen.Dropout(0.0, deterministic=True)), ONES)
+    assert applied(model, ONES, seed=0, train=True)[0].shape == (4, 64)
 
 
 NORMS = {

@@ -1,0 +1,297 @@
+"""What somebody asks of their own model works or is refused in one line: axes, metadata, remat, formats, freezing."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from jaxtrain import (
+    ConfigError,
+    Model,
+    Parallelism,
+    Remat,
+    TrainStep,
+    classification,
+    from_functions,
+    from_linen,
+    from_nnx,
+    from_stages,
+    load_config,
+    make_mesh,
+    make_stack,
+    make_train_step,
+)
+from jaxtrain.precision import Policy
+from jaxtrain.sharding import path_name
+from jaxtrain.train.assemble import build_step
+
+ROWS = np.ones((8, 8), np.float32)
+BATCH = {"inputs": ROWS, "targets": np.zeros(8, np.int32)}
+LECUN = linen.initializers.lecun_normal()
+
+
+class LinenNet(linen.Module):
+    first: Any = None
+    last: Any = None
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4, dtype=self.last)(linen.relu(linen.Dense(16, dtype=self.first)(x)))
+
+
+class LinenConv(linen.Module):
+    dtype: Any
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Conv(4, (3,), dtype=self.dtype)(x[..., None])
+        return jnp.mean(x, axis=1)
+
+
+class LinenNamed(linen.Module):
+    wrap: Callable[..., Any]
+    names: tuple[Any, ...] = ("embed", "mlp")
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(16, kernel_init=self.wrap(LECUN, self.names))(x)
+        return linen.Dense(4, kernel_init=self.wrap(LECUN, self.names[::-1]))(x)
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return x + linen.Dense(8, kernel_init=linen.with_logical_partitioning(LECUN, ("embed", "mlp")))(x), None
+
+
+class LinenScan(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        named = {linen.PARTITION_NAME: "layers"}
+        split = {"params": True}
+        return linen.scan(LinenBlock, {"params": 0}, split_rngs=split, length=2, metadata_params=named)()(x, None)[0]
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, *, dtype: Any = None, names: tuple[Any, ...] | None = None):
+        def init(names):
+            return LECUN if names is None else nnx.with_partitioning(LECUN, names)
+
+        self.first = nnx.Linear(8, 16, dtype=dtype, kernel_init=init(names), rngs=rngs)
+        self.last = nnx.Linear(16, 4, dtype=dtype, kernel_init=init(names and names[::-1]), rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+
+class Stages(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        kernel_init = nnx.with_partitioning(LECUN, ("embed", "mlp"))
+        self.blocks = make_stack(lambda rngs: nnx.Linear(8, 8, kernel_init=kernel_init, rngs=rngs), 2, rngs)
+
+
+def stages(remat: Remat | None = None) -> Model:
+    return from_stages(
+        Stages,
+        stack="blocks",
+        embed=lambda module, x, key, train: x,
+        block=lambda block, x, inputs, key, train: x + block(x),
+        head=lambda module, x, train: x[:, :4],
+        remat=remat,
+    )
+
+
+def step_of(model: Model, degrees: dict[str, int] | None = None, **options: Any) -> TrainStep:
+    degrees = {"data": 1, **(degrees or {})}
+    mesh = make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+    parallelism = Parallelism(max_replicated_fraction=1)
+    return make_train_step(model, classification(), optax.sgd(0.1), mesh=mesh, parallelism=parallelism, **options)
+
+
+def specs(step: TrainStep) -> dict[str, tuple[Any, ...]]:
+    params = jax.tree_util.tree_leaves_with_path(step.state_shardings.params)
+    return {path_name(path): tuple(sharding.spec) for path, sharding in params if any(sharding.spec)}
+
+
+PLAIN = from_linen(LinenNet(), ROWS)
+TENSOR = dict(tensor=2)
+
+REFUSED = {
+    "tensor without a table": (PLAIN, dict(degrees=TENSOR), "parallel.tensor=2, but no parameter .*'Dense_1/kernel'"),
+    "tensor that the table leaves out": (
+        from_linen(LinenNet(), ROWS, axes={"Dense_*/kernel": ("embed", None)}),
+        dict(degrees=TENSOR),
+        "parallel.tensor=2, but no parameter",
+    ),
+    "row that matches nothing": (
+        from_linen(LinenNet(), ROWS, axes={"Dens_0/kernel": ("embed", "mlp")}),
+        {},
+        "LinenNet: 'Dens_0/kernel' matches no parameter; there are Dense_0/bias",
+    ),
+    "pattern that matches nothing": (
+        from_nnx(NNXNet, axes={"blocks/*": ("embed",)}),
+        {},
+        r"NNXNet: 'blocks/\*' matches no parameter; there are first/bias",
+    ),
+    "row of functions": (
+        from_functions(lambda key: {"w": jnp.ones((8, 4))}, lambda p, x: x @ p["w"], axes={"v": (None, None)}),
+        {},
+        "'v' matches no parameter; there are w",
+    ),
+    "row of another rank": (
+        from_linen(LinenNet(), ROWS, axes={"Dense_0/kernel": ("embed",)}),
+        {},
+        "Dense_0/kernel has shape .* names 1 axes",
+    ),
+    "no parameter trained": (PLAIN, dict(trainable=lambda path: "lora" in path), "selects no parameter; .*Dense_0/"),
+    "every parameter trained": (PLAIN, dict(trainable=lambda path: "haed" not in path), "selects every parameter; lea"),
+    "unknown name in Linen's metadata": (
+        from_linen(LinenNamed(linen.with_partitioning, (None, "model")), ROWS),
+        {},
+        r"no sharding rule for logical axis 'model' of Dense_0/kernel; known: .*rules={'model'",
+    ),
+    "unknown name in NNX's metadata": (
+        from_nnx(lambda rngs: NNXNet(rngs, names=("embed", "width"))),
+        {},
+        "no sharding rule for logical axis 'width' of first/kernel",
+    ),
+    "rule to an unknown mesh axis": (
+        PLAIN,
+        dict(rules={"mlp": ("model",)}),
+        "'mlp' goes to mesh axis 'model'; the axes",
+    ),
+    "unknown linear format": (
+        PLAIN,
+        dict(policy=Policy("mine", jnp.float32, jnp.bfloat16, None, linear_format="int4")),
+        "no linear_format 'int4'",
+    ),
+    "fp8 without our linear layers": (PLAIN, dict(policy="fp8"), "nothing would run in it"),
+    "bf16 on Linen in float32": (
+        from_linen(LinenNet(jnp.float32, jnp.float32), ROWS),
+        dict(policy="bf16"),
+        "^precision.policy=bf16, but every matmul of the model LinenNet runs in float32: .*leave dtype out",
+    ),
+    "fp16 on NNX in float32, accumulated": (
+        from_nnx(lambda rngs: NNXNet(rngs, dtype=jnp.float32)),
+        dict(policy="fp16", accumulation_steps=4),
+        "precision.policy=fp16, but every matmul of the model NNXNet",
+    ),
+    "bf16 on a convolution in float32": (
+        from_linen(LinenConv(jnp.float32), ROWS),
+        dict(policy="bf16"),
+        "every matmul of the model LinenConv runs in float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_would_do_nothing_is_refused(model: Model, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        step_of(model, **options).lower(BATCH)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_in_float32_beside_others_are_noted() -> None:
+    step = step_of(from_linen(LinenNet(None, jnp.float32), ROWS), policy="bf16")
+    step.lower(BATCH)
+    # 16 x 4 of 8 x 16 + 16 x 4 multiply-adds of a row.
+    assert step.choices == ("matmuls: 33% of the multiply-adds in float32, as layers of LinenNet ask",)
+    step = step_of(PLAIN, policy="bf16")
+    step.lower(BATCH)
+    assert step.choices == ()
+
+
+LINEN_SPECS = {"Dense_0/kernel": ("fsdp", "tensor"), "Dense_1/kernel": ("tensor", "fsdp")}
+NNX_SPECS = {"first/kernel": ("fsdp", "tensor"), "last/kernel": ("tensor", "fsdp")}
+METADATA = {
+    "logical names": (lambda: from_linen(LinenNamed(linen.with_logical_partitioning), ROWS), LINEN_SPECS),
+    "with_partitioning": (
+        lambda: from_linen(LinenNamed(linen.with_partitioning, ("fsdp", "tensor")), ROWS),
+        LINEN_SPECS,
+    ),
+    "nnx": (lambda: from_nnx(lambda rngs: NNXNet(rngs, names=("embed", "mlp"))), NNX_SPECS),
+    "linen scan": (
+        lambda: from_linen(LinenScan(), ROWS),
+        {"ScanLinenBlock_0/Dense_0/kernel": (None, "fsdp", "tensor")},
+    ),
+    "nnx stack": (stages, {"blocks/kernel": (None, "fsdp", "tensor")}),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), METADATA.values(), ids=METADATA)
+def test_partitioning_metadata_is_the_axes_table(make: Callable[[], Model], expected: dict[str, Any]) -> None:
+    found = specs(step_of(make(), dict(fsdp=2, tensor=2)))
+    assert {path: spec for path, spec in found.items() if "kernel" in path} == expected
+
+
+def test_a_model_with_metadata_trains_as_one_without() -> None:
+    losses = []
+    for names in (None, ("embed", "mlp")):
+        step = step_of(from_nnx(lambda rngs, names=names: NNXNet(rngs, names=names)), names and TENSOR)
+        _, metrics = step(step.init(0), BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_table_wins_over_metadata_and_a_rule_names_what_is_unknown() -> None:
+    named = LinenNamed(linen.with_logical_partitioning, (None, "model"))
+    table = {"Dense_0/kernel": ("mlp", None)}
+    assert specs(step_of(from_linen(named, ROWS, axes=table), TENSOR)) == {"Dense_0/kernel": ("tensor", None)}
+    ruled = step_of(from_linen(named, ROWS), TENSOR, rules={"model": ("tensor",)})
+    assert specs(ruled) == {"Dense_0/kernel": (None, "tensor"), "Dense_1/kernel": ("tensor", None)}
+
+
+def built(model: Model, policy: str = "full") -> TrainStep:
+    config = load_config({"remat": {"policy": policy}, "task": "classification", "parallel": {"data": 1}}).config
+    return build_step(config, input_shape=(8,), model=model, devices=jax.devices()[:1])
+
+
+def test_remat_of_a_config_reaches_own_stages() -> None:
+    kept = {}
+    for policy in ("none", "full"):
+        step = built(stages(), policy)
+        kept[policy] = "remat" in str(jax.make_jaxpr(jax.grad(lambda p, step=step: loss_of(step, p)))(ones(step)))
+    assert kept == {"none": False, "full": True}
+    assert built(stages(Remat("full"))).model.remat == Remat("full")
+    # The default of a config asks for nothing of a model that has its own policy, or can have none.
+    assert built(stages(Remat("full")), "dots").model.remat == Remat("full")
+    assert built(PLAIN, "dots").model is PLAIN
+
+
+def loss_of(step: TrainStep, params: Any) -> jax.Array:
+    return jnp.sum(step.model.apply(params, {}, ROWS, key=None, train=True)[0])
+
+
+def ones(step: TrainStep) -> Any:
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape), step.abstract_state.params)
+
+
+def wrapped() -> Model:
+    """Built again, it would lose its wrapper."""
+    inner = stages()
+
+    def apply(params: Any, state: Any, inputs: Any, *, key: Any, train: bool) -> Any:
+        return inner.apply(params, state, 2 * inputs, key=key, train=train)
+
+    return dataclasses.replace(inner, apply=apply)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (PLAIN, "remat.policy=full, but the model LinenNet is one function.*from_stages"),
+        (from_nnx(NNXNet), "remat.policy=full, but the model NNXNet is one function"),
+        (stages(Remat("sqrt")), r"remat.policy=full, .*built with another policy \(sqrt\); set one"),
+        (wrapped(), "remat.policy=full, but the model Stages is one function"),
+    ],
+    ids=["linen", "nnx", "stages of another policy", "wrapped stages"],
+)
+def test_remat_that_cannot_be_applied(model: Model, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(model)
