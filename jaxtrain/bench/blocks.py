@@ -28,6 +28,7 @@ from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.attention import AttentionWork
 from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.exact import sharded_bytes
+from jaxtrain.plan.experts import least_experts
 from jaxtrain.plan.state import COMPUTE_BYTES
 from jaxtrain.plan.workload import Workload
 from jaxtrain.train.context import step_context
@@ -85,7 +86,9 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     # The format that matmuls run in; where there are no units for it, the one they fall back to.
     rate = limits.matmul.get(FORMATS[config.precision.policy]) or limits.matmul["bf16"] or limits.matmul["fp32"]
     assert rate is not None
-    cut = Cut(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention=_least_attention(config, workload))
+    experts = least_experts(config.model) if isinstance(config.model, TransformerConfig) else None
+    attention = _least_attention(config, workload)
+    cut = Cut(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention, experts=experts)
     counted = {block.name: block for block in step_blocks(config, workload, cut)}
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])

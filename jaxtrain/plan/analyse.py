@@ -11,6 +11,7 @@ from jaxtrain.plan.attention import AttentionWork, attention_work
 from jaxtrain.plan.blocks import Cut
 from jaxtrain.plan.cost import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
 from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.experts import ExpertWork, expert_work
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.memory import step_memory
 from jaxtrain.plan.parameters import model_tensors
@@ -82,7 +83,8 @@ def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estim
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
-    cut = cut_batch(config, workload, schedule, attention_work(config, target, workload.input_shape[0]))
+    attention = attention_work(config, target, workload.input_shape[0])
+    cut = cut_batch(config, workload, schedule, attention, expert_work(config, target))
     placed = place(config, tensors, degrees)
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, cut, schedule)
@@ -99,7 +101,7 @@ def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estim
         memory=memory,
         time=time,
         cost=cost,
-        notes=_notes(config, target, workload, has_time=time is not None),
+        notes=_notes(config, target, workload, cut, has_time=time is not None),
     )
 
 
@@ -160,7 +162,13 @@ def _on_one_memory(config: Config) -> Config:
     return config.model_copy(update={"remat": remat, "optimizer": optimizer.model_copy(update={"offload": False})})
 
 
-def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, attention: AttentionWork | None) -> Cut:
+def cut_batch(
+    config: Config,
+    workload: Workload,
+    schedule: Schedule | None,
+    attention: AttentionWork | None,
+    experts: ExpertWork | None,
+) -> Cut:
     """What one device gets of a batch.
 
     Raises:
@@ -182,7 +190,7 @@ def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, att
             f"use {nearest_multiples(length, parts)}"
         )
     scaled = config.precision.policy == "fp8"
-    return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled)
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
@@ -206,7 +214,7 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
     )
 
 
-def _notes(config: Config, target: Target, workload: Workload, *, has_time: bool) -> tuple[str, ...]:
+def _notes(config: Config, target: Target, workload: Workload, cut: Cut, *, has_time: bool) -> tuple[str, ...]:
     notes = list(workload.notes)
     if not has_time:
         notes.append(
@@ -220,4 +228,12 @@ def _notes(config: Config, target: Target, workload: Workload, *, has_time: bool
             )
         elif isinstance(config.model, TransformerConfig) and config.model.experts is not None:
             notes.append("precision.policy=fp8: the experts' matmuls run in bf16")
+    if cut.experts is not None and isinstance(config.model, TransformerConfig) and config.model.experts is not None:
+        chosen = config.model.experts.experts_per_token
+        if cut.experts.multiplied > chosen:
+            notes.append(
+                f"experts: jax has no kernel for grouped matmuls on this {target.hardware.kind}, and every row meets "
+                f"every expert of its device: {cut.experts.multiplied / chosen:g} times the FLOPs of the "
+                f"{chosen} experts that a token chooses"
+            )
     return tuple(notes)

@@ -16,6 +16,7 @@ from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.loss_blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.attention import AttentionWork
+from jaxtrain.plan.experts import ExpertWork
 from jaxtrain.plan.state import COMPUTE_BYTES
 from jaxtrain.plan.workload import Workload
 
@@ -68,6 +69,7 @@ class Cut:
         degrees: of the mesh.
         attention: what it runs on; None: the model has none.
         scaled: whether linear layers round their operands to 8 bits, each by its own largest magnitude.
+        experts: what they multiply; None: the model has none.
     """
 
     microbatches: int
@@ -75,6 +77,7 @@ class Cut:
     degrees: Mapping[str, int]
     attention: AttentionWork | None = None
     scaled: bool = False
+    experts: ExpertWork | None = None
 
 
 def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
@@ -136,13 +139,9 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
     assert cut.attention is not None
     computed = pairs * cut.attention.computed
     score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + cut.attention.score_bytes * computed
-    if cut.attention.name in ("reference", "context"):
-        # Scores have batch dims, so that policy dots recomputes them too.
-        recomputed = _recomputed(remat, matmul=False, names=("attention_output",))
-    else:
-        # The backward pass of a kernel makes the scores again, one product of the two; all of it where its result is
-        # not kept.
-        recomputed = 0.5 + _recomputed(remat, matmul=cut.attention.keeps_output, names=("attention_output",))
+    # Scores have batch dims, so that policy dots recomputes them too where their result is not kept.
+    kept = cut.attention.keeps_output
+    recomputed = cut.attention.again + _recomputed(remat, matmul=kept, names=("attention_output",))
     scores = Block(
         "attention scores",
         count,
@@ -151,15 +150,20 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         recomputed + again,
         stage=True,
     )
-    experts = model.experts
-    active, stored = (1, 1) if experts is None else (experts.experts_per_token, experts.num_experts / degrees["expert"])
+    experts, work = model.experts, cut.experts
+    assert (experts is None) == (work is None)
+    rows, multiplied, stored, router = 1.0, 1.0, 1.0, 0.0
+    if experts is not None and work is not None:
+        rows, multiplied, stored = work.rows, work.multiplied, experts.num_experts / degrees["expert"]
+        router = 2 * t * d * experts.num_experts
     mlp_weights = matrices * d * f / tensor
+    mlp_recomputed = _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output"))
     mlp = Block(
         "MLP" if experts is None else "experts",
         count,
-        2 * t * mlp_weights * active + (0 if experts is None else 2 * t * d * experts.num_experts),
-        size * (mlp_weights * stored + active * t * (2 * d + matrices * f / tensor)),
-        _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output")) + again,
+        2 * t * mlp_weights * multiplied + router,
+        size * (mlp_weights * stored + rows * t * (2 * d + matrices * f / tensor)),
+        max(mlp_recomputed, 0.0 if work is None else work.again) + again,
         stage=True,
         linear=experts is None,
     )
@@ -169,7 +173,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         "norms, residual, activation",
         count,
         0.0,
-        size * t * (10 * d / residual + 4 * (heads + groups) * k / tensor + 3 * active * f / tensor),
+        size * t * (10 * d / residual + 4 * (heads + groups) * k / tensor + 3 * rows * f / tensor),
         _recomputed(remat, matmul=False) + again,
         stage=True,
     )

@@ -12,6 +12,7 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.attention import context_way
 from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.estimate import BlockTime, StepTime, Traffic
+from jaxtrain.plan.experts import exchanged_bytes
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.offload import host_bandwidth
 from jaxtrain.plan.state import COMPUTE_BYTES, Placed, StateBytes, local_size, update_flops
@@ -127,7 +128,7 @@ def traffic(
             volume = layers * _attention_traffic(config, model, tokens * size, degrees, again)
             sent.append(Sent("context", volume + summed("context"), "keys, values, gradients of all parameters"))
         if degrees["expert"] > 1 and model.experts is not None:
-            volume = layers * 2 * (again + 1) * stream * model.experts.experts_per_token * share("expert")
+            volume = layers * exchanged_bytes(config, model, tokens, size, degrees, forwards)
             kind = "tokens to experts and back, gradients of other parameters"
             sent.append(Sent("expert", volume + summed("expert"), kind))
         if schedule is not None:
