@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxtrain.attention_blocks import visible_pairs
 from jaxtrain.bench.limits import Limits
 from jaxtrain.bench.timing import call_seconds
 from jaxtrain.config.models import TransformerConfig
@@ -113,9 +114,8 @@ def _least_attention(config: Config, workload: Workload) -> AttentionWork | None
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
-    seen = 0.5 if model.causal else 1.0
-    if model.sliding_window is not None:
-        seen = min(seen, model.sliding_window / workload.input_shape[0] * (1 if model.causal else 2))
+    length = workload.input_shape[0]
+    seen = visible_pairs(length, causal=model.causal, window=model.sliding_window) / length**2
     return AttentionWork("roofline", seen, 0.0, 0, True)
 
 

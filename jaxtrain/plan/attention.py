@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from jaxtrain.attention_blocks import block_size, computed_share, pairs_at_once
+from jaxtrain.attention_blocks import block_size, computed_share, pairs_at_once, visible_pairs
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
@@ -88,9 +88,7 @@ def _whole_sequence(config: Config, model: TransformerConfig, target: Target, le
     causal, window = model.causal, model.sliding_window
     match name:
         case "cudnn" | "splash":
-            seen = 0.5 if model.causal else 1.0
-            if model.sliding_window is not None:
-                seen = min(seen, model.sliding_window / length * (1 if model.causal else 2))
+            seen = visible_pairs(length, causal=causal, window=window) / length**2
             return AttentionWork(name, seen, 0.0, 0, name == "splash")
         case "blockwise":
             block = block_size(kind, length)

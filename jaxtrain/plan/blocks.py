@@ -9,14 +9,23 @@ L sequence; c bytes of the compute dtype.
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.loss_blocks import LossBlocks, choose_blocks
+from jaxtrain.metrics.flops import (
+    Product,
+    backward_passes,
+    lowest_trained_block,
+    mlp_products,
+    resnet_products,
+    transformer_products,
+)
 from jaxtrain.plan.attention import AttentionWork
 from jaxtrain.plan.experts import ExpertWork
+from jaxtrain.plan.parameters import model_tensors, trained_paths
 from jaxtrain.plan.state import COMPUTE_BYTES
 from jaxtrain.plan.workload import Workload
 
@@ -36,6 +45,7 @@ class Block:
         flops: of one forward pass.
         bytes: of one forward pass.
         recomputed: share of the forward pass that the backward pass repeats.
+        backward: passes of the same size that the backward pass has: two where all parameters are trained.
         stage: whether it belongs to the layers that a pipeline deals out.
         linear: whether its FLOPs are those of linear layers, which a policy may run in a format of their own.
     """
@@ -45,18 +55,19 @@ class Block:
     flops: float
     bytes: float
     recomputed: float = 0.0
+    backward: float = _BACKWARD
     stage: bool = False
     linear: bool = False
 
     @property
     def total_flops(self) -> float:
         """Of one step: forward, backward, recomputation."""
-        return self.count * self.flops * (1 + _BACKWARD + self.recomputed)
+        return self.count * self.flops * (1 + self.backward + self.recomputed)
 
     @property
     def total_bytes(self) -> float:
         """Likewise."""
-        return self.count * self.bytes * (1 + _BACKWARD + self.recomputed)
+        return self.count * self.bytes * (1 + self.backward + self.recomputed)
 
 
 @dataclass(frozen=True)
@@ -84,11 +95,72 @@ def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
     """The blocks of one step on one device (of a pipeline: on the last stage, which also has the output layer)."""
     match config.model:
         case TransformerConfig():
-            return _transformer(config.model, config, workload, cut)
+            blocks = _transformer(config.model, config, workload, cut)
         case ResNetConfig():
-            return _resnet(config.model, config, workload, cut)
+            blocks = _resnet(config.model, config, workload, cut)
         case MLPConfig():
-            return _mlp(config.model, config, workload, cut)
+            blocks = _mlp(config.model, config, workload, cut)
+    backward = _backward_of_blocks(config, workload)
+    return [_with_backward(block, backward.get(block.name, _BACKWARD)) for block in blocks]
+
+
+def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
+    """Block -> passes that its backward pass has; empty where all parameters are trained."""
+    model = config.model
+    trained = trained_paths(model_tensors(model, workload).params, config.optimizer.freeze)
+    if trained is None:
+        return {}
+    lowest = lowest_trained_block(model, trained)
+
+    def mean(products: Sequence[Product]) -> float:
+        passes = sum(one.multiply_adds * backward_passes(one, trained, lowest) for one in products)
+        return passes / sum(one.multiply_adds for one in products)
+
+    match model:
+        case TransformerConfig():
+            assert workload.sequence_length is not None
+            assert workload.vocab_size is not None
+            of = transformer_products(model, workload.sequence_length, workload.vocab_size)
+            flows = _BACKWARD if lowest <= 1 else 0
+            return {
+                "attention projections": mean(of["projections"]),
+                "attention scores": mean(of["scores"]),
+                "MLP": mean(of["mlp"]),
+                "experts": mean(of["mlp"]),
+                "norms, residual, activation": flows,
+                "rounding to 8 bits": flows,
+                "embedding": _BACKWARD if lowest == 0 else 0,
+                "output and loss": mean(of["output"]),
+            }
+        case ResNetConfig():
+            of = _grouped(resnet_products(model, workload.input_shape, workload.num_outputs or 0))
+            names = {"stem": "stem", "head_kernel": "head"}
+            for stage in range(len(model.stage_blocks)):
+                names |= {f"stage{stage}_first": f"stage {stage} first", f"stage{stage}_rest": f"stage {stage}"}
+            found = {names[name]: mean(products) for name, products in of.items()}
+            # The norms' backward pass follows their convolutions'.
+            return {"head": found.pop("head")} | {
+                f"{name} {part}": passes for name, passes in found.items() for part in ("convolutions", "norms")
+            }
+        case MLPConfig():
+            products = mlp_products(model, workload.input_shape, workload.num_outputs or 0)
+            names = [*(f"layer {number}" for number in range(len(model.hidden_dims))), "output"]
+            return {name: mean([product]) for name, product in zip(names, products, strict=True)}
+
+
+def _grouped(products: Sequence[Product]) -> dict[str, list[Product]]:
+    """Products by the top level of their paths."""
+    found: dict[str, list[Product]] = {}
+    for one in products:
+        found.setdefault((one.path or "").partition("/")[0], []).append(one)
+    return found
+
+
+def _with_backward(block: Block, backward: float) -> Block:
+    """The block with fewer passes backward; without any, nothing is computed again for it."""
+    if backward == block.backward:
+        return block
+    return replace(block, backward=backward, recomputed=block.recomputed if backward else 0.0)
 
 
 def _recomputed(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()) -> float:

@@ -102,10 +102,10 @@ def traffic(
         volume = gradients * share("data") * (times + 1)
         sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, updated parameters"))
     if degrees["fsdp"] > 1:
-        whole = size * sum(without(one, "fsdp") for one in placed)
+        whole, scattered = (size * sum(without(one, "fsdp") for one in some) for some in (placed, trained))
         # Gathered for every forward pass and for the backward, whose gradients are scattered.
-        passes = forwards + 2 + (config.remat.policy == "sqrt")
-        volume = passes * cut.microbatches * whole * share("fsdp")
+        passes = forwards + 1 + (config.remat.policy == "sqrt")
+        volume = cut.microbatches * (passes * whole + scattered) * share("fsdp")
         sent.append(Sent("fsdp", volume, f"parameters {'twice' if forwards == 1 else '3 times'}, gradients"))
 
     def summed(axis: str) -> float:

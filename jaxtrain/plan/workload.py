@@ -1,7 +1,7 @@
 """What a step works on, as far as a config says it: shapes of a batch, sizes that the data decides. No jax here."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtrain.config.data import (
     DigitsData,
@@ -15,6 +15,7 @@ from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.plan.parameters import model_tensors, trained_paths
 
 _IMAGENET_CLASSES = 1000
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
@@ -31,7 +32,7 @@ class Workload:
         vocab_size: of tokens, as the model has it.
         num_outputs: classes or targets, as the model has them.
         rows: of a step, over all devices and microbatches.
-        flops_per_row: model FLOPs, forward and backward (`metrics/flops.py`).
+        flops_per_row: model FLOPs, forward and the backward that the trained parameters need (`metrics/flops.py`).
         notes: what was assumed because the config leaves it to the data.
     """
 
@@ -130,14 +131,16 @@ def describe_workload(config: Config) -> Workload:
         num_outputs = model.num_classes or num_outputs
     elif isinstance(model, MLPConfig):
         num_outputs = model.num_outputs or num_outputs
+    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
+    rows = config.train.global_batch_size
+    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, tuple(notes))
     flops = model_flops_per_row(
         model,
-        sequence_length=input_shape[0] if isinstance(model, TransformerConfig) else None,
+        sequence_length=workload.sequence_length,
         input_shape=input_shape,
         num_outputs=num_outputs,
         vocab_size=vocab_size,
+        trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
     )
     assert flops is not None, "every size is known by here"
-    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
-    rows = config.train.global_batch_size
-    return Workload(unit, input_shape, vocab_size, num_outputs, rows, flops, tuple(notes))
+    return replace(workload, flops_per_row=flops)

@@ -12,6 +12,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.degrees import AXES, config_degrees
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
+from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.models.build import build_model
 from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.optim import build_optimizer, build_schedule
@@ -55,6 +56,22 @@ class Run:
             "seed": config.seed,
             "global_batch_size": config.train.global_batch_size,
         }
+
+
+def step_flops(run: Run) -> float | None:
+    """Model FLOPs of a step of the config's model; None where a size that it needs is not known."""
+    config, data = run.config, run.data
+    paths = list(parameter_shapes(run.step.model))
+    is_trained = trainable_predicate(config.optimizer.freeze, paths)
+    flops = model_flops_per_row(
+        config.model,
+        sequence_length=data.input_shape[0] if data.unit == "tokens" else None,
+        input_shape=data.input_shape,
+        num_outputs=data.num_outputs,
+        vocab_size=data.vocab_size,
+        trained=None if is_trained is None else [path for path in paths if is_trained(path)],
+    )
+    return None if flops is None else flops * config.train.global_batch_size
 
 
 def open_run_data(config: Config) -> "Data":
