@@ -68,8 +68,25 @@ def _vocabulary(tokenizer: TokenizerConfig) -> tuple[int | None, str]:
     return None, ""
 
 
-def describe_workload(config: Config) -> Workload:
-    """The sizes of a config's rows.
+@dataclass(frozen=True)
+class RowSizes:
+    """What the data says of its rows; None where it does not apply.
+
+    Attributes:
+        input_shape: of one row, without the batch.
+        vocab_size: of its tokens.
+        num_outputs: its classes or targets.
+        notes: what was assumed.
+    """
+
+    input_shape: tuple[int, ...]
+    vocab_size: int | None
+    num_outputs: int | None
+    notes: tuple[str, ...] = ()
+
+
+def _sizes_of_config(config: Config) -> RowSizes:
+    """The sizes of the rows that a config's own data has, which is not opened.
 
     Raises:
         ConfigError: a size that only the data knows; says which key to set.
@@ -119,21 +136,40 @@ def describe_workload(config: Config) -> Workload:
                 )
             if model.vocab_size is None and note:
                 notes.append(note)
+    return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes))
+
+
+def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload:
+    """The sizes of a config's rows.
+
+    Args:
+        config: the run.
+        sizes: of data that takes the place of the config's; None: the config's data, which is not opened.
+
+    Raises:
+        ConfigError: a size that only the data knows; says which key to set.
+    """
+    model, source = config.model, f"data.kind={config.data.kind}" if sizes is None else "the data given"
+    sizes = sizes or _sizes_of_config(config)
+    input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
     if isinstance(model, TransformerConfig):
         if len(input_shape) != 1 or config.task != "language_modeling":
-            raise ConfigError(
-                f"model.kind=transformer takes tokens, but data.kind={data.kind} gives examples; use another"
-            )
+            raise ConfigError(f"model.kind=transformer takes tokens, but {source} gives examples; use another")
         vocab_size = model.vocab_size or vocab_size
+        if vocab_size is None:
+            raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
     elif isinstance(model, ResNetConfig):
         if len(input_shape) != 3:
-            raise ConfigError(f"model.kind=resnet takes images, but a row of data.kind={data.kind} is {input_shape}")
+            raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
         num_outputs = model.num_classes or num_outputs
     elif isinstance(model, MLPConfig):
         num_outputs = model.num_outputs or num_outputs
+    if num_outputs is None and not isinstance(model, TransformerConfig):
+        key = "num_classes" if isinstance(model, ResNetConfig) else "num_outputs"
+        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
     unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
     rows = config.train.global_batch_size
-    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, tuple(notes))
+    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes)
     flops = model_flops_per_row(
         model,
         sequence_length=workload.sequence_length,

@@ -82,6 +82,17 @@ def open_run_data(config: Config) -> "Data":
     return open_data(config.data, sequence_length=length, seed=config.seed)
 
 
+def length_notes(config: Config) -> list[str]:
+    """What a run with a model from Python says of rows whose length comes from the config's model all the same."""
+    length = getattr(config.model, "max_sequence_length", None)
+    if length is None or getattr(config.data, "sequence_length", length) is not None:
+        return []
+    return [
+        f"data.sequence_length is not set: rows have {length:,} tokens, the model.max_sequence_length of the config's "
+        "model, which your own replaces"
+    ]
+
+
 def reading_threads(config: Config) -> int | None:
     """What `Batches` takes as `workers`."""
     return None if config.train.workers == "auto" else config.train.workers
@@ -89,7 +100,7 @@ def reading_threads(config: Config) -> int | None:
 
 def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, own_task: bool) -> None:
     """Raise where task, model and data do not belong together."""
-    check_kinds(config, own_task=own_task)
+    check_kinds(config, own_task=own_task, unit=data.unit)
     tokens = data.unit == "tokens"
     integers = np.issubdtype(targets.dtype, np.integer)
     if config.task == "classification" and not integers:

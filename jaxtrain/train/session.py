@@ -25,7 +25,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import MultiWriter, open_writers
-from jaxtrain.train.assemble import Run, assemble, open_run_data, reading_threads, step_flops
+from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data, reading_threads, step_flops
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
@@ -85,6 +85,8 @@ class Session:
         )
         start = choose_start(self._checkpointer, self.run_dir, resume)
         notes = list(self.loaded.notes)
+        if model is not None and data is None:
+            notes += length_notes(config)
         if start is not None:
             notes += self._check_resumed(start)
         self._banner(run, notes)

@@ -89,3 +89,12 @@ def test_keys_without_effect_are_told(name):
 def test_a_whole_config_tells_nothing_of_its_defaults():
     whole = load_config("quickstart").config.model_dump(mode="json")
     assert load_config(whole).notes == ()
+
+
+def test_data_from_python_is_checked_by_what_it_gives():
+    config = load_config({"task": "classification", "model": {"kind": "mlp"}}).config  # whose own data is text
+    check_kinds(config, unit="examples")
+    with pytest.raises(ConfigError, match=r"task=classification, but data\.kind=text gives tokens"):
+        check_kinds(config, unit="tokens")
+    with pytest.raises(ConfigError, match="task=language_modeling, but the data given gives examples"):
+        check_kinds(load_config({}).config, unit="examples")
