@@ -66,6 +66,18 @@ def computed_share(length: int, block: int, *, causal: bool, window: int | None)
     return sum(group.blocks * group.size * group.width for group in groups) / length**2
 
 
+def visible_pairs(length: int, *, causal: bool, window: int | None) -> float:
+    """Pairs of a query and a key that see each other, as areas: half of all where order matters.
+
+    Args:
+        length: tokens of a sequence.
+        causal: whether a query sees only keys at or before its own position.
+        window: keys that a query sees on a side, its own included; None: all.
+    """
+    window = length if window is None else min(window, length)
+    return (1 if causal else 2) * (window * length - window**2 / 2)
+
+
 def pairs_at_once(length: int, block: int, *, causal: bool, window: int | None) -> int:
     """The most pairs of a query and a key, of one row and head, whose scores exist at once."""
     return max(group.size * group.width for group in cut_sequence(length, block, causal=causal, window=window))

@@ -183,3 +183,25 @@ def parameter_entries(
     for axis in (*more, *(() if stacked or layer_dims else ("pipe",)), *also):
         entries = _spread(entries, shape, axis, degrees, layer_dims)
     return entries
+
+
+def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int, max_fraction: float) -> None:
+    """Raise where more than `max_fraction` of the parameters is replicated on every `fsdp` shard.
+
+    Args:
+        replicated: path -> size of the parameters that are not sharded over `fsdp`.
+        total: size of all parameters, in the same unit.
+        fsdp: degree of the axis, above 1.
+        max_fraction: share of the sizes that may be replicated.
+
+    Raises:
+        ConfigError: names the largest of them.
+    """
+    fraction = sum(replicated.values()) / max(total, 1)
+    if fraction > max_fraction:
+        largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
+        raise ConfigError(
+            f"{fraction:.1%} of parameter bytes stay whole although parallel.fsdp={fsdp} "
+            f"(largest: {', '.join(largest)}); give them dims that divide, lower parallel.fsdp, "
+            f"or allow it with parallel.max_replicated_fraction={math.ceil(fraction * 100) / 100}"
+        )

@@ -6,7 +6,6 @@ mesh axes a name is spread over. Parameters are *stored* over `fsdp` and *gather
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.optimizer_rules import block_entries, kept_entries
-from jaxtrain.rules import DEFAULT_RULES, AxesTable, entry_axes, entry_degree, logical_entries, parameter_entries
+from jaxtrain.rules import (
+    DEFAULT_RULES,
+    AxesTable,
+    check_replicated_share,
+    entry_axes,
+    entry_degree,
+    logical_entries,
+    parameter_entries,
+)
 
 
 @dataclass(frozen=True)
@@ -146,14 +152,7 @@ def check_replicated(params: Any, shardings: Any, mesh: Mesh, max_fraction: floa
         total += size
         if not any("fsdp" in entry_axes(entry) for entry in sharding.spec):
             whole[path_name(path)] = size
-    fraction = sum(whole.values()) / max(total, 1)
-    if fraction > max_fraction:
-        largest = sorted(whole, key=lambda name: -whole[name])[:3]
-        raise ConfigError(
-            f"{fraction:.1%} of parameter bytes stay whole although parallel.fsdp={mesh.shape['fsdp']} "
-            f"(largest: {', '.join(largest)}); give them dims that divide, lower parallel.fsdp, "
-            f"or allow it with parallel.max_replicated_fraction={math.ceil(fraction * 100) / 100}"
-        )
+    check_replicated_share(whole, total, mesh.shape["fsdp"], max_fraction)
 
 
 # The layout of the step that is being traced. Set by `use_layout` around a trace, never globally.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxtrain.attention_blocks import visible_pairs
 from jaxtrain.bench.limits import Limits
 from jaxtrain.bench.timing import call_seconds
 from jaxtrain.config.models import TransformerConfig
@@ -28,6 +29,7 @@ from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.attention import AttentionWork
 from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.exact import sharded_bytes
+from jaxtrain.plan.experts import least_experts
 from jaxtrain.plan.state import COMPUTE_BYTES
 from jaxtrain.plan.workload import Workload
 from jaxtrain.train.context import step_context
@@ -85,7 +87,9 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     # The format that matmuls run in; where there are no units for it, the one they fall back to.
     rate = limits.matmul.get(FORMATS[config.precision.policy]) or limits.matmul["bf16"] or limits.matmul["fp32"]
     assert rate is not None
-    cut = Cut(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention=_least_attention(config, workload))
+    experts = least_experts(config.model) if isinstance(config.model, TransformerConfig) else None
+    attention = _least_attention(config, workload)
+    cut = Cut(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention, experts=experts)
     counted = {block.name: block for block in step_blocks(config, workload, cut)}
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])
@@ -110,9 +114,8 @@ def _least_attention(config: Config, workload: Workload) -> AttentionWork | None
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
-    seen = 0.5 if model.causal else 1.0
-    if model.sliding_window is not None:
-        seen = min(seen, model.sliding_window / workload.input_shape[0] * (1 if model.causal else 2))
+    length = workload.input_shape[0]
+    seen = visible_pairs(length, causal=model.causal, window=model.sliding_window) / length**2
     return AttentionWork("roofline", seen, 0.0, 0, True)
 
 

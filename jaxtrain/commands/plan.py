@@ -19,7 +19,7 @@ from jaxtrain.plan.auto import VARIED_BY_AUTO, check_auto
 from jaxtrain.plan.cost import steps_for
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target, catalogue, hardware_json, hardware_table, parse_targets
-from jaxtrain.plan.make import analytic_plan, missing_compiler, with_compiler
+from jaxtrain.plan.make import analytic_plan, check_exact, how_to_check, with_compiler
 from jaxtrain.plan.search import VARIED, Found, describe_layout, largest_batch, search, why_not
 from jaxtrain.plan.show import as_json, table
 from jaxtrain.plan.workload import describe_workload
@@ -32,6 +32,7 @@ class Wanted:
     on: str | None = None
     hardware_file: str | None = None
     analytic: bool = False
+    exact: bool = False
     search: bool = False
     vary: tuple[str, ...] = ()
     top: int = 3
@@ -51,8 +52,8 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     """Print a plan, or the catalogue.
 
     Raises:
-        ConfigError: unknown hardware, or a layout that cannot be; after the answer where other targets have one, and
-            where a compiler is missing.
+        ConfigError: unknown hardware, or a layout that cannot be, after the answer where other targets have one; with
+            `exact`, a figure without the compiler's word.
     """
     hardware = catalogue(wanted.hardware_file)
     if list_hardware:
@@ -85,16 +86,17 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
             impossible.append(f"{target.name}: {error}")
     if not estimates:
         raise ConfigError(impossible[0])
+    if wanted.exact:
+        for one in estimates:
+            check_exact(one)
     batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
     _answer(estimates, found, batches, impossible, wanted)
     _write(estimates, loaded, wanted)
-    lacking = next((error for one in estimates if (error := missing_compiler(one)) is not None), None)
-    if lacking is not None and impossible:
-        print_remark(f"jaxtrain: {lacking}")
+    lines = dict.fromkeys(line for one in estimates if (line := how_to_check(one)) is not None)
+    for line in lines:
+        print_remark(f"jaxtrain: {line}")
     if impossible:
         raise ConfigError("; ".join(impossible))
-    if lacking is not None:
-        raise lacking
     return 0
 
 

@@ -277,7 +277,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
     parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
     parser.add_argument("--hardware", metavar="FILE", help="YAML with your own hardware or prices, over the shipped")
-    parser.add_argument("--analytic", action="store_true", help="do not compile, even where the compiler is installed")
+    compiling = parser.add_mutually_exclusive_group()
+    compiling.add_argument(
+        "--analytic", action="store_true", help="do not compile, even where the compiler is installed"
+    )
+    compiling.add_argument("--exact", action="store_true", help="fail where no compiler can check the figures")
     parser.add_argument("--search", action="store_true", help="try every layout and rank those that fit by time")
     parser.add_argument(
         "--vary",
@@ -304,6 +308,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         on=arguments.on,
         hardware_file=arguments.hardware,
         analytic=arguments.analytic,
+        exact=arguments.exact,
         search=arguments.search,
         vary=tuple(arguments.vary.split(",")) if arguments.vary else (),
         top=arguments.top,

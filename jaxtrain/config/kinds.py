@@ -4,12 +4,13 @@ from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
 
 
-def check_kinds(config: Config, *, own_task: bool = False) -> None:
-    """Raise where the kinds of task, model and data do not belong together; looks at the config alone.
+def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = None) -> None:
+    """Raise where the kinds of task, model and data do not belong together; looks at no data.
 
     Args:
         config: with a model of its own (a user's model in its place is nothing to check here).
         own_task: whether a task from Python takes the place of the config's.
+        unit: tokens or examples, of data from Python that may take the place of the config's; None: it is the config's.
 
     Raises:
         ConfigError: names what would work.
@@ -21,21 +22,25 @@ def check_kinds(config: Config, *, own_task: bool = False) -> None:
             "or bring a task of your own (Python)"
         )
     tokens = kind in ("text", "jsonl", "tokens", "mixture") or getattr(config.data, "task", None) == "tokens"
+    source = f"data.kind={kind}"
+    if unit is not None and tokens != (unit == "tokens"):
+        tokens, source = not tokens, "the data given"
     if tokens != (config.task == "language_modeling"):
         works = "language_modeling" if tokens else "classification or regression"
-        unit = "tokens" if tokens else "examples"
-        raise ConfigError(f"task={config.task}, but data.kind={kind} gives {unit}; set task={works}")
-    if config.data.kind == "table" and config.data.task not in (None, config.task) and not own_task:
+        gives = "tokens" if tokens else "examples"
+        raise ConfigError(f"task={config.task}, but {source} gives {gives}; set task={works}")
+    given = unit is not None or own_task  # data or task from Python
+    if config.data.kind == "table" and config.data.task not in (None, config.task) and not given:
         raise ConfigError(
             f"task={config.task}, but data.task={config.data.task}; set both to {config.data.task}, or leave data.task "
             "out"
         )
     if tokens and config.model.kind != "transformer":
         raise ConfigError(
-            f"model.kind={config.model.kind} does not take the tokens of data.kind={kind}; use model.kind=transformer"
+            f"model.kind={config.model.kind} does not take the tokens of {source}; use model.kind=transformer"
         )
     if not tokens and config.model.kind == "transformer":
-        raise ConfigError(f"model.kind=transformer takes tokens, but data.kind={kind} gives examples; use another")
+        raise ConfigError(f"model.kind=transformer takes tokens, but {source} gives examples; use another")
     if not own_task:  # which may read them
         check_loss(config)
 

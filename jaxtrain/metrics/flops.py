@@ -3,19 +3,42 @@
 Conventions (those of PaLM, Chowdhery et al. 2022, appendix B, and Chinchilla, Hoffmann et al. 2022, appendix F):
 a multiply-add is 2 FLOPs; the backward pass is twice the forward pass; recomputation (remat) is not counted, so that
 it lowers the utilization; matmuls and convolutions only, no norms, softmax, activations or embedding look-ups.
-Unlike both papers, causal attention is counted at half, since half of the score matrix is masked; figures that count
-it in full are higher, by 4 to 12 % at usual sizes, and do not compare.
+Unlike both papers, attention counts the pairs of a query and a key that the model lets see each other: causal
+attention is counted at half, and a sliding window of W of T tokens at W T - W^2 / 2 pairs (twice that, without order).
+Figures that count causal attention in full are higher, by 4 to 12 % at usual sizes, and do not compare.
+
+Of frozen parameters the backward pass has no gradient of the weights, and below the lowest block with a trained
+parameter it has none of the inputs: such a block counts its forward pass alone. Blocks are the embedding, the stack of
+layers as a whole, the output norm, the output layer (transformer); stem, first and other blocks of a stage, head
+(ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is trained, as published counts do.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from jaxtrain.attention_blocks import visible_pairs
 from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 
-# One forward pass and a backward pass of two: gradients of the inputs and of the weights.
-_FORWARD_AND_BACKWARD = 3
 _FLOPS_PER_MULTIPLY_ADD = 2
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matmul or convolution of the forward pass.
+
+    Attributes:
+        path: of its weight; None: both factors are activations.
+        multiply_adds: for one row, over all layers of a stack.
+        block: number of its block, counted from the input.
+        alone: whether the block has no other product, so that its input is the input of the block.
+    """
+
+    path: str | None
+    multiply_adds: float
+    block: int
+    alone: bool = False
 
 
 def model_flops_per_row(
@@ -25,17 +48,19 @@ def model_flops_per_row(
     input_shape: Sequence[int] | None,
     num_outputs: int | None,
     vocab_size: int | None,
+    trained: Collection[str] | None = None,
 ) -> float | None:
     """FLOPs of one forward and backward pass of one row (a sequence, an image, a record).
 
     A transformer with L layers, width d, h heads and g key-value heads of width k, MLP width f, vocabulary V takes,
-    for a sequence of T tokens,
+    for a sequence of T tokens with all parameters trained,
 
-        6 T (L (2 d h k + 2 d g k + m d f) + d V)  +  6 L h k T^2,    m = 2 (GELU) or 3 (SwiGLU);
+        6 T (L (2 d h k + 2 d g k + m d f) + d V)  +  12 L h k P,    m = 2 (GELU) or 3 (SwiGLU);
 
     the first term is 6 per matmul weight and token, the output layer included (tied or not), the embedding look-up
     not; with E experts of which a token takes K, the weights are those it meets, K m d f and d E of the router;
-    the second is the attention scores and their product with the values, 12 L h k T^2 halved for causality.
+    the second is the attention scores and their product with the values over the P visible pairs of a query and a
+    key: T^2, halved for causality, fewer with a window.
     A convolution of kernel n x n takes n^2 c_in c_out multiply-adds a pixel of its output.
 
     Args:
@@ -44,80 +69,142 @@ def model_flops_per_row(
         input_shape: shape of one row without the batch: height, width, channels (ResNet), or any (MLP).
         num_outputs: classes or targets of the data, where the model names none.
         vocab_size: vocabulary of the data, where the model names none.
+        trained: paths of the parameters that are trained; None: all are.
 
     Returns:
         FLOPs as a float, or None where a size that the model needs is not known.
     """
-    if isinstance(model_config, TransformerConfig):
-        multiply_adds = _transformer(model_config, sequence_length, model_config.vocab_size or vocab_size)
-    elif isinstance(model_config, ResNetConfig):
-        multiply_adds = _resnet(model_config, input_shape, model_config.num_classes or num_outputs)
-    else:
-        multiply_adds = _mlp(model_config, input_shape, model_config.num_outputs or num_outputs)
-    if multiply_adds is None:
-        return None
-    return float(_FORWARD_AND_BACKWARD * _FLOPS_PER_MULTIPLY_ADD * multiply_adds)
+    match model_config:
+        case TransformerConfig():
+            vocab_size = model_config.vocab_size or vocab_size
+            if sequence_length is None or vocab_size is None:
+                return None
+            groups = transformer_products(model_config, sequence_length, vocab_size)
+            products = list(itertools.chain(*groups.values()))
+        case ResNetConfig():
+            num_classes = model_config.num_classes or num_outputs
+            if input_shape is None or len(input_shape) != 3 or num_classes is None:
+                return None
+            products = resnet_products(model_config, input_shape, num_classes)
+        case MLPConfig():
+            num_outputs = model_config.num_outputs or num_outputs
+            if input_shape is None or num_outputs is None:
+                return None
+            products = mlp_products(model_config, input_shape, num_outputs)
+    lowest = lowest_trained_block(model_config, trained)
+    passes = (one.multiply_adds * (1 + backward_passes(one, trained, lowest)) for one in products)
+    return float(_FLOPS_PER_MULTIPLY_ADD * sum(passes))
 
 
-def _transformer(config: TransformerConfig, sequence_length: int | None, vocab_size: int | None) -> float | None:
-    """Multiply-adds of the forward pass of one sequence."""
-    if sequence_length is None or vocab_size is None:
-        return None
-    head_dim = config.head_dim or config.embed_dim // config.num_heads
-    query_dim = config.num_heads * head_dim
-    key_value_dim = (config.num_kv_heads or config.num_heads) * head_dim
-    projections = 2 * config.embed_dim * (query_dim + key_value_dim)
-    mlp_matrices = 3 if config.activation == "swiglu" else 2
-    mlp = mlp_matrices * config.embed_dim * (config.mlp_dim or 4 * config.embed_dim)
-    if config.experts is not None:
-        mlp = mlp * config.experts.experts_per_token + config.embed_dim * config.experts.num_experts
-    weights = config.num_layers * (projections + mlp) + config.embed_dim * vocab_size
-    # Scores and values are one product each over all pairs of tokens; causality keeps half of the pairs.
-    attention = config.num_layers * 2 * query_dim * sequence_length**2 / 2
-    return weights * sequence_length + attention
+def lowest_trained_block(config: ModelConfig, trained: Collection[str] | None) -> int:
+    """Number of the first block, from the input, that holds a trained parameter.
+
+    Args:
+        config: the model.
+        trained: paths of the parameters that are trained, at least one; None: all are.
+    """
+    return 0 if trained is None else min(block_number(config, path) for path in trained)
 
 
-def _resnet(config: ResNetConfig, input_shape: Sequence[int] | None, num_classes: int | None) -> float | None:
-    """Multiply-adds of the forward pass of one image, the stride in the 3x3 convolution (as published by Facebook
-    and torchvision: 4.09e9 for ResNet-50 at 224; the paper's variant, stride in the first 1x1, takes 3.8e9)."""
-    if input_shape is None or len(input_shape) != 3 or num_classes is None:
-        return None
+def backward_passes(product: Product, trained: Collection[str] | None, lowest: int) -> int:
+    """Products of the same size in the backward pass: the gradients of the two factors, as far as they are needed.
+
+    Args:
+        product: of the forward pass.
+        trained: paths of the parameters that are trained; None: all are.
+        lowest: from `lowest_trained_block`.
+    """
+    if product.block < lowest:
+        return 0
+    weight = product.path is None or trained is None or product.path in trained
+    inputs = product.block > lowest or not product.alone or product.block == 0
+    return weight + inputs
+
+
+def block_number(config: ModelConfig, path: str) -> int:
+    """Number of the block that a parameter is in, counted from the input."""
+    name, _, rest = path.partition("/")
+    match config:
+        case TransformerConfig():
+            return {"embedding": 0, "positions": 0, "blocks": 1, "output_norm": 2, "output": 3}[name]
+        case ResNetConfig():
+            if name.startswith("stem"):
+                return 0
+            if name.startswith("head"):
+                return 1 + 2 * len(config.stage_blocks)
+            stage, _, part = name.removeprefix("stage").partition("_")
+            return 1 + 2 * int(stage) + (part == "rest")
+        case MLPConfig():
+            return int(rest.partition("/")[0]) if name == "layers" else len(config.hidden_dims)
+
+
+def transformer_products(config: TransformerConfig, sequence_length: int, vocab_size: int) -> dict[str, list[Product]]:
+    """The products of one sequence: attention's projections, its scores, the MLP or experts, and the output layer."""
+    layers, width, length = config.num_layers, config.embed_dim, sequence_length
+    head_dim = config.head_dim or width // config.num_heads
+    query_dim, key_dim = config.num_heads * head_dim, (config.num_kv_heads or config.num_heads) * head_dim
+    hidden = config.mlp_dim or 4 * width
+
+    def matmul(name: str, weights: float) -> Product:
+        return Product(f"blocks/{name}/kernel", layers * weights * length, 1)
+
+    dims = {"query": query_dim, "key": key_dim, "value": key_dim, "output": query_dim}
+    chosen = 1 if config.experts is None else config.experts.experts_per_token
+    names = ("up", "gate", "down") if config.activation == "swiglu" else ("up", "down")
+    experts = () if config.experts is None else (matmul("mlp/router", width * config.experts.num_experts),)
+    # Scores and values are one product each over the pairs.
+    pairs = visible_pairs(length, causal=config.causal, window=config.sliding_window)
+    output = "embedding" if config.tie_embeddings else "output"
+    return {
+        "projections": [matmul(f"attention/{name}", width * dim) for name, dim in dims.items()],
+        "scores": [Product(None, layers * 2 * query_dim * pairs, 1)],
+        "mlp": [*(matmul(f"mlp/{name}", chosen * width * hidden) for name in names), *experts],
+        "output": [Product(output, width * vocab_size * length, 3, alone=True)],
+    }
+
+
+def resnet_products(config: ResNetConfig, input_shape: Sequence[int], num_classes: int) -> list[Product]:
+    """The products of one image, the stride in the 3x3 convolution (as published by Facebook and torchvision: 4.09e9
+    multiply-adds for ResNet-50 at 224; the paper's variant, stride in the first 1x1, takes 3.8e9)."""
     height, width, channels = input_shape
-    total = 0
+    products: list[Product] = []
 
-    def convolve(kernel: int, channels_in: int, channels_out: int, stride: int) -> None:
-        nonlocal height, width, total
+    def convolve(path: str, kernel: int, channels_in: int, channels_out: int, stride: int) -> None:
+        nonlocal height, width
         height, width = math.ceil(height / stride), math.ceil(width / stride)
-        total += kernel**2 * channels_in * channels_out * height * width
+        size = kernel**2 * channels_in * channels_out * height * width
+        products.append(Product(f"{path}/kernel", size, block_number(config, path), alone=path == "stem"))
 
     if config.stem == "imagenet":
-        convolve(7, channels, config.width, 2)
+        convolve("stem", 7, channels, config.width, 2)
         height, width = math.ceil(height / 2), math.ceil(width / 2)
     else:
-        convolve(3, channels, config.width, 1)
+        convolve("stem", 3, channels, config.width, 1)
     channels = config.width
     for stage, num_blocks in enumerate(config.stage_blocks):
         inner = config.width * 2**stage
         outer = 4 * inner if config.bottleneck else inner
-        for block in range(num_blocks):
-            stride = 2 if stage > 0 and block == 0 else 1
+        for index in range(num_blocks):
+            stride = 2 if stage > 0 and index == 0 else 1
+            block = f"stage{stage}_{'rest' if index else 'first'}"
             if config.bottleneck:
-                convolve(1, channels, inner, 1)
-                convolve(3, inner, inner, stride)
-                convolve(1, inner, outer, 1)
+                convolve(f"{block}/convs/0", 1, channels, inner, 1)
+                convolve(f"{block}/convs/1", 3, inner, inner, stride)
+                convolve(f"{block}/convs/2", 1, inner, outer, 1)
             else:
-                convolve(3, channels, inner, stride)
-                convolve(3, inner, outer, 1)
+                convolve(f"{block}/convs/0", 3, channels, inner, stride)
+                convolve(f"{block}/convs/1", 3, inner, outer, 1)
             if channels != outer or stride != 1:
                 # The shortcut's projection: its output is as large as the block's, so no stride is left to apply.
-                convolve(1, channels, outer, 1)
+                convolve(f"{block}/shortcut", 1, channels, outer, 1)
             channels = outer
-    return total + channels * num_classes
+    head = "head_kernel"
+    return [*products, Product(head, channels * num_classes, block_number(config, head), alone=True)]
 
 
-def _mlp(config: MLPConfig, input_shape: Sequence[int] | None, num_outputs: int | None) -> float | None:
-    """Multiply-adds of the forward pass of one record."""
-    if input_shape is None or num_outputs is None:
-        return None
+def mlp_products(config: MLPConfig, input_shape: Sequence[int], num_outputs: int) -> list[Product]:
+    """The products of one record, layer by layer."""
     widths = (math.prod(input_shape), *config.hidden_dims, num_outputs)
-    return sum(a * b for a, b in itertools.pairwise(widths))
+    paths = [*(f"layers/{number}/kernel" for number in range(len(config.hidden_dims))), "output/kernel"]
+    pairs = enumerate(zip(paths, itertools.pairwise(widths), strict=True))
+    return [Product(path, inputs * outputs, number, alone=True) for number, (path, (inputs, outputs)) in pairs]

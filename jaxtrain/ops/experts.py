@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.expert_rows import grouped_rows
 from jaxtrain.ops.activation import gelu
 
 
@@ -111,7 +112,7 @@ def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, k
         float32 [N, D], not rounded so that parts can be added.
     """
     (num_tokens, choices), num_experts = ids_NK.shape, kernels.up.shape[0]
-    num_rows = num_tokens * min(choices, num_experts)
+    num_rows = round(grouped_rows(num_tokens, choices, num_experts))
     order = jnp.argsort(ids_NK.reshape(-1), stable=True)  # rows -> pairs
     position_NK = jnp.argsort(order).reshape(num_tokens, choices)  # pairs -> rows
     group_sizes_E = count_tokens(ids_NK[None], num_experts)

@@ -17,55 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.parallel.ring_blocks import Block, home, own_blocks, passing_blocks
+from jaxtrain.parallel.ring_blocks import score_elements as score_elements  # what this file computes
+
 AXIS = "context"
 # Large and finite: a block that shows a row nothing then weighs nothing beside one that does, and no NaN arises.
 MASKED = -1e30
 
-# (query half, key half); 0 or 1, or bool [] where it depends on the device.
-Block = tuple[Any, Any]
 # Softmax over the keys seen up to this point: row maximum and sum [B, G, R, C], weighted values [B, G, R, C, K].
 Partial = tuple[jax.Array, jax.Array, jax.Array]
-
-
-# --- What each device computes: plain arithmetic, which the tests run with ints. ---
-
-
-def home(chunk: int, size: int) -> int:
-    """The device that works on a chunk of 2 * size in zig-zag order."""
-    return min(chunk, 2 * size - 1 - chunk)
-
-
-def own_blocks(*, causal: bool) -> tuple[Block, ...]:
-    """Blocks of a device's queries and its own keys; the equal pairs come first and are triangles if causal."""
-    return ((0, 0), (1, 1), (1, 0)) if causal else ((0, 0),)
-
-
-def passing_blocks(own: Any, source: Any, *, causal: bool) -> tuple[Block, ...]:
-    """Blocks of a device's queries and the keys of another device, all of them fully visible.
-
-    Chunks in zig-zag order: the late half of any device sees the early half of every device. Apart from that, keys
-    of an earlier device show their early half to our early half, keys of a later one their late half to our late one.
-
-    Args:
-        own, source: indices of the two devices, ints or int32 [].
-        causal: whether order matters.
-    """
-    later = source > own
-    return ((1, 0), (later, later)) if causal else ((0, 0),)
-
-
-def score_elements(own: int, *, size: int, length: int, causal: bool) -> int:
-    """Products of a query and a key that device `own` computes a head, masked ones included.
-
-    Args:
-        own: index on the ring.
-        size: devices of the ring.
-        length: positions of the whole sequence.
-        causal: whether order matters.
-    """
-    others = (passing_blocks(own, source, causal=causal) for source in range(size) if source != own)
-    count = len(own_blocks(causal=causal)) + sum(len(blocks) for blocks in others)
-    return count * (length // (size * (2 if causal else 1))) ** 2
 
 
 # --- The exchange between contiguous shards and zig-zag halves. ---

@@ -1,5 +1,7 @@
 """A config on hardware: memory, time and cost, from arithmetic alone. Milliseconds, and no jax."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtrain.config.models import TransformerConfig
@@ -11,14 +13,15 @@ from jaxtrain.plan.attention import AttentionWork, attention_work
 from jaxtrain.plan.blocks import Cut
 from jaxtrain.plan.cost import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
 from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.experts import ExpertWork, expert_work
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.memory import step_memory
 from jaxtrain.plan.parameters import model_tensors
-from jaxtrain.plan.state import place, state_bytes
+from jaxtrain.plan.state import Placed, place, state_bytes
 from jaxtrain.plan.time import has_fp8, step_time
-from jaxtrain.plan.workload import Workload, describe_workload
+from jaxtrain.plan.workload import RowSizes, Workload, describe_workload
 from jaxtrain.remat_policy import BLOCK_INPUT, check_remat
-from jaxtrain.rules import nearest_multiples
+from jaxtrain.rules import check_replicated_share, entry_axes, nearest_multiples
 
 # What cloud disks and object stores take of one host. Saves are written while training goes on, so this is the most
 # that one can cost.
@@ -58,13 +61,14 @@ def with_degrees(config: Config, num_devices: int) -> Config:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
 
 
-def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes: RowSizes | None = None) -> Estimate:
     """Memory, time and cost of a config on a target.
 
     Args:
         config: the run; `auto` degrees take the target's devices.
         target: hardware and count.
         terms: of the cost; None: the usual ones.
+        sizes: of data that takes the place of the config's.
 
     Raises:
         ConfigError: a layout that the model or the batch cannot take, or sizes that only the data knows.
@@ -78,12 +82,14 @@ def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estim
     config = with_degrees(config, target.num_devices)
     if target.hardware.kind == "cpu":
         config = _on_one_memory(config)
-    workload = describe_workload(config)
+    workload = describe_workload(config, sizes)
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
-    cut = cut_batch(config, workload, schedule, attention_work(config, target, workload.input_shape[0]))
+    attention = attention_work(config, target, workload.input_shape[0])
+    cut = cut_batch(config, workload, schedule, attention, expert_work(config, target))
     placed = place(config, tensors, degrees)
+    _check_replicated(config, placed, degrees["fsdp"])
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, cut, schedule)
     time = step_time(config, workload, target, placed, state, cut, schedule, memory.host_parts)
@@ -99,8 +105,18 @@ def analyse(config: Config, target: Target, terms: Terms | None = None) -> Estim
         memory=memory,
         time=time,
         cost=cost,
-        notes=_notes(config, target, workload, has_time=time is not None),
+        notes=_notes(config, target, workload, cut, has_time=time is not None),
     )
+
+
+def _check_replicated(config: Config, placed: Sequence[Placed], fsdp: int) -> None:
+    """Raise where the step would refuse that so many parameters are not sharded over `fsdp`."""
+    if fsdp == 1:
+        return
+    sizes = {one.path: math.prod(one.shape) for one in placed}
+    sharded = {one.path for one in placed if any("fsdp" in entry_axes(entry) for entry in one.entries)}
+    replicated = {path: size for path, size in sizes.items() if path not in sharded}
+    check_replicated_share(replicated, sum(sizes.values()), fsdp, config.parallel.max_replicated_fraction)
 
 
 def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
@@ -160,7 +176,13 @@ def _on_one_memory(config: Config) -> Config:
     return config.model_copy(update={"remat": remat, "optimizer": optimizer.model_copy(update={"offload": False})})
 
 
-def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, attention: AttentionWork | None) -> Cut:
+def cut_batch(
+    config: Config,
+    workload: Workload,
+    schedule: Schedule | None,
+    attention: AttentionWork | None,
+    experts: ExpertWork | None,
+) -> Cut:
     """What one device gets of a batch.
 
     Raises:
@@ -182,7 +204,7 @@ def cut_batch(config: Config, workload: Workload, schedule: Schedule | None, att
             f"use {nearest_multiples(length, parts)}"
         )
     scaled = config.precision.policy == "fp8"
-    return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled)
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
@@ -206,7 +228,7 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
     )
 
 
-def _notes(config: Config, target: Target, workload: Workload, *, has_time: bool) -> tuple[str, ...]:
+def _notes(config: Config, target: Target, workload: Workload, cut: Cut, *, has_time: bool) -> tuple[str, ...]:
     notes = list(workload.notes)
     if not has_time:
         notes.append(
@@ -220,4 +242,12 @@ def _notes(config: Config, target: Target, workload: Workload, *, has_time: bool
             )
         elif isinstance(config.model, TransformerConfig) and config.model.experts is not None:
             notes.append("precision.policy=fp8: the experts' matmuls run in bf16")
+    if cut.experts is not None and isinstance(config.model, TransformerConfig) and config.model.experts is not None:
+        chosen = config.model.experts.experts_per_token
+        if cut.experts.multiplied > chosen:
+            notes.append(
+                f"experts: jax has no kernel for grouped matmuls on this {target.hardware.kind}, and every row meets "
+                f"every expert of its device: {cut.experts.multiplied / chosen:g} times the FLOPs of the "
+                f"{chosen} experts that a token chooses"
+            )
     return tuple(notes)

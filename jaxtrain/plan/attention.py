@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from jaxtrain.attention_blocks import block_size, computed_share, pairs_at_once
+from jaxtrain.attention_blocks import block_size, computed_share, pairs_at_once, visible_pairs
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
+from jaxtrain.parallel.ring_blocks import score_elements
 from jaxtrain.plan.hardware import Target
 
 # Bytes moved for each score that is computed outside a kernel: in float32 it is written, masked, reduced and
@@ -24,6 +25,8 @@ class AttentionWork:
         pairs_at_once: scores that exist in memory at once, a row and head; 0 where they stay inside a kernel.
         score_bytes: moved for each computed score.
         keeps_output: its result and statistics are named for the remat policies, so that "dots" keeps them.
+        again: share of its forward pass that its backward pass computes again whatever the remat policy keeps: the
+            scores, one product of the two, where none are kept.
     """
 
     name: str
@@ -31,6 +34,7 @@ class AttentionWork:
     pairs_at_once: float
     score_bytes: int
     keeps_output: bool
+    again: float = 0.5
 
 
 def attention_work(config: Config, target: Target, length: int) -> AttentionWork | None:
@@ -48,9 +52,12 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
     context = int(config.parallel.context)
     match context_way(config, model):
         case "ring":  # one block of keys at a time
-            return AttentionWork("context", 1.0, (length / context) ** 2, score_bytes, False)
+            # Zig-zag order gives every device of a ring as many.
+            elements = score_elements(0, size=context, length=length, causal=model.causal)
+            computed = elements / (length * length / context)
+            return AttentionWork("context", computed, (length / context) ** 2, score_bytes, False)
         case "gather":  # all keys, for the queries of this device
-            return AttentionWork("context", 1.0, length * length / context, score_bytes, False)
+            return AttentionWork("context", 1.0, length * length / context, score_bytes, False, again=0.0)
         case "all_to_all":  # whole sequences of some of the heads
             whole = _whole_sequence(config, model, target, length)
             return replace(whole, pairs_at_once=whole.pairs_at_once / context)
@@ -81,9 +88,7 @@ def _whole_sequence(config: Config, model: TransformerConfig, target: Target, le
     causal, window = model.causal, model.sliding_window
     match name:
         case "cudnn" | "splash":
-            seen = 0.5 if model.causal else 1.0
-            if model.sliding_window is not None:
-                seen = min(seen, model.sliding_window / length * (1 if model.causal else 2))
+            seen = visible_pairs(length, causal=causal, window=window) / length**2
             return AttentionWork(name, seen, 0.0, 0, name == "splash")
         case "blockwise":
             block = block_size(kind, length)
@@ -92,7 +97,7 @@ def _whole_sequence(config: Config, model: TransformerConfig, target: Target, le
                 name, computed_share(length, block, causal=causal, window=window), pairs, score_bytes, True
             )
         case _:
-            return AttentionWork(name, 1.0, length * length, score_bytes, False)
+            return AttentionWork(name, 1.0, length * length, score_bytes, False, again=0.0)
 
 
 def _implementation(config: Config, model: TransformerConfig, target: Target, length: int) -> str:

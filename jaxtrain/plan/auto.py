@@ -10,18 +10,31 @@ from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.here import this_machine
 from jaxtrain.plan.search import Found, describe_layout, search, why_not
+from jaxtrain.plan.workload import RowSizes
 
 _GIB = 2**30
 # Remat, batch, precision and optimizer stay as the user wrote them.
 VARIED_BY_AUTO = ("mesh", "zero", "schedule")
 
 
-def choose_layout(loaded: Loaded) -> Loaded:
+def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | None = None) -> Loaded:
     """The config with the group `parallel` chosen for the devices of this process' run.
 
+    Args:
+        loaded: the config.
+        own_model: whether a model from Python takes the place of the config's.
+        sizes: of data from Python that takes the place of the config's.
+
     Raises:
-        ConfigError: a degree is set besides auto, the devices are not in the catalogue, or no layout fits.
+        ConfigError: a model from Python, a degree set besides auto, devices that are not in the catalogue, or no
+            layout that fits.
     """
+    if own_model:
+        # Neither the memory that its backward pass keeps nor its FLOPs are known from its shapes.
+        raise ConfigError(
+            "parallel.auto plans the model of the config, but model= is your own, which the planner does not know; "
+            "set a degree instead: parallel.data=auto replicates its parameters, parallel.fsdp=auto shards them"
+        )
     target = this_machine()
     if target is None:
         import jax
@@ -30,18 +43,23 @@ def choose_layout(loaded: Loaded) -> Loaded:
             f"parallel.auto: the planner does not know {jax.devices()[0].device_kind!r}; set degrees, as in "
             "parallel.fsdp=auto, or see jaxtrain plan --list"
         )
-    config, reasons = chosen(loaded.config, target)
+    config, reasons = chosen(loaded.config, target, sizes)
     return dataclasses.replace(loaded, config=config, notes=(*loaded.notes, *reasons))
 
 
-def chosen(config: Config, target: Target) -> tuple[Config, list[str]]:
+def chosen(config: Config, target: Target, sizes: RowSizes | None = None) -> tuple[Config, list[str]]:
     """The config with the fastest layout that is predicted to fit, and lines that say why.
+
+    Args:
+        config: the run.
+        target: hardware and count.
+        sizes: of data that takes the place of the config's.
 
     Raises:
         ConfigError: a degree is set besides auto, or no layout fits.
     """
     check_auto(config)
-    found = search(config, target, vary=VARIED_BY_AUTO)
+    found = search(config, target, vary=VARIED_BY_AUTO, sizes=sizes)
     if not found.ranked:
         reasons = why_not(found)
         raise ConfigError(

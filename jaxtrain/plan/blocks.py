@@ -9,13 +9,23 @@ L sequence; c bytes of the compute dtype.
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.loss_blocks import LossBlocks, choose_blocks
+from jaxtrain.metrics.flops import (
+    Product,
+    backward_passes,
+    lowest_trained_block,
+    mlp_products,
+    resnet_products,
+    transformer_products,
+)
 from jaxtrain.plan.attention import AttentionWork
+from jaxtrain.plan.experts import ExpertWork
+from jaxtrain.plan.parameters import model_tensors, trained_paths
 from jaxtrain.plan.state import COMPUTE_BYTES
 from jaxtrain.plan.workload import Workload
 
@@ -35,6 +45,7 @@ class Block:
         flops: of one forward pass.
         bytes: of one forward pass.
         recomputed: share of the forward pass that the backward pass repeats.
+        backward: passes of the same size that the backward pass has: two where all parameters are trained.
         stage: whether it belongs to the layers that a pipeline deals out.
         linear: whether its FLOPs are those of linear layers, which a policy may run in a format of their own.
     """
@@ -44,18 +55,19 @@ class Block:
     flops: float
     bytes: float
     recomputed: float = 0.0
+    backward: float = _BACKWARD
     stage: bool = False
     linear: bool = False
 
     @property
     def total_flops(self) -> float:
         """Of one step: forward, backward, recomputation."""
-        return self.count * self.flops * (1 + _BACKWARD + self.recomputed)
+        return self.count * self.flops * (1 + self.backward + self.recomputed)
 
     @property
     def total_bytes(self) -> float:
         """Likewise."""
-        return self.count * self.bytes * (1 + _BACKWARD + self.recomputed)
+        return self.count * self.bytes * (1 + self.backward + self.recomputed)
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Cut:
         degrees: of the mesh.
         attention: what it runs on; None: the model has none.
         scaled: whether linear layers round their operands to 8 bits, each by its own largest magnitude.
+        experts: what they multiply; None: the model has none.
     """
 
     microbatches: int
@@ -75,17 +88,79 @@ class Cut:
     degrees: Mapping[str, int]
     attention: AttentionWork | None = None
     scaled: bool = False
+    experts: ExpertWork | None = None
 
 
 def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
     """The blocks of one step on one device (of a pipeline: on the last stage, which also has the output layer)."""
     match config.model:
         case TransformerConfig():
-            return _transformer(config.model, config, workload, cut)
+            blocks = _transformer(config.model, config, workload, cut)
         case ResNetConfig():
-            return _resnet(config.model, config, workload, cut)
+            blocks = _resnet(config.model, config, workload, cut)
         case MLPConfig():
-            return _mlp(config.model, config, workload, cut)
+            blocks = _mlp(config.model, config, workload, cut)
+    backward = _backward_of_blocks(config, workload)
+    return [_with_backward(block, backward.get(block.name, _BACKWARD)) for block in blocks]
+
+
+def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
+    """Block -> passes that its backward pass has; empty where all parameters are trained."""
+    model = config.model
+    trained = trained_paths(model_tensors(model, workload).params, config.optimizer.freeze)
+    if trained is None:
+        return {}
+    lowest = lowest_trained_block(model, trained)
+
+    def mean(products: Sequence[Product]) -> float:
+        passes = sum(one.multiply_adds * backward_passes(one, trained, lowest) for one in products)
+        return passes / sum(one.multiply_adds for one in products)
+
+    match model:
+        case TransformerConfig():
+            assert workload.sequence_length is not None
+            assert workload.vocab_size is not None
+            of = transformer_products(model, workload.sequence_length, workload.vocab_size)
+            flows = _BACKWARD if lowest <= 1 else 0
+            return {
+                "attention projections": mean(of["projections"]),
+                "attention scores": mean(of["scores"]),
+                "MLP": mean(of["mlp"]),
+                "experts": mean(of["mlp"]),
+                "norms, residual, activation": flows,
+                "rounding to 8 bits": flows,
+                "embedding": _BACKWARD if lowest == 0 else 0,
+                "output and loss": mean(of["output"]),
+            }
+        case ResNetConfig():
+            of = _grouped(resnet_products(model, workload.input_shape, workload.num_outputs or 0))
+            names = {"stem": "stem", "head_kernel": "head"}
+            for stage in range(len(model.stage_blocks)):
+                names |= {f"stage{stage}_first": f"stage {stage} first", f"stage{stage}_rest": f"stage {stage}"}
+            found = {names[name]: mean(products) for name, products in of.items()}
+            # The norms' backward pass follows their convolutions'.
+            return {"head": found.pop("head")} | {
+                f"{name} {part}": passes for name, passes in found.items() for part in ("convolutions", "norms")
+            }
+        case MLPConfig():
+            products = mlp_products(model, workload.input_shape, workload.num_outputs or 0)
+            names = [*(f"layer {number}" for number in range(len(model.hidden_dims))), "output"]
+            return {name: mean([product]) for name, product in zip(names, products, strict=True)}
+
+
+def _grouped(products: Sequence[Product]) -> dict[str, list[Product]]:
+    """Products by the top level of their paths."""
+    found: dict[str, list[Product]] = {}
+    for one in products:
+        found.setdefault((one.path or "").partition("/")[0], []).append(one)
+    return found
+
+
+def _with_backward(block: Block, backward: float) -> Block:
+    """The block with fewer passes backward; without any, nothing is computed again for it."""
+    if backward == block.backward:
+        return block
+    return replace(block, backward=backward, recomputed=block.recomputed if backward else 0.0)
 
 
 def _recomputed(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()) -> float:
@@ -136,13 +211,9 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
     assert cut.attention is not None
     computed = pairs * cut.attention.computed
     score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + cut.attention.score_bytes * computed
-    if cut.attention.name in ("reference", "context"):
-        # Scores have batch dims, so that policy dots recomputes them too.
-        recomputed = _recomputed(remat, matmul=False, names=("attention_output",))
-    else:
-        # The backward pass of a kernel makes the scores again, one product of the two; all of it where its result is
-        # not kept.
-        recomputed = 0.5 + _recomputed(remat, matmul=cut.attention.keeps_output, names=("attention_output",))
+    # Scores have batch dims, so that policy dots recomputes them too where their result is not kept.
+    kept = cut.attention.keeps_output
+    recomputed = cut.attention.again + _recomputed(remat, matmul=kept, names=("attention_output",))
     scores = Block(
         "attention scores",
         count,
@@ -151,15 +222,20 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         recomputed + again,
         stage=True,
     )
-    experts = model.experts
-    active, stored = (1, 1) if experts is None else (experts.experts_per_token, experts.num_experts / degrees["expert"])
+    experts, work = model.experts, cut.experts
+    assert (experts is None) == (work is None)
+    rows, multiplied, stored, router = 1.0, 1.0, 1.0, 0.0
+    if experts is not None and work is not None:
+        rows, multiplied, stored = work.rows, work.multiplied, experts.num_experts / degrees["expert"]
+        router = 2 * t * d * experts.num_experts
     mlp_weights = matrices * d * f / tensor
+    mlp_recomputed = _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output"))
     mlp = Block(
         "MLP" if experts is None else "experts",
         count,
-        2 * t * mlp_weights * active + (0 if experts is None else 2 * t * d * experts.num_experts),
-        size * (mlp_weights * stored + active * t * (2 * d + matrices * f / tensor)),
-        _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output")) + again,
+        2 * t * mlp_weights * multiplied + router,
+        size * (mlp_weights * stored + rows * t * (2 * d + matrices * f / tensor)),
+        max(mlp_recomputed, 0.0 if work is None else work.again) + again,
         stage=True,
         linear=experts is None,
     )
@@ -169,7 +245,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         "norms, residual, activation",
         count,
         0.0,
-        size * t * (10 * d / residual + 4 * (heads + groups) * k / tensor + 3 * active * f / tensor),
+        size * t * (10 * d / residual + 4 * (heads + groups) * k / tensor + 3 * rows * f / tensor),
         _recomputed(remat, matmul=False) + again,
         stage=True,
     )

@@ -76,8 +76,21 @@ def _compile(estimate: Estimate) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def missing_compiler(estimate: Estimate) -> ConfigError | None:
-    """The error of an estimate that lacks the compiler's word for want of a package."""
+def how_to_check(estimate: Estimate) -> str | None:
+    """A line that says how to have an analytic estimate checked; None where no package would do it."""
     if estimate.exact_missing is None or "pip install" not in estimate.exact_missing:
         return None
-    return ConfigError(f"{estimate.exact_missing}; the figures above are analytic only (--analytic asks for no more)")
+    install = estimate.exact_missing[estimate.exact_missing.index("pip install") :]
+    return f"the figures for {estimate.target.name} are analytic; to check them, plan again after {install}"
+
+
+def check_exact(estimate: Estimate) -> None:
+    """Raise where an estimate lacks the compiler's word.
+
+    Raises:
+        ConfigError: says why it is missing.
+    """
+    if estimate.exact is None:
+        raise ConfigError(
+            f"--exact: {estimate.target.name}: {estimate.exact_missing}; without --exact, a plan is analytic"
+        )

@@ -15,6 +15,7 @@ from jaxtrain.loss_blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.blocks import Cut, cut_logits
 from jaxtrain.plan.estimate import Memory
+from jaxtrain.plan.experts import ExpertWork
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.offload import state_on_its_way
 from jaxtrain.plan.state import COMPUTE_BYTES, PARAM_BYTES, Placed, StateBytes, local_size
@@ -138,6 +139,14 @@ _SCORE_KEPT = {"gpu": 9, "tpu": 6, "cpu": 9}
 _STREAMS = 6
 
 
+def _masked_copies(work: ExpertWork) -> float:
+    """Hidden rows for each token that are masked once for each local expert, in the backward pass of a layer.
+
+    Four copies are what CPU programs hold at once with several local experts (`tests/plan/compiled_counts.json`).
+    """
+    return 4 * work.multiplied if work.multiplied > work.rows else 0.0
+
+
 def _transformer(
     model: TransformerConfig, config: Config, workload: Workload, cut: Cut, schedule: Schedule | None, kind: str
 ) -> Work:
@@ -147,8 +156,8 @@ def _transformer(
     t, d = cut.rows * length / context, model.embed_dim
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     k = model.head_dim or d // heads
-    active = 1 if model.experts is None else model.experts.experts_per_token
-    hidden = active * (model.mlp_dim or 4 * d) / tensor
+    rows = 1.0 if cut.experts is None else cut.experts.rows
+    hidden = rows * (model.mlp_dim or 4 * d) / tensor
     matrices = 2 if model.activation == "swiglu" else 1
     residual = tensor if config.parallel.sequence_parallel else 1
     layers = model.num_layers // degrees["pipe"]
@@ -183,6 +192,8 @@ def _transformer(
     again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
     # Of what is offloaded, that of one layer is on its way.
     block = again + moved + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
+    if cut.experts is not None:
+        block += size * t * (4 * rows * d + _masked_copies(cut.experts) * (model.mlp_dim or 4 * d) / tensor)
     if cut.attention.name == "blockwise":
         block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
     chunk = layers // (1 if schedule is None else schedule.num_chunks)

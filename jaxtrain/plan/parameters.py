@@ -8,9 +8,13 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
-from jaxtrain.plan.workload import Workload
+from jaxtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxtrain.plan.workload import Workload
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -35,7 +39,7 @@ class Tensors:
         return sum(map(math.prod, self.params.values()))
 
 
-def model_tensors(config: ModelConfig, workload: Workload) -> Tensors:
+def model_tensors(config: ModelConfig, workload: "Workload") -> Tensors:
     """The tensors of the model that a config describes, for the rows of a workload."""
     match config:
         case TransformerConfig():
@@ -128,6 +132,18 @@ def _mlp(config: MLPConfig, num_inputs: int, num_outputs: int) -> Shapes:
     for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
         shapes |= {f"layers/{index}/kernel": (inputs, outputs), f"layers/{index}/bias": (outputs,)}
     return shapes | {"output/kernel": (widths[-1], num_outputs), "output/bias": (num_outputs,)}
+
+
+def trained_paths(shapes: Mapping[str, tuple[int, ...]], freeze: tuple[str, ...]) -> set[str] | None:
+    """The parameters that a config trains; None: all.
+
+    Raises:
+        ConfigError: patterns that match all of them.
+    """
+    frozen = frozen_paths(shapes, freeze)
+    if frozen and len(frozen) == len(shapes):
+        raise ConfigError("optimizer.freeze matches every parameter; leave one to train")
+    return {*shapes} - frozen if frozen else None
 
 
 def frozen_paths(shapes: Mapping[str, tuple[int, ...]], freeze: tuple[str, ...]) -> set[str]:

@@ -17,6 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.plan.analyse import Terms, analyse, microbatches_of
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import Target
+from jaxtrain.plan.workload import RowSizes
 
 # What a search may vary; precision and optimizer change the numbers of a run, and are left alone unless asked for.
 VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
@@ -64,6 +65,7 @@ def search(
     *,
     vary: Sequence[str] = VARIED,
     terms: Terms | None = None,
+    sizes: RowSizes | None = None,
 ) -> Found:
     """Try every layout.
 
@@ -72,6 +74,7 @@ def search(
         target: hardware and count.
         vary: out of `VARIED` and `ASKED_FOR`.
         terms: of the cost.
+        sizes: of data that takes the place of the config's.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
@@ -82,7 +85,7 @@ def search(
     ranked, too_large, refused = [], [], []
     for candidate in layouts(config, target.num_devices, vary):
         try:
-            estimate = analyse(candidate, target, terms)
+            estimate = analyse(candidate, target, terms, sizes=sizes)
         except ConfigError as error:
             refused.append(Refused(describe_layout(candidate, vary), str(error)))
             continue

@@ -12,6 +12,7 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.attention import context_way
 from jaxtrain.plan.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.estimate import BlockTime, StepTime, Traffic
+from jaxtrain.plan.experts import exchanged_bytes
 from jaxtrain.plan.hardware import Target
 from jaxtrain.plan.offload import host_bandwidth
 from jaxtrain.plan.state import COMPUTE_BYTES, Placed, StateBytes, local_size, update_flops
@@ -101,10 +102,10 @@ def traffic(
         volume = gradients * share("data") * (times + 1)
         sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, updated parameters"))
     if degrees["fsdp"] > 1:
-        whole = size * sum(without(one, "fsdp") for one in placed)
+        whole, scattered = (size * sum(without(one, "fsdp") for one in some) for some in (placed, trained))
         # Gathered for every forward pass and for the backward, whose gradients are scattered.
-        passes = forwards + 2 + (config.remat.policy == "sqrt")
-        volume = passes * cut.microbatches * whole * share("fsdp")
+        passes = forwards + 1 + (config.remat.policy == "sqrt")
+        volume = cut.microbatches * (passes * whole + scattered) * share("fsdp")
         sent.append(Sent("fsdp", volume, f"parameters {'twice' if forwards == 1 else '3 times'}, gradients"))
 
     def summed(axis: str) -> float:
@@ -127,7 +128,7 @@ def traffic(
             volume = layers * _attention_traffic(config, model, tokens * size, degrees, again)
             sent.append(Sent("context", volume + summed("context"), "keys, values, gradients of all parameters"))
         if degrees["expert"] > 1 and model.experts is not None:
-            volume = layers * 2 * (again + 1) * stream * model.experts.experts_per_token * share("expert")
+            volume = layers * exchanged_bytes(config, model, tokens, size, degrees, forwards)
             kind = "tokens to experts and back, gradients of other parameters"
             sent.append(Sent("expert", volume + summed("expert"), kind))
         if schedule is not None:

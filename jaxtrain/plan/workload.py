@@ -1,7 +1,7 @@
 """What a step works on, as far as a config says it: shapes of a batch, sizes that the data decides. No jax here."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtrain.config.data import (
     DigitsData,
@@ -15,6 +15,7 @@ from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.plan.parameters import model_tensors, trained_paths
 
 _IMAGENET_CLASSES = 1000
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
@@ -31,7 +32,7 @@ class Workload:
         vocab_size: of tokens, as the model has it.
         num_outputs: classes or targets, as the model has them.
         rows: of a step, over all devices and microbatches.
-        flops_per_row: model FLOPs, forward and backward (`metrics/flops.py`).
+        flops_per_row: model FLOPs, forward and the backward that the trained parameters need (`metrics/flops.py`).
         notes: what was assumed because the config leaves it to the data.
     """
 
@@ -67,8 +68,25 @@ def _vocabulary(tokenizer: TokenizerConfig) -> tuple[int | None, str]:
     return None, ""
 
 
-def describe_workload(config: Config) -> Workload:
-    """The sizes of a config's rows.
+@dataclass(frozen=True)
+class RowSizes:
+    """What the data says of its rows; None where it does not apply.
+
+    Attributes:
+        input_shape: of one row, without the batch.
+        vocab_size: of its tokens.
+        num_outputs: its classes or targets.
+        notes: what was assumed.
+    """
+
+    input_shape: tuple[int, ...]
+    vocab_size: int | None
+    num_outputs: int | None
+    notes: tuple[str, ...] = ()
+
+
+def _sizes_of_config(config: Config) -> RowSizes:
+    """The sizes of the rows that a config's own data has, which is not opened.
 
     Raises:
         ConfigError: a size that only the data knows; says which key to set.
@@ -118,26 +136,47 @@ def describe_workload(config: Config) -> Workload:
                 )
             if model.vocab_size is None and note:
                 notes.append(note)
+    return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes))
+
+
+def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload:
+    """The sizes of a config's rows.
+
+    Args:
+        config: the run.
+        sizes: of data that takes the place of the config's; None: the config's data, which is not opened.
+
+    Raises:
+        ConfigError: a size that only the data knows; says which key to set.
+    """
+    model, source = config.model, f"data.kind={config.data.kind}" if sizes is None else "the data given"
+    sizes = sizes or _sizes_of_config(config)
+    input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
     if isinstance(model, TransformerConfig):
         if len(input_shape) != 1 or config.task != "language_modeling":
-            raise ConfigError(
-                f"model.kind=transformer takes tokens, but data.kind={data.kind} gives examples; use another"
-            )
+            raise ConfigError(f"model.kind=transformer takes tokens, but {source} gives examples; use another")
         vocab_size = model.vocab_size or vocab_size
+        if vocab_size is None:
+            raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
     elif isinstance(model, ResNetConfig):
         if len(input_shape) != 3:
-            raise ConfigError(f"model.kind=resnet takes images, but a row of data.kind={data.kind} is {input_shape}")
+            raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
         num_outputs = model.num_classes or num_outputs
     elif isinstance(model, MLPConfig):
         num_outputs = model.num_outputs or num_outputs
+    if num_outputs is None and not isinstance(model, TransformerConfig):
+        key = "num_classes" if isinstance(model, ResNetConfig) else "num_outputs"
+        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
+    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
+    rows = config.train.global_batch_size
+    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes)
     flops = model_flops_per_row(
         model,
-        sequence_length=input_shape[0] if isinstance(model, TransformerConfig) else None,
+        sequence_length=workload.sequence_length,
         input_shape=input_shape,
         num_outputs=num_outputs,
         vocab_size=vocab_size,
+        trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
     )
     assert flops is not None, "every size is known by here"
-    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
-    rows = config.train.global_batch_size
-    return Workload(unit, input_shape, vocab_size, num_outputs, rows, flops, tuple(notes))
+    return replace(workload, flops_per_row=flops)

@@ -12,6 +12,7 @@ from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.degrees import AXES, config_degrees
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
+from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.models.build import build_model
 from jaxtrain.models.model import Model, parameter_shapes, with_remat
 from jaxtrain.optim import build_optimizer, build_schedule
@@ -57,12 +58,39 @@ class Run:
         }
 
 
+def step_flops(run: Run) -> float | None:
+    """Model FLOPs of a step of the config's model; None where a size that it needs is not known."""
+    config, data = run.config, run.data
+    paths = list(parameter_shapes(run.step.model))
+    is_trained = trainable_predicate(config.optimizer.freeze, paths)
+    flops = model_flops_per_row(
+        config.model,
+        sequence_length=data.input_shape[0] if data.unit == "tokens" else None,
+        input_shape=data.input_shape,
+        num_outputs=data.num_outputs,
+        vocab_size=data.vocab_size,
+        trained=None if is_trained is None else [path for path in paths if is_trained(path)],
+    )
+    return None if flops is None else flops * config.train.global_batch_size
+
+
 def open_run_data(config: Config) -> "Data":
     """The data of a config, with the model's sequence length where the data leaves its own out."""
     from jaxtrain.data import open_data
 
     length = getattr(config.model, "max_sequence_length", None)
     return open_data(config.data, sequence_length=length, seed=config.seed, task=config.task)
+
+
+def length_notes(config: Config) -> list[str]:
+    """What a run with a model from Python says of rows whose length comes from the config's model all the same."""
+    length = getattr(config.model, "max_sequence_length", None)
+    if length is None or getattr(config.data, "sequence_length", length) is not None:
+        return []
+    return [
+        f"data.sequence_length is not set: rows have {length:,} tokens, the model.max_sequence_length of the config's "
+        "model, which your own replaces"
+    ]
 
 
 def reading_threads(config: Config) -> int | None:
@@ -72,7 +100,7 @@ def reading_threads(config: Config) -> int | None:
 
 def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, own_task: bool) -> None:
     """Raise where task, model and data do not belong together."""
-    check_kinds(config, own_task=own_task)
+    check_kinds(config, own_task=own_task, unit=data.unit)
     tokens = data.unit == "tokens"
     integers = np.issubdtype(targets.dtype, np.integer)
     if config.task == "classification" and not integers:

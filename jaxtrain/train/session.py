@@ -19,14 +19,13 @@ from jaxtrain.config.kinds import check_kinds
 from jaxtrain.degrees import config_degrees
 from jaxtrain.errors import CheckpointError, PreemptedError
 from jaxtrain.mesh import make_mesh, mesh_notes
-from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.peaks import peak_flops
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import MultiWriter, flat_scalars, open_writers
-from jaxtrain.train.assemble import Run, assemble, open_run_data, reading_threads
+from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data, reading_threads, step_flops
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
@@ -86,6 +85,8 @@ class Session:
         )
         start = choose_start(self._checkpointer, self.run_dir, resume)
         notes = list(self.loaded.notes)
+        if model is not None and data is None:
+            notes += length_notes(config)
         if start is not None:
             notes += self._check_resumed(start)
         self._banner(run, notes)
@@ -175,20 +176,13 @@ class Session:
     def _open_files(self, run: Run) -> None:
         config = self.config
         data, batch = run.data, config.train.global_batch_size
-        flops = model_flops_per_row(
-            config.model,
-            sequence_length=data.input_shape[0] if data.unit == "tokens" else None,
-            input_shape=data.input_shape,
-            num_outputs=data.num_outputs,
-            vocab_size=data.vocab_size,
-        )
         device = jax.devices()[0]
         peak = peak_flops(device.device_kind, config.precision.policy)
         self._meter = Meter(
             "tokens" if data.unit == "tokens" else "examples",
             data.units_per_row * batch,
             # The count is that of the config's model; a user's own has none.
-            flops_per_step=None if flops is None or self._own_model else flops * batch,
+            flops_per_step=None if self._own_model else step_flops(run),
             peak_flops=None if peak is None else peak * run.step.mesh.size,
         )
         if not self._main:

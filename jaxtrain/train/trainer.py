@@ -83,8 +83,10 @@ def run_config(
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     if loaded.config.parallel.auto:
         from jaxtrain.plan.auto import choose_layout
+        from jaxtrain.plan.workload import RowSizes
 
-        loaded = choose_layout(loaded)
+        sizes = None if data is None else RowSizes(data.input_shape, data.vocab_size, data.num_outputs)
+        loaded = choose_layout(loaded, own_model=model is not None, sizes=sizes)
     from jaxtrain.train.interrupt import Interrupt
     from jaxtrain.train.lock import RunLock
 

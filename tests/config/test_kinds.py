@@ -96,3 +96,12 @@ def test_remat_of_a_model_without_blocks_is_told():
         "remat.policy (command line) has no effect: model.kind=mlp has no blocks, its activations are all kept",
     )
     assert load_config("digits_mlp").notes == ()
+
+
+def test_data_from_python_is_checked_by_what_it_gives():
+    config = load_config({"task": "classification", "model": {"kind": "mlp"}}).config  # whose own data is text
+    check_kinds(config, unit="examples")
+    with pytest.raises(ConfigError, match=r"task=classification, but data\.kind=text gives tokens"):
+        check_kinds(config, unit="tokens")
+    with pytest.raises(ConfigError, match="task=language_modeling, but the data given gives examples"):
+        check_kinds(load_config({}).config, unit="examples")

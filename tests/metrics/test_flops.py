@@ -2,14 +2,17 @@
 
 import pytest
 
+from jaxtrain.config import load_config
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.peaks import peak_flops
+from jaxtrain.train.assemble import assemble, open_run_data, step_flops
 
 
-def _flops(config, *, sequence_length=None, input_shape=None, num_outputs=None, vocab_size=None):
+def _flops(config, *, sequence_length=None, input_shape=None, num_outputs=None, vocab_size=None, trained=None):
     return model_flops_per_row(
         config,
+        trained=trained,
         sequence_length=sequence_length,
         input_shape=input_shape,
         num_outputs=num_outputs,
@@ -70,6 +73,48 @@ def test_experts_count_their_router_and_those_chosen():
     assert more == 6 * 10 * (2 * 2 * 8 * 16 + 8 * 4)
 
 
+@pytest.mark.parametrize(
+    ("form", "pairs"),
+    [
+        pytest.param({}, 1024**2 / 2, id="causal"),
+        pytest.param({"sliding_window": 4096}, 1024**2 / 2, id="window wider than the sequence"),
+        pytest.param({"causal": False}, 1024**2, id="encoder"),
+        # A query sees itself and the 63 before it; the first 63 see fewer.
+        pytest.param({"sliding_window": 64}, sum(min(query + 1, 64) for query in range(1024)), id="window"),
+        pytest.param(
+            {"sliding_window": 64, "causal": False},
+            sum(abs(query - key) < 64 for query in range(1024) for key in range(1024)),
+            id="window on both sides",
+        ),
+    ],
+)
+def test_attention_counts_the_pairs_that_see_each_other(form, pairs):
+    config = TransformerConfig.model_validate(dict(embed_dim=64, num_heads=4, num_layers=3, vocab_size=32) | form)
+    weights = 3 * (4 * 64 * 64 + 3 * 64 * (config.mlp_dim or 256)) + 64 * 32
+    attention = _flops(config, sequence_length=1024) - 6 * 1024 * weights
+    # Pairs are counted as areas, so that the diagonal is half.
+    assert attention == pytest.approx(12 * 3 * 64 * pairs, rel=0.01)
+
+
+def test_an_mlp_with_frozen_layers_counts_what_is_left_of_the_backward_pass():
+    config, sizes = MLPConfig(hidden_dims=(16, 32)), dict(input_shape=(64,), num_outputs=10)
+    first, second, output = 2 * 64 * 16, 2 * 16 * 32, 2 * 32 * 10
+    assert _flops(config, **sizes, trained={"output/kernel"}) == first + second + 2 * output
+    assert _flops(config, **sizes, trained={"layers/1/bias"}) == first + second + 2 * output
+    assert _flops(config, **sizes, trained={"layers/0/kernel"}) == 3 * first + 2 * second + 2 * output
+
+
+def test_a_resnet_whose_head_alone_is_trained_runs_forward():
+    config, sizes = ResNetConfig(size="resnet18"), dict(input_shape=(224, 224, 3), num_outputs=1000)
+    forward = _flops(config, **sizes) / 3
+    head = 2 * 512 * 1000
+    assert _flops(config, **sizes, trained={"head_kernel", "head_bias"}) == forward + head
+    # A trained block counts both gradients of its convolutions, those below it none.
+    last = {"stage3_rest/convs/0/kernel", "stage3_rest/convs/1/kernel", "head_kernel"}
+    block = 2 * 2 * 9 * 512 * 512 * 7 * 7
+    assert _flops(config, **sizes, trained=last) == forward + 2 * block + 2 * head
+
+
 def test_mlp_counts_its_matrices():
     config = MLPConfig(hidden_dims=(16, 32))
     assert _flops(config, input_shape=(8, 8, 1), num_outputs=10) == 6 * (64 * 16 + 16 * 32 + 32 * 10)
@@ -115,3 +160,13 @@ def test_none_when_a_size_is_missing(config):
 )
 def test_peaks(kind, policy, peak):
     assert peak_flops(kind, policy) == peak
+
+
+def test_a_run_counts_what_it_trains():
+    words = ["data.kind=digits", "model.kind=mlp", "model.hidden_dims=[16]", "task=classification"]
+    found = []
+    for freeze in ([], ["optimizer.freeze=[layers/*]"]):
+        config = load_config(None, overrides=[*words, *freeze, "train.global_batch_size=32"]).config
+        found.append(step_flops(assemble(config, open_run_data(config))))
+    layer, output = 64 * 16, 16 * 10
+    assert found == [32 * 6 * (layer + output), 32 * 2 * (layer + 2 * output)]

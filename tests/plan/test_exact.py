@@ -2,14 +2,16 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 
 from jaxtrain.config import load_config
+from jaxtrain.errors import ConfigError
 from jaxtrain.plan.analyse import analyse
 from jaxtrain.plan.exact import _USED
 from jaxtrain.plan.hardware import parse_targets
-from jaxtrain.plan.make import analytic_plan, missing_compiler, with_compiler
+from jaxtrain.plan.make import analytic_plan, check_exact, how_to_check, with_compiler
 
 has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'jaxtrain[aot-tpu]'")
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=8", "train.accumulation_steps=1"]
@@ -49,19 +51,35 @@ def test_the_cpu_s_own_compiler_is_always_there(cli) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
 def test_without_the_compiler_the_analytic_answer_is_given_and_marked(cli) -> None:
     answer = cli("plan", "gpt2_124m", "--on", "v5e-8")
-    assert answer.code == 2
+    assert answer.code == 0
     assert "analytic only" in answer.out
     last = answer.err.splitlines()[-1]
-    assert "pip install 'jaxtrain[aot-tpu]'" in last
-    assert "analytic" in last
-    assert cli("plan", "gpt2_124m", "--on", "v5e-8", "--analytic").code == 0
+    assert last.startswith("jaxtrain: the figures for v5e-8 are analytic; to check them")
+    assert last.endswith("pip install 'jaxtrain[aot-tpu]'")
+    assert "pip install" not in cli("plan", "gpt2_124m", "--on", "v5e-8", "--analytic").err
+
+
+def test_exact_insists_on_a_compiler(cli, tmp_path) -> None:
+    page = tmp_path / "plan.html"
+    # No compiler for it runs anywhere.
+    answer = cli("plan", "gpt2_124m", "--on", "rtx4090", "--exact", "--html", str(page))
+    assert answer.code == 2
+    assert answer.out == ""
+    assert not page.exists()
+    assert re.fullmatch(r"jaxtrain: --exact: rtx4090: no compiler for it .*; without --exact, .*", answer.err.strip())
+    assert cli("plan", "digits_mlp", "--on", "cpu", "--exact").code == 0
+    both = cli("plan", "gpt2_124m", "--on", "rtx4090", "--exact", "--analytic")
+    assert both.code == 2
+    assert "not allowed with" in both.err
 
 
 def test_hardware_without_a_compiler_is_no_error() -> None:
     estimate = with_compiler(analyse(load_config("gpt2_124m").config, parse_targets("rtx4090")[0]), lambda _: None)
     assert estimate.exact is None
     assert estimate.exact_missing is not None
-    assert missing_compiler(estimate) is None
+    assert how_to_check(estimate) is None
+    with pytest.raises(ConfigError, match="--exact: rtx4090: no compiler"):
+        check_exact(estimate)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from training_runs import TINY, losses, rows, write_config
 import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.compiler_options import choose_options
+from jaxtrain.config import load_config
+from jaxtrain.plan.hardware import measured_cpu, target_of
+from jaxtrain.train.assemble import length_notes
 
 
 def train(run_dir: Path, **overrides: Any) -> jt.Result:
@@ -98,6 +101,42 @@ def test_own_model_task_and_data_through_a_config(tmp_path: Path) -> None:
     assert result.metrics["model_flops_utilization"] is None
     assert result.metrics["examples"] == 40 * 32
     assert result.metrics["eval_accuracy"] > 0.6
+
+
+def test_auto_refuses_a_model_that_it_does_not_know(tmp_path: Path) -> None:
+    model = jt.from_functions(lambda key: {"kernel": np.ones((8, 3), np.float32)}, lambda p, x: x @ p["kernel"])
+    with pytest.raises(
+        jt.ConfigError, match=r"model= is your own, .*set a degree instead: parallel.data=auto"
+    ) as error:
+        jt.run_config({**TINY, "parallel": "auto"}, run_dir=tmp_path / "run", model=model)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_auto_plans_the_rows_of_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = measured_cpu(dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11), 1e10, 2**34, 8)
+    monkeypatch.setattr("jaxtrain.plan.auto.this_machine", lambda: target_of(cpu, 8))
+    data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8, "num_classes": 3})
+    # The config's own data is text, which an mlp does not take.
+    config = {"task": "classification", "parallel": "auto", "model": {"kind": "mlp", "hidden_dims": [16]}}
+    result = jt.run_config(
+        {**TINY, **config, "optimizer": {"kind": "sgd", "learning_rate": 0.05}},
+        run_dir=tmp_path,
+        overrides={"train.steps": 2, "train.global_batch_size": 32},
+        data=data,
+    )
+    assert result.step == 2
+
+
+def test_a_length_from_the_config_s_model_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = jt.from_functions(
+        lambda key: {"table": jax.random.normal(key, (256, 256))}, lambda params, x: params["table"][x]
+    )
+    jt.run_config(TINY, overrides={"train.steps": 1}, run_dir=tmp_path, model=model, task=jt.language_modeling())
+    said = "data.sequence_length is not set: rows have 32 tokens, the model.max_sequence_length of the config's model"
+    assert said in " ".join(capfd.readouterr().err.split())
+    assert length_notes(load_config({"data": {"kind": "text", "sequence_length": 8}}).config) == []
+    assert length_notes(load_config("digits_mlp").config) == []
 
 
 BAD = {

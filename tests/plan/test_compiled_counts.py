@@ -1,0 +1,110 @@
+"""What the planner counts against what compiled steps multiply, send and hold.
+
+`compiled_counts.json` holds what compilers said on one day, see `program_counts.py`; one row is compiled anew here.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from program_counts import compile_counts, tiny_config
+
+from jaxtrain.config import load_config
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.parallel.ring import score_elements
+from jaxtrain.plan.analyse import analyse
+from jaxtrain.plan.attention import attention_work
+from jaxtrain.plan.experts import exchanged_bytes
+from jaxtrain.plan.hardware import measured_cpu, parse_targets, target_of
+
+ROWS = json.loads((Path(__file__).parent / "compiled_counts.json").read_text())["rows"]
+# Of several axes, whose sums the file does not tell apart.
+TWO_AXES = ("parallel.data=2", "parallel.tensor=2")
+ONE_AXIS = [row for row in ROWS if row["all_to_all_bytes"] and not any(axis in row["config"] for axis in TWO_AXES)]
+# Encoders on one device: every pair is computed and counted. Some have frozen parameters.
+PLAIN = [row for row in ROWS if row["config"].startswith("1 model.causal=false") and "remat" not in row["config"]]
+EXPERTS = "model.experts.num_experts=8 model.experts.experts_per_token=2"
+
+
+def planned(words):
+    count, config = tiny_config(words)
+    peaks = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e12)
+    estimate = analyse(config, target_of(measured_cpu(peaks, 1e11, 2**40, count), count))
+    assert estimate.time is not None
+    return estimate
+
+
+def expert_bytes(estimate):
+    return next((one.bytes for one in estimate.time.traffic if one.axis == "expert"), 0.0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["config"])
+def test_flops_are_those_of_the_program(row):
+    found = sum(block.flops for block in planned(row["config"]).time.blocks)
+    # Programs that compute layers again leave out products whose results only the next layer needs, and the router.
+    assert found == pytest.approx(row["flops"], rel=0.02 if "remat" in row["config"] else 1e-3)
+
+
+@pytest.mark.parametrize("row", PLAIN, ids=lambda row: row["config"])
+def test_model_flops_are_those_of_a_program_that_computes_nothing_twice(row):
+    assert planned(row["config"]).time.model_flops == row["flops"]
+
+
+@pytest.mark.parametrize("row", ONE_AXIS, ids=lambda row: row["config"])
+def test_traffic_of_experts_is_that_of_the_program(row):
+    estimate = planned(row["config"])
+    shards = estimate.degrees["expert"]
+    # A device keeps its own part of an all-to-all; a ring sums in two rounds. The sums hold a few metrics besides.
+    sent = (shards - 1) / shards * (row["all_to_all_bytes"] + 2 * row["all_reduce_bytes"])
+    assert expert_bytes(estimate) == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_stage_sends_tokens_to_experts_in_every_pass(remat):
+    words = f"4 parallel.expert=2 parallel.pipe=2 parallel.microbatches=2 model.num_layers=4 {EXPERTS}"
+    _, config = tiny_config(f"{words} remat.policy={remat}")
+    assert isinstance(config.model, TransformerConfig)
+    tokens, buffer = 16 * 64 / 2 / 2, 2 * 4 * 16 * 64 / 2 / 2 * 32
+    sent = exchanged_bytes(config, config.model, tokens, 4, {"expert": 2}, forwards=2)
+    # Of the compiled stage of two layers: 4.25 buffers in the branch that runs forward, 10.625 in that which runs
+    # backward, of which a device keeps half.
+    assert 2 * sent == (4.25 + 10.625) * buffer / 2
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "experts" in row["config"]], ids=lambda row: row["config"])
+def test_memory_of_experts_is_near_that_of_the_program(row):
+    memory = planned(row["config"]).memory
+    # Of programs this small the planner knows the largest tensors only.
+    assert 0.5 < (memory.total_bytes - memory.state_bytes) / row["temporary_bytes"] < 1.5
+
+
+def test_the_rows_are_what_compiling_gives():
+    (row,) = [row for row in ROWS if row["config"] == f"2 parallel.expert=2 {EXPERTS}"]
+    found = compile_counts(row["config"])
+    counted = ("config", "flops", "all_to_all_bytes")
+    assert {name: found[name] for name in counted} == {name: row[name] for name in counted}
+
+
+def test_a_tpu_multiplies_the_rows_that_hold_tokens():
+    flops = {}
+    for target in ("v5e-8", "h100x8"):
+        words = ["model.size=mixtral_8x7b", "parallel.fsdp=1", "parallel.expert=8", "train.accumulation_steps=1"]
+        estimate = analyse(load_config("llama3_8b", overrides=words).config, parse_targets(target)[0])
+        flops[target] = next(block.flops for block in estimate.time.blocks if block.name == "experts")
+        masked = any("every row meets every expert" in note for note in estimate.notes)
+        assert masked == (target == "h100x8")
+    # 8 shards send a row each, of which 2 hold a token; the router is the same.
+    assert flops["h100x8"] / flops["v5e-8"] == pytest.approx(4, rel=1e-3)
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_a_causal_ring_computes_the_pairs_of_the_step(context):
+    length = 131072
+    words = [f"data.sequence_length={length}", "parallel.fsdp=1", f"parallel.context={context}"]
+    batch = ["train.global_batch_size=1", "train.accumulation_steps=1"]
+    (target,) = parse_targets(f"h100x{context}", None)
+    work = attention_work(load_config("llama3_8b", overrides=[*words, *batch]).config, target, length)
+    for device in range(context):
+        step = score_elements(device, size=context, length=length, causal=True)
+        assert work.computed * length * length / context == step
+    assert work.computed == 0.5 + 0.25 / context
