@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from jaxtrain.checkpoint import arrays, directory, going_back, storage, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.donation import first_deleted
 from jaxtrain.errors import CheckpointError, ConfigError
 
 
@@ -127,6 +128,12 @@ class Checkpointer:
         self.wait()
         path = directory.step_path(self.directory, step)
         flat = tree.flatten(state).leaves
+        gone = first_deleted(flat)
+        if gone is not None:
+            raise CheckpointError(
+                f"cannot save checkpoint {path}: {gone} is deleted, since a step took this state over; save the state "
+                "that the step returned: state, metrics = step(state, batch)"
+            )
         leaves = {name: tree.describe(leaf, name) for name, leaf in flat.items()}
         record = {
             "format_version": directory.FORMAT_VERSION,

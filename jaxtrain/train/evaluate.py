@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.tasks import Sums
+from jaxtrain.train.given_state import check_batch, check_consistent, check_not_donated
 from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -45,9 +46,15 @@ class Evaluator:
 
         Returns:
             `eval_loss`, the task's metrics as `eval_*`, and `eval_perplexity` for language models.
+
+        Raises:
+            ConfigError: a state that was donated to a step, or whose average is not of its parameters.
         """
+        check_not_donated({"params": state.evaluation_params, "model_state": state.model_state})
+        check_consistent(state, self._step)
         totals: dict[str, list[float]] = {}
         for batch in batches:
+            check_batch(batch)
             self._step.batch_shardings(batch)  # one line where rows do not divide, before anything is traced
             sums = jax.device_get(self._jitted(state.evaluation_params, state.model_state, dict(batch)))
             for name, (total, weight) in sums.items():
