@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint import arrays, directory, storage, tree
+from jaxtrain.checkpoint import arrays, directory, going_back, storage, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.donation import first_deleted
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.local_path import local_path
 
@@ -25,13 +26,17 @@ class Checkpointer:
     Not for two writers at once: the run directory's lock sees to that. With several processes every process calls
     every method, in the same order; process 0 decides and renames.
 
+    Saves form one line of steps. A save goes back when it follows the restore of an earlier step, or when its number is
+    not above the newest step: the later steps are abandoned, moved to `abandoned-<time>` once the save is complete, and
+    reported. Restoring alone moves nothing.
+
     Args:
         directory: where the steps lie; created by the first save.
         keep_last: newest steps that stay.
         keep_every: multiples of this stay for good; None for no such rule.
         keep_best: the step with the lowest eval_loss stays.
         read_only: never write, rename or delete.
-        report: receives one line when a damaged step is passed over.
+        report: receives one line when a damaged step is passed over, or steps are abandoned.
 
     Raises:
         ConfigError: the directory is a file.
@@ -59,6 +64,7 @@ class Checkpointer:
         self._saving: Path | None = None
         self._cleared = False
         self._losses: dict[int, float | None] = {}
+        self._position: int | None = None  # the step that the caller's training stands at, as far as it is known here
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +74,12 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the saved steps in ascending order, without one that is still being written."""
-        return directory.list_steps(self.directory)
+        steps = going_back.live_steps(self.directory)
+        if not steps and not self._read_only and self._saving is None and arrays.is_process_0():
+            # A kill while the only step was being replaced left that step in the directory of abandoned ones.
+            self._settle()
+            steps = going_back.live_steps(self.directory)
+        return steps
 
     def latest_step(self) -> int | None:
         """Return the newest saved step, or None."""
@@ -98,7 +109,8 @@ class Checkpointer:
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any], eval_loss: float | None = None) -> bool:
         """Copy the state and write it in the background.
 
-        When this returns, the buffers of `state` may be donated. A save that still runs is waited for first.
+        When this returns, the buffers of `state` may be donated. A save that still runs is waited for first. Saving the
+        number of a saved step with other arrays goes back: the earlier step is moved aside as abandoned.
 
         Args:
             step: number of the step; its directory has this name.
@@ -107,7 +119,7 @@ class Checkpointer:
             eval_loss: used by keep_best.
 
         Returns:
-            False if that step is saved already, and nothing was done.
+            False if that step is saved already with the same arrays, and nothing was done.
 
         Raises:
             CheckpointError: this save or the one before failed; what is already saved stays.
@@ -116,9 +128,13 @@ class Checkpointer:
             raise CheckpointError(f"checkpoints in {self.directory} were opened for reading only")
         self.wait()
         path = directory.step_path(self.directory, step)
-        if arrays.from_process_0(lambda: step in self.steps()):
-            return False
         flat = tree.flatten(state).leaves
+        gone = first_deleted(flat)
+        if gone is not None:
+            raise CheckpointError(
+                f"cannot save checkpoint {path}: {gone} is deleted, since a step took this state over; save the state "
+                "that the step returned: state, metrics = step(state, batch)"
+            )
         leaves = {name: tree.describe(leaf, name) for name, leaf in flat.items()}
         record = {
             "format_version": directory.FORMAT_VERSION,
@@ -131,10 +147,15 @@ class Checkpointer:
             "key_implementations": arrays.key_implementations(flat),
         }
         directory.seal(record)  # metadata that is not JSON fails before any work on the device
+        stored = arrays.storable(flat)
+        if arrays.from_process_0(lambda: step in self.steps()):
+            record["digests"] = arrays.digests(stored)
+            if arrays.from_process_0(lambda: self._holds(step, record)):
+                self._position = step
+                return False
         try:
             self._prepare(path)
-            stored = arrays.storable(flat)
-            record["digests"] = arrays.digests(stored)
+            record["digests"] = record.get("digests") or arrays.digests(stored)
             self._open().write(path, stored, directory.seal(record))
         except CheckpointError:
             raise
@@ -147,7 +168,9 @@ class Checkpointer:
         """Read a state straight into the shardings of the target, on any mesh and any number of processes.
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array with its digest
-        after. Without `step` a damaged newest step is set aside and the one before is used.
+        after. Without `step` a damaged newest step is set aside and the one before is used. A save that follows the
+        restore of a whole state continues from it: steps after `step` are abandoned then. To look at an earlier step
+        while training goes on, open a second Checkpointer with `read_only=True`.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays to be like.
@@ -174,6 +197,8 @@ class Checkpointer:
                 continue
             # Only when an intact step is at hand: with all of them renamed, the next start would begin from nothing.
             self._set_aside(damaged, reasons, instead=candidate)
+            if prefix is None:
+                self._position = candidate
             return wanted.rebuild(restored)
         raise CheckpointError(
             f"no intact checkpoint is left in {self.directory} ({len(damaged)} damaged): {reasons[0]}; "
@@ -224,7 +249,10 @@ class Checkpointer:
             self._storage.wait()
         except Exception as error:
             raise self._failed(path, error) from None
-        self._prune()
+        self._position = int(path.name)
+        if arrays.is_process_0():
+            self._settle()
+            self._prune()
 
     def check(self) -> None:
         """Raise CheckpointError if a save in the background failed; cheap enough for every step."""
@@ -278,8 +306,13 @@ class Checkpointer:
         if not self._cleared:
             directory.clear_leftovers(self.directory)
             self._cleared = True
+        self._settle()
+        steps, step = self.steps(), int(path.name)
+        after = step - 1 if self._position is None else min(self._position, step - 1)
+        if any(other > after for other in steps):
+            going_back.begin(self.directory, after=after, step=step)
         if path.exists() or path.is_symlink():
-            moved = directory.set_aside(self.directory, int(path.name), reason="foreign")
+            moved = directory.set_aside(self.directory, step, reason="foreign")
             self._report(f"{path} is not a checkpoint of jaxtrain: it is renamed to {moved.name}")
 
     def _failed(self, path: Path, error: BaseException) -> CheckpointError:
@@ -288,11 +321,24 @@ class Checkpointer:
         # What a failed save has written fills the disk that the next one needs.
         if arrays.is_process_0():
             directory.clear_leftovers(self.directory)
+            self._settle()
         return storage.save_error(path, error)
 
+    def _settle(self) -> None:
+        for step in going_back.settle(self.directory, self._report):
+            self._losses.pop(step, None)
+
+    def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
+        """Tell whether a saved step has the arrays of this record."""
+        try:
+            info = directory.read_info(self.directory, step)
+        except DamagedError:
+            return False
+        leaves = {name: [list(shape), dtype] for name, (shape, dtype) in info.leaves.items()}
+        digests = {name: list(digest) for name, digest in info.digests.items()}
+        return (leaves, digests) == (record["leaves"], record["digests"])
+
     def _prune(self) -> None:
-        if not arrays.is_process_0():
-            return
         steps = self.steps()
         for step in steps:
             if step not in self._losses:

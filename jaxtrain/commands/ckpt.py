@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
 from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.going_back import abandoned_folders
 from jaxtrain.commands.output import print_json, print_remark, print_table, print_text
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
@@ -19,7 +20,7 @@ def _open(run_dir: str) -> Checkpointer:
 
 
 def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:
-    """List the checkpoints of a run.
+    """List the checkpoints of a run, and after them those that were abandoned by going back.
 
     Args:
         run_dir: directory of the run.
@@ -29,19 +30,12 @@ def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:
     Returns:
         4 when a checkpoint is damaged, else 0.
     """
-    rows: list[dict[str, Any]] = []
     with _open(run_dir) as checkpoints:
-        for step in checkpoints.steps():
-            row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
-            try:
-                info = checkpoints.info(step)
-                row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
-                if verify:
-                    checkpoints.verify(step)
-            except DamagedError as error:
-                row["problem"] = str(error)
-            rows.append(row)
         directory = checkpoints.directory
+        rows = _rows(checkpoints, verify=verify, abandoned=None)
+    for folder in abandoned_folders(directory):
+        with Checkpointer(folder, read_only=True) as checkpoints:
+            rows += _rows(checkpoints, verify=verify, abandoned=folder.name)
     damaged = [row["problem"] for row in rows if row["problem"]]
     if as_json:
         print_json([{**row, "ok": row["problem"] is None, "verified": verify} for row in rows])
@@ -54,9 +48,27 @@ def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:
     return 0
 
 
+def _rows(checkpoints: Checkpointer, *, verify: bool, abandoned: str | None) -> list[dict[str, Any]]:
+    """What is known of each step of a directory; `abandoned` is its name where it holds abandoned steps."""
+    rows: list[dict[str, Any]] = []
+    for step in checkpoints.steps():
+        row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
+        try:
+            info = checkpoints.info(step)
+            row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
+            if verify:
+                checkpoints.verify(step)
+        except DamagedError as error:
+            row["problem"] = str(error)
+        rows.append({**row, "abandoned": abandoned})
+    return rows
+
+
 def _ls_row(row: dict[str, Any], *, verify: bool) -> tuple[str, ...]:
     loss = "-" if row["eval_loss"] is None else f"{row['eval_loss']:.6g}"
     state = "damaged" if row["problem"] else "verified" if verify else "yes"
+    if row["abandoned"]:
+        state += f", in {row['abandoned']}"
     return str(row["step"]), row["saved_at"] or "-", format_bytes(row["bytes"]), loss, state
 
 

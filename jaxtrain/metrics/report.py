@@ -91,7 +91,7 @@ def _headline(run: Mapping[str, Any], series: Series) -> str:
 
     cards = [("final loss", _rounded(last("loss"))), ("eval loss", _rounded(last("eval_loss")))]
     perplexity, eval_loss = last("eval_perplexity"), last("eval_loss")
-    is_language = _mapping(run.get("config")).get("task") == "language_modeling"
+    is_language = _is_language(run)
     if perplexity is None and eval_loss is not None and is_language and eval_loss < 50:
         perplexity = math.exp(eval_loss)
     cards.append(("eval perplexity", _rounded(perplexity)))
@@ -144,9 +144,15 @@ def _curves(run: Mapping[str, Any], series: Series) -> str:
     return f'<section><h2>Curves</h2>{note}<div class="plots">{figures}</div></section>'
 
 
+def _is_language(run: Mapping[str, Any]) -> bool:
+    """Whether the loss is that of a language model; the config does not describe a task from Python."""
+    own = _mapping(run.get("from_python")).get("task")
+    return (own or _mapping(run.get("config")).get("task")) == "language_modeling"
+
+
 def _plots(run: Mapping[str, Any], series: Series) -> list[Plot]:
     """The pictures that the logged metrics give."""
-    is_language = _mapping(run.get("config")).get("task") == "language_modeling"
+    is_language = _is_language(run)
     loss_unit = "loss (nats per token)" if is_language else "loss"
     rate_unit = next((label for unit, label in _UNITS if f"{unit}_per_second" in series), "")
     rates = {"tokens": "tokens_per_second", "examples": "examples_per_second"}

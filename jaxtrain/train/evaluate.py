@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtrain.tasks import Sums, task_sums
 from jaxtrain.train.checks import check_batch
+from jaxtrain.train.given_state import check_batch_not_deleted, check_consistent, check_not_donated
 from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -57,11 +58,17 @@ class Evaluator:
         Returns:
             `eval_loss`, the task's metrics as `eval_*` (a float, or a NumPy array for a vector), and `eval_perplexity`
             for language models. A mean over no weight is NaN.
+
+        Raises:
+            ConfigError: a state that was donated to a step, or whose average is not of its parameters.
         """
         params, model_state = state.evaluation_params, state.evaluation_model_state
+        check_not_donated({"params": params, "model_state": model_state})
+        check_consistent(state, self._step)
         totals: dict[str, tuple[Any, Any]] = {}
         for batch in batches:
             check_batch(batch)
+            check_batch_not_deleted(batch)
             # One line where rows do not divide, before anything is traced.
             shardings = self._step.batch_shardings(batch)
             if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
 from jaxtrain.precision import Policy, cast_floats, get_policy
+from jaxtrain.train.given_state import check_not_donated
 from jaxtrain.train.step import TrainStep
 
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
@@ -134,10 +135,12 @@ def generate_text(
         Prompt and continuation, cut at the end-of-text token, for each prompt.
 
     Raises:
-        ConfigError: the model cannot generate, or prompt and continuation exceed its positions.
+        ConfigError: the model cannot generate, the parameters were donated to a step, or prompt and continuation
+            exceed its positions.
     """
     if step.model.decoder is None:
         raise ConfigError(f"model {step.model.name} does not generate text")
+    check_not_donated(params)
     encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
     start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
     given = [ids.tolist() for ids in encoded]

@@ -14,6 +14,7 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.config import Config, Loaded, load_config
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.local_path import local_path
+from jaxtrain.train.own_parts import check_evaluable
 
 if TYPE_CHECKING:
     from jaxtrain.data import Data, Tokenizer
@@ -132,18 +133,18 @@ def open_run(
         report: receives one line for each damaged checkpoint that is passed over.
 
     Raises:
-        ConfigError: not a run, without data not a text model, or a model that cannot be quantized.
+        ConfigError: not a run, a needed part came from Python, without data not a text model, or a model that cannot
+            be quantized.
         CheckpointError: no such checkpoint, or one of another model.
         DataError: the data cannot be opened.
     """
     run_dir = local_path(run_dir, what="run directory")
     info = read_run(run_dir)
     overrides = list(overrides)
-    if info.get("own_model"):
-        raise ConfigError(
-            f"{run_dir} trained a model passed in from Python, which its config does not describe; "
-            "restore it with Checkpointer and evaluate it with Evaluator"
-        )
+    other_data = any(override.removeprefix("--").startswith("data.") for override in overrides)
+    # Text from a model is the same whatever it was compared with.
+    needed = ("model", "task", *([] if other_data else ["data"])) if with_data else ("model",)
+    check_evaluable(info, run_dir, needed=needed)
     config = saved_config(run_dir, overrides=overrides).config
     checkpoints = _existing_checkpoints(run_dir, step)
     from jaxtrain.data import load_tokenizer
@@ -157,7 +158,7 @@ def open_run(
         data = open_run_data(config)
         config, changed = _dividing_batch(config)
         remarks += changed
-        if not any(override.removeprefix("--").startswith("data.") for override in overrides):
+        if not other_data:
             remarks += _data_changes(info, data)
         train_step = assemble(config, data).step
     else:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
+from jaxtrain.train.own_parts import check_given_again, part_changes, recorded_parts
 
 RESUME_MODES = ("auto", "must", "never")
 _SHAPES_STATE = {
@@ -15,24 +16,32 @@ _SHAPES_STATE = {
     *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw")),
     "optimizer.min_dim_size_to_factor",
 }
+# What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
+# data is noticed by its content, and more steps are how a run is made longer.
+_SAME_TRAINING = (
+    *(f"{group}." for group in ("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile")),
+    *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
+    *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
+    *("loss.logits ", "loss.block ", "compiler_options"),
+)
 _SHAPES_NOTHING = {
     f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
 }
 
 
-def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str) -> int | None:
+def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) -> int | None:
     """The step to resume, or None for a fresh start.
 
     Args:
         checkpointer: of the run directory.
         run_dir: for messages.
-        resume: auto (if there is a checkpoint), must, or never.
+        resume: auto (if there is a checkpoint), must, or never; None as auto.
 
     Raises:
         ConfigError: unknown mode.
         CheckpointError: `must` without a checkpoint.
     """
-    if resume not in RESUME_MODES:
+    if resume is not None and resume not in RESUME_MODES:
         raise ConfigError(f"--resume {resume}: use one of {', '.join(RESUME_MODES)}")
     # Process 0 decides for all: another may see an older listing of a network file system.
     found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
@@ -91,6 +100,59 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
         if before.get(key) != after.get(key)
         and not any(key.startswith(kind) and key != f"{kind}kind" for kind in kinds)
     ]
+
+
+def changes_since(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, may_change: bool
+) -> list[str]:
+    """What differs between the run of a checkpoint and the one that would go on from it.
+
+    Args:
+        saved: metadata of the checkpoint: `config`, `stream` (which rows batch k holds) and `from_python`.
+        current: the same of the run that would go on.
+        run_dir: for messages.
+        may_change: whether another configuration may go on.
+
+    Returns:
+        The changes, each as `train.steps 600 -> 1200`.
+
+    Raises:
+        ConfigError: a part from Python is not given again, or the configuration changed and may not.
+        DataError: the data differs.
+    """
+    parts = recorded_parts(current)
+    check_given_again(saved, parts, run_dir)
+    before, after = saved.get("config", {}), current["config"]
+    changes = [*part_changes(saved, parts), *config_changes(before, after)]
+    if not may_change:
+        check_same_training(changes, before, after, run_dir=run_dir)
+    check_stream(saved.get("stream", {}), current["stream"])
+    return changes
+
+
+def check_same_training(
+    changes: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path
+) -> None:
+    """Refuse to go on with a run that trained something else: its old numbers would be returned as the new ones.
+
+    Args:
+        changes: from `config_changes`, and of parts that came from Python.
+        saved, current: the two resolved configs.
+        run_dir: for messages.
+
+    Raises:
+        ConfigError: names the first keys that differ and what to do.
+    """
+    before, after = (config.get("train", {}).get("steps", 0) for config in (saved, current))
+    differ = [change for change in changes if not change.startswith(_SAME_TRAINING)]
+    if after >= before:
+        differ = [change for change in differ if not change.startswith("train.steps ")]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise ConfigError(
+            f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; use another run_dir, "
+            "resume='never' to start anew, or resume='must' to go on with the change"
+        )
 
 
 def state_changes(changes: Iterable[str]) -> list[str]:

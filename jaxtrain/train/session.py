@@ -30,8 +30,9 @@ from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
 from jaxtrain.train.loss_notes import loss_notes
+from jaxtrain.train.own_parts import own_parts
 from jaxtrain.train.parallelism import pipeline_notes
-from jaxtrain.train.resume import check_stream, choose_start, config_changes, set_aside, state_changes
+from jaxtrain.train.resume import changes_since, choose_start, set_aside, state_changes
 from jaxtrain.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ class Session:
         self._earlier_seconds = 0.0
         self._was_done = False
 
-    def prepare(self, *, resume: str, model: Any, task: Any, data: Any) -> None:
+    def prepare(self, *, resume: str | None, model: Any, task: Any, data: Any) -> None:
         """Read data, build and compile the step, and create or restore the state."""
         config, progress = self.config, self._progress
         self._own_model = model is not None
+        self._own_parts = own_parts(model=model, task=task, data=data)
         # Degrees and kinds that do not fit fail before any data is read.
         make_mesh(**config_degrees(config.parallel), devices=None)
         if model is None and data is None:
@@ -88,7 +90,7 @@ class Session:
         if model is not None and data is None:
             notes += length_notes(config)
         if start is not None:
-            notes += self._check_resumed(start)
+            notes += self._check_resumed(start, may_change=resume is not None)
         self._banner(run, notes)
         with ThreadPoolExecutor(1) as pool:
             # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
@@ -110,11 +112,10 @@ class Session:
         self._evaluator = Evaluator(run.step)
         self._open_files(run)
 
-    def _check_resumed(self, start: int) -> list[str]:
+    def _check_resumed(self, start: int, *, may_change: bool) -> list[str]:
         assert self._checkpointer is not None
         saved = self._checkpointer.metadata()
-        check_stream(saved.get("stream", {}), self._run.stream)
-        changes = config_changes(saved.get("config", {}), self.config.model_dump(mode="json"))
+        changes = changes_since(saved, self._record(), run_dir=self.run_dir, may_change=may_change)
         try:
             self._checkpointer.check_like(self._run.step.abstract_state)  # before minutes of compiling
         except CheckpointError as error:
@@ -195,7 +196,7 @@ class Session:
             model={"name": run.step.model.name, "num_parameters": run.num_parameters},
             data={"description": list(data.description), "fingerprint": data.fingerprint},
         )
-        self._info["own_model"] = self._own_model
+        self._info["from_python"] = self._own_parts
         self._info["choices"] = list(run.step.choices)
         self._info["compiler_options"] = dict(run.step.compiler_options.used)
         if self._start:
@@ -358,12 +359,16 @@ class Session:
     def _save(self, number: int, state: TrainState) -> None:
         assert self._checkpointer is not None
         loss = self._evaluation.get("eval_loss") if self._evaluated_at == number else None
-        metadata = {
+        self._checkpointer.save(number, state, metadata=self._record(), eval_loss=loss)
+
+    def _record(self) -> dict[str, Any]:
+        """What a checkpoint says of the run that wrote it."""
+        return {
             "name": self.loaded.name,
             "config": self.config.model_dump(mode="json"),
             "stream": json.loads(json.dumps(self._run.stream)),
+            "from_python": self._own_parts,
         }
-        self._checkpointer.save(number, state, metadata=metadata, eval_loss=loss)
 
     def _sample(self) -> str | None:
         prompt, tokenizer = self.config.evaluation.sample_prompt, self._run.data.tokenizer

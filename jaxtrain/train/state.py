@@ -31,6 +31,10 @@ class SkippedSteps:
 class TrainState:
     """The whole state of training; its structure never changes during a run.
 
+    To start from other parameters, call `step.init(seed, params=params)`: `dataclasses.replace(state, params=params)`
+    leaves the moving average, which evaluation uses, and an optimizer's copies at the old ones. A step refuses that for
+    a state from `init`; in a later state, replace `ema` (and what else mirrors the parameters) too.
+
     Attributes:
         step: int32 [], steps done (skipped ones included): the index of the next batch.
         params: nested dict of arrays in the policy's param dtype.

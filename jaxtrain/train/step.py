@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_
 from jaxtrain.rules import nearest_multiples
 from jaxtrain.sharding import Layout, gather_parameters, logical_spec, path_name
 from jaxtrain.tasks import Batch, Task, task_sums
+from jaxtrain.train import given_state
 from jaxtrain.train.checks import check_batch, check_ids, check_parts
 from jaxtrain.train.context import step_context
 from jaxtrain.train.model_checks import check_axes, check_compute_dtype, check_trainable
@@ -56,6 +58,8 @@ class TrainStep:
         state_on_host: a `TrainState` that says of each array whether it lies in the host's memory.
         optimizer: the transformation that updates the trained parameters.
         compiler_options: what every program of the step is compiled with, however it comes about.
+        initial_state: what is remembered of the last state from `init`.
+        last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the step was lowered, and why: a line an operation ("attention: cudnn").
         generators: jitted text generation by what it was made for, kept here so that it lives as long as the step.
     """
@@ -106,14 +110,28 @@ class TrainStep:
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
         self._id_limits: dict[str, int] | None = None
+        # Weak references: a step keeps no state alive.
+        self.last_state: Callable[[], TrainState | None] = lambda: None
+        self.initial_state: given_state.InitialState | None = None
 
-    def init(self, seed: int | jax.Array) -> TrainState:
+    def init(self, seed: int | jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
         """The state at step 0, created sharded: the same numbers on every mesh.
+
+        Moving average and optimizer state are made from the parameters, whichever these are.
 
         Args:
             seed: an int or a typed key.
+            params: parameters to start from: a tree of jax or NumPy arrays like that of `model.init`, wherever they
+                lie, in the dtypes of `model.init` or of the state; None: what `model.init` draws.
+            model_state: batch statistics and the like to start from, in the same form; None: those of `model.init`.
+
+        Raises:
+            ConfigError: another structure, shape or dtype; names the first path that differs.
         """
-        return self._initialize(jax.random.key(seed) if isinstance(seed, int) else seed)
+        key = jax.random.key(seed) if isinstance(seed, int) else seed
+        state = self._initialize(key, **given_state.accept_parts(self, params, model_state))
+        self.initial_state = given_state.remember(state)
+        return state
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
@@ -199,7 +217,7 @@ class TrainStep:
             dict(batch),
             self.batch_shardings(batch),
         )
-        self._batch_spec = _shapes(specs)
+        self._batch_spec = given_state.leaf_shapes(specs)
         with record_choices() as choices:
             lowered = self._jitted.lower(self.abstract_state, specs)
         # Nothing is chosen anew for shapes that were traced before.
@@ -225,45 +243,48 @@ class TrainStep:
         """One optimizer step.
 
         Args:
-            state: donated; do not use it afterwards.
+            state: donated; do not use it afterwards. Arrays that lie elsewhere (NumPy, other devices) are placed.
             batch: leaves [global batch, ...]; host arrays are placed on the mesh.
 
         Returns:
             The new state, and scalars: `loss`, `grad_norm`, `weight`, `skipped_steps`, `skipped_in_a_row`, the
             task's metrics, `learning_rate` and `loss_scale` where there is one.
+
+        Raises:
+            ConfigError: a state or batch that was donated before, or that does not fit this step.
         """
+        state = given_state.accept_state(state, self)
+        given_state.check_batch_not_deleted(batch)
         if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(batch)):
             check_batch(batch)
             batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
             shardings = self.batch_shardings(batch)
             check_ids(batch, limits=self._limits(batch), where="the batch")
             batch = jax.device_put(batch, shardings)
-        if self._compiled is not None and _shapes(batch) != self._batch_spec:
-            raise ConfigError(
-                f"the batch holds {_describe(_shapes(batch))}, but the step was compiled for "
-                f"{_describe(self._batch_spec)}; pad it, or call compile for this shape"
-            )
+        if self._compiled is not None:
+            given_state.check_batch_shapes(batch, self._batch_spec)
         if self._compiled is None and self.pipeline is not None:
             self.compile(batch)  # checked, as a program compiled on the way would not be
         run = self._jitted if self._compiled is None else self._compiled
-        if not self._one_at_a_time:
-            return run(state, batch)
-        jax.block_until_ready(self._last_metrics)
+        if self._one_at_a_time:
+            jax.block_until_ready(self._last_metrics)
         new_state, self._last_metrics = run(state, batch)
+        self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
 
-    def _create(self, key: jax.Array) -> TrainState:
+    def _create(self, key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
         settings = self._settings
         init_key, run_key = jax.random.split(key)
-        params, model_state = self.model.init(init_key)
+        drawn = given_state.to_arrays(self.model.init(init_key))
+        params = drawn[0] if params is None else params
+        model_state = drawn[1] if model_state is None else model_state
         trained = select_leaves(params, settings.trainable)
         averaged = settings.ema_decay is not None
         ema = cast_floats(trained, jnp.float32) if averaged else None
         # Frozen parameters keep the dtype that they came in: they may be quantized.
         trained = cast_floats(trained, settings.policy.param_dtype)
         params = merge_leaves(trained, params)
-        # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
-        optimizer_state = self.optimizer.init(cast_floats(trained, jnp.float32))
+        optimizer_state = self.first_optimizer_state(params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -275,6 +296,11 @@ class TrainStep:
             ema=ema,
             ema_model_state=floating_leaves(model_state) if averaged else None,
         )
+
+    def first_optimizer_state(self, params: Any) -> Any:
+        """The optimizer's state at step 0, of the parameters that are trained."""
+        # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
+        return self.optimizer.init(cast_floats(select_leaves(params, self._settings.trainable), jnp.float32))
 
     def apply_model(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool
@@ -354,16 +380,6 @@ class TrainStep:
             return update_state(
                 state, trained, gradients, scale, optimizer=self.optimizer, layout=self.layout, settings=settings
             )
-
-
-def _shapes(batch: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Leaf name -> shape and dtype."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return {path_name(path): (leaf.shape, leaf.dtype.name) for path, leaf in leaves}
-
-
-def _describe(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
-    return ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in sorted(shapes.items()))
 
 
 def make_train_step(

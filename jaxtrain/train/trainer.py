@@ -48,7 +48,7 @@ def run_config(
     *,
     overrides: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
-    resume: str = "auto",
+    resume: str | None = None,
     emulate: int | None = None,
     model: "Model | None" = None,
     task: "Task | None" = None,
@@ -61,7 +61,9 @@ def run_config(
         config: a shipped name, a path, a nested mapping, or what `load_config` gave.
         overrides: keys on top, dotted or nested: {"train.steps": 100}.
         run_dir: None: runs/<name>.
-        resume: auto, must or never.
+        resume: None goes on with the run that the directory holds if its configuration trains the same (more steps are
+            allowed) and refuses another one; auto and must go on with whatever changed, must only if there is a
+            checkpoint; never starts anew.
         emulate: pretend to have this many CPU devices.
         model, task, data: your own instead of the config's.
         progress: where phases and progress are shown; None: on standard error.

@@ -43,8 +43,8 @@ def test_directory_follows_the_policy(tmp_path, policy, kept):
 def test_a_saved_step_is_not_saved_again(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
-        assert not checkpointer.save(1, {"x": jnp.zeros(4)}, metadata={})
-        assert float(checkpointer.restore({"x": jnp.ones(4)})["x"][0]) == 1.0
+        assert not checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 def test_keep_last_zero_is_refused(tmp_path):

@@ -51,6 +51,9 @@ with Checkpointer(root, report=lines.append) as checkpointer:
     state = checkpointer.restore(target)
     local = state["kernel"].addressable_shards[0]
     assert (np.asarray(local.data) == 4 * np.arange(32.0).reshape(8, 4)[local.index]).all()
+    lines.clear()
+    assert checkpointer.save(3, checkpointer.restore(target, step=2), metadata={"step": 3})
+assert len(lines) == (rank == 0), lines
 print("fine", flush=True)
 """
 ROOT = Path(__file__).parents[2]
@@ -87,6 +90,9 @@ def test_one_to_two_to_one(tmp_path):
         assert checkpointer.steps() == [2, 3]
         restored = checkpointer.restore(state)
         assert checkpointer.verify(2).metadata == {"step": 2}
-    assert (np.asarray(restored["kernel"]) == 4 * np.arange(32.0).reshape(8, 4)).all()
-    assert int(restored["step"]) == 3
+        (folder,) = tmp_path.glob("abandoned-*")
+        abandoned = Checkpointer(folder, read_only=True).restore(state)
+    for found, step in ((restored, 2), (abandoned, 3)):
+        assert (np.asarray(found["kernel"]) == 2 ** (step - 1) * np.arange(32.0).reshape(8, 4)).all()
+        assert int(found["step"]) == step
     assert (jax.random.key_data(restored["key"]) == jax.random.key_data(state["key"])).all()

@@ -27,6 +27,19 @@ def test_lists_the_steps(cli, text_run):
     assert [(row["step"], row["ok"], row["verified"]) for row in verified] == [(2, True, True), (4, True, True)]
 
 
+def test_lists_abandoned_steps_with_their_directory(cli, text_run, tmp_path):
+    copy = shutil.copytree(text_run, tmp_path / "run")
+    folder = copy / "checkpoints" / "abandoned-20260101T000000-000000"
+    folder.mkdir()
+    (copy / "checkpoints" / "4").rename(folder / "4")
+    answer = cli("ckpt", "ls", str(copy))
+    assert [row.split()[0] for row in answer.out.splitlines()[1:]] == ["2", "4"]
+    assert answer.out.splitlines()[2].endswith(f"yes, in {folder.name}")
+    listed = json.loads(cli("ckpt", "ls", str(copy), "--json").out)
+    assert [(row["step"], row["abandoned"]) for row in listed] == [(2, None), (4, folder.name)]
+    assert json.loads(cli("ckpt", "show", str(copy), "--json").out)["step"] == 2
+
+
 def test_verify_finds_damage(cli, damaged_run):
     assert cli("ckpt", "ls", str(damaged_run)).code == 0
     answer = cli("ckpt", "ls", str(damaged_run), "--verify")

@@ -2,8 +2,11 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.train.open_run import open_run, saved_config
 
 
@@ -90,3 +93,80 @@ def test_prints_a_table(cli, text_run):
     header, row = cli("eval", str(text_run)).out.splitlines()
     assert header.split() == ["step", "rows", "eval_loss", "eval_perplexity"]
     assert row.split()[:2] == ["4", "16"]
+
+
+CLASSES = """
+name: classes
+model: {kind: transformer, num_layers: 1, embed_dim: 16, num_heads: 2, max_sequence_length: 16}
+data: {kind: text, tokenizer: {kind: byte}}
+train: {steps: 1, global_batch_size: 8}
+evaluation: {max_batches: 1}
+logging: {report: true, tensorboard: false}
+"""
+
+
+def brier():
+    """A task that no config describes: the squared distance of the probabilities from what came."""
+
+    def loss(outputs, batch):
+        wanted = jax.nn.one_hot(batch["targets"], outputs.shape[-1])
+        error = jnp.square(jax.nn.softmax(outputs.astype(jnp.float32)) - wanted).sum(-1)
+        weights = batch.get("weights", jnp.ones(error.shape))
+        return jnp.sum(error * weights), jnp.sum(weights), {}
+
+    return jt.Task("brier", loss, jt.language_modeling().batch_axes)
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory):
+    """A run whose task came from Python."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "classes.yaml").write_text(CLASSES)
+    result = jt.run_config(folder / "classes.yaml", task=brier(), run_dir=folder / "run")
+    return folder / "run", result
+
+
+def test_a_task_from_python_is_not_replaced_by_that_of_the_config(cli, own_run):
+    run_dir, result = own_run
+    assert json.loads((run_dir / "run.json").read_text())["from_python"] == {
+        "model": None,
+        "task": "brier",
+        "data": None,
+    }
+    answer = cli("eval", str(run_dir))
+    assert (answer.code, answer.out) == (2, "")
+    (line,) = [line for line in answer.err.splitlines() if line.startswith("jaxtrain: ")]
+    assert "task (brier) from Python" in line
+    assert "jt.run_config(CONFIG, task=..., run_dir=" in line
+    again = jt.run_config(run_dir.parent / "classes.yaml", task=brier(), run_dir=run_dir)
+    assert again.metrics["eval_loss"] == result.metrics["eval_loss"]
+    # The text of a model does not depend on what it was compared with.
+    assert cli("sample", str(run_dir), "-p", "a", "-n", "2").code == 0
+    report = (run_dir / "report.html").read_text()
+    assert "perplexity" not in report
+    assert "nats per token" not in report
+
+
+def test_data_from_python_is_not_replaced_by_that_of_the_config(cli, text_run, tmp_path):
+    info = json.loads((text_run / "run.json").read_text())
+    assert info["from_python"] == {"model": None, "task": None, "data": None}
+    info["from_python"]["data"] = "my rows"
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    for name in ("checkpoints", "tokenizer.json"):
+        (tmp_path / name).symlink_to(text_run / name)
+    answer = cli("eval", str(tmp_path))
+    assert answer.code == 2
+    assert "data (my rows) from Python" in answer.err
+    assert "or give other data with data.kind=" in answer.err
+    (tmp_path / "other.txt").write_text("Another text. " * 200)
+    assert evaluate(cli, tmp_path, f"data.path={tmp_path / 'other.txt'}", "data.validation_fraction=0.5")["rows"] > 0
+
+
+def test_a_model_from_python_has_no_config(cli, text_run, tmp_path):
+    info = json.loads((text_run / "run.json").read_text())
+    info["from_python"]["model"] = "Mine"
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    for words in (("eval", str(tmp_path)), ("sample", str(tmp_path), "-p", "a")):
+        answer = cli(*words)
+        assert answer.code == 2
+        assert "model (Mine) from Python" in answer.err

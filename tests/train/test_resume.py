@@ -1,5 +1,6 @@
 """Resume: 100 = 50 + restart + 50, bit for bit; on another mesh, within rounding; refused where it would be wrong."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from jaxtrain.train.assemble import build_step
 from jaxtrain.train.resume import config_changes, state_changes
 
 
-def train(run_dir: Path, *, config: dict[str, Any] | None = None, resume: str = "auto", **overrides: Any) -> jt.Result:
+def train(
+    run_dir: Path, *, config: dict[str, Any] | None = None, resume: str | None = "auto", **overrides: Any
+) -> jt.Result:
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     return jt.run_config(config or TINY, run_dir=run_dir, resume=resume, overrides=dotted)
 
@@ -58,6 +61,55 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path: Path, capfd:
     assert "already trained to step 6" in capfd.readouterr().err
     assert (tmp_path / "run.json").read_text() == record, "a run that was done keeps its record"
     assert rows(tmp_path) == logged
+
+
+CHANGES = {
+    "rate": (dict(optimizer__learning_rate=0.5), r"optimizer\.learning_rate 0\.001 -> 0\.5"),
+    "dropout": (dict(model__dropout=0.0), r"model\.dropout 0\.1 -> 0\.0"),
+    "width": (dict(model__embed_dim=64), r"model\.embed_dim 32 -> 64"),
+    "fewer steps": (dict(train__steps=2), r"train\.steps 3 -> 2"),
+    "seed": (dict(seed=1), "seed 0 -> 1"),
+}
+
+
+@pytest.mark.parametrize(("override", "words"), CHANGES.values(), ids=CHANGES)
+def test_python_refuses_another_configuration_in_the_same_directory(
+    trained: Path, override: dict[str, Any], words: str
+) -> None:
+    """The metrics of the first run would be returned as those of the second."""
+    with pytest.raises(jt.ConfigError, match=rf"{words}; use another run_dir, .*never.*must") as caught:
+        train(trained, resume=None, **{"train__steps": 3, **override})
+    assert "\n" not in str(caught.value)
+    assert list(losses(trained)) == [1, 2, 3]
+
+
+def test_python_goes_on_with_what_trains_the_same(trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    result = train(run, resume=None, train__steps=4, logging__every=2, parallel__fsdp=2, checkpoint__keep_last=1)
+    assert result.step == 4
+    changed = train(run, resume="must", train__steps=5, optimizer__learning_rate=0.5)
+    assert changed.step == 5
+
+
+def test_a_task_from_python_is_given_again_or_refused(trained: Path, tmp_path: Path, cli: Any) -> None:
+    def named(name: str) -> jt.Task:
+        return dataclasses.replace(jt.language_modeling(), name=name)
+
+    run = tmp_path / "run"
+    first = jt.run_config(TINY, run_dir=run, overrides={"train.steps": 1}, task=named("one"))
+    again = jt.run_config(TINY, run_dir=run, overrides={"train.steps": 1}, task=named("one"))
+    assert again.metrics["eval_loss"] == first.metrics["eval_loss"]
+    with pytest.raises(jt.ConfigError, match="task one -> two; use another run_dir"):
+        jt.run_config(TINY, run_dir=run, overrides={"train.steps": 1}, task=named("two"))
+    for resume in (None, "must"):
+        with pytest.raises(jt.ConfigError, match=r"with a task from Python \(one\).*task=\.\.\."):
+            train(run, resume=resume, train__steps=2)
+    answer = cli("train", str(write_config(tmp_path)), "--run-dir", str(run), "train.steps=2")
+    assert answer.code == 2
+    assert "with a task from Python (one)" in answer.err
+    assert list(losses(run)) == [1]
+    with pytest.raises(jt.ConfigError, match="task of the config -> one"):
+        jt.run_config(TINY, run_dir=trained, overrides={"train.steps": 3}, task=named("one"))
 
 
 def test_never_starts_anew_and_keeps_what_was_there(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Parts of a run that came from Python: recorded by name, and never replaced by the config's without a word."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import ConfigError
+
+OwnParts = dict[str, str | None]
+
+
+def own_parts(*, model: Any, task: Any, data: Any) -> OwnParts:
+    """The record for `run.json` and checkpoints: part -> the name of what was passed in; None: the config's.
+
+    Args:
+        model: a `Model` or None.
+        task: a `Task` or None.
+        data: a `Data` or None, named by the first line of its description.
+    """
+    described = None if data is None else next(iter(data.description), "data")
+    return {
+        "model": None if model is None else model.name,
+        "task": None if task is None else task.name,
+        "data": described,
+    }
+
+
+def recorded_parts(record: Mapping[str, Any]) -> OwnParts:
+    """What `run.json` or the metadata of a checkpoint says of the parts from Python."""
+    found = record.get("from_python")
+    if isinstance(found, Mapping):
+        return {part: found.get(part) for part in ("model", "task", "data")}
+    # Records without the group know of models alone.
+    return {"model": "a model" if record.get("own_model") else None, "task": None, "data": None}
+
+
+def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:
+    """Raise where a command would take a part from the config that came from Python in the run.
+
+    Args:
+        record: content of `run.json`.
+        run_dir: for messages.
+        needed: the parts that the command uses.
+
+    Raises:
+        ConfigError: names the first such part and says how to evaluate from Python.
+    """
+    parts = recorded_parts(record)
+    own = [part for part in needed if parts[part] is not None]
+    if own:
+        shown = " and ".join(f"{part} ({parts[part]})" for part in own)
+        arguments = ", ".join(f"{part}=..." for part in own)
+        other = ", or give other data with data.kind=... data.path=..." if own == ["data"] else ""
+        raise ConfigError(
+            f"{run_dir} was trained with {shown} from Python, which its config does not describe: evaluate it there, "
+            f"with jt.run_config(CONFIG, {arguments}, run_dir={str(run_dir)!r}), which ends with an evaluation, or "
+            f"with jt.Checkpointer and jt.Evaluator{other}"
+        )
+
+
+def check_given_again(record: Mapping[str, Any], given: OwnParts, run_dir: Path) -> None:
+    """Raise where a resumed run would go on with the config's part in place of one from Python.
+
+    Raises:
+        ConfigError: names the first such part.
+    """
+    saved = recorded_parts(record)
+    # Other data is noticed by its content.
+    for part in ("model", "task"):
+        if saved[part] is not None and given[part] is None:
+            raise ConfigError(
+                f"the run in {run_dir} was trained with a {part} from Python ({saved[part]}) and would go on with the "
+                f"config's: call jt.run_config(..., {part}=...) with it, use another run directory, or start again "
+                "with resume never"
+            )
+
+
+def part_changes(record: Mapping[str, Any], given: OwnParts) -> list[str]:
+    """Model and task that differ from those of the record by name, as `task classification -> brier`."""
+    saved = recorded_parts(record)
+    return [
+        f"{part} {saved[part] or 'of the config'} -> {given[part] or 'of the config'}"
+        for part in ("model", "task")
+        if saved[part] != given[part]
+    ]
