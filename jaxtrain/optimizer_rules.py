@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.rules import AxesTable, Entry, entry_degree, table_row
+from jaxtrain.rules import AxesTable, Entry, entry_axes, entry_degree, spread_axis, table_row
 
 # Below this many elements moments stay float32: norm scales and biases, where a byte saved is nothing.
 SMALLEST_STORED = 4096
@@ -43,22 +43,45 @@ def block_entries(entries: Sequence[Entry], num_blocks: int, degrees: Mapping[st
     return (*entries[:-1], last)
 
 
-def kept_entries(entries: Sequence[Entry], shape: Sequence[int], kept: Sequence[int]) -> tuple[Entry, ...] | None:
+# Mesh axes that say only where bytes are.
+_STORAGE = ("fsdp", "pipe", "data")
+
+
+def kept_entries(
+    entries: Sequence[Entry],
+    shape: Sequence[int],
+    kept: Sequence[int],
+    *,
+    degrees: Mapping[str, int],
+    counting: Sequence[int],
+) -> tuple[Entry, ...] | None:
     """How statistics of shape `kept` are sharded that lack one dim of their parameter: as its other dims are.
 
-    Of dims of one size the last counts as the missing one.
+    Of dims of one size the last counts as the missing one. Axes that store it go to another dim, if one divides.
 
     Args:
         entries: mesh axes of each dim of the parameter.
         shape: of the parameter.
         kept: of the statistics.
+        degrees: size of each mesh axis.
+        counting: dims of the parameter that count layers and experts, which get no further axis.
 
     Returns:
         Mesh axes of each dim of the statistics; None where no dim of the parameter can be the missing one.
     """
     for gone in reversed(range(len(shape))):
         if (*shape[:gone], *shape[gone + 1 :]) == tuple(kept):
-            return (*entries[:gone], *entries[gone + 1 :])
+            found = [*entries[:gone], *entries[gone + 1 :]]
+            skip = {dim - (dim > gone) for dim in counting}
+            lost = [axis for axis in _STORAGE if axis in entry_axes(entries[gone])]
+            if "fsdp" in lost:
+                # It takes a free dim only, so that the others make room and go beside it.
+                beside = [dim for dim, entry in enumerate(found) if entry in ("pipe", "data") and dim not in skip]
+                lost += [axis for dim in beside for axis in entry_axes(found[dim])]
+                found = [None if dim in beside else entry for dim, entry in enumerate(found)]
+            for axis in lost:
+                found = spread_axis(found, kept, axis, degrees, skip)
+            return tuple(found)
     return None
 
 

@@ -105,7 +105,7 @@ def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
     return next((row for pattern, row in axes.items() if "*" in pattern and fnmatch.fnmatchcase(path, pattern)), None)
 
 
-def _spread(
+def spread_axis(
     entries: list[Entry], shape: Sequence[int], axis: str, degrees: Mapping[str, int], skip: set[int]
 ) -> list[Entry]:
     """Put one more mesh axis on the largest dim that divides: a free one, else beside the axes that a dim has."""
@@ -181,7 +181,7 @@ def parameter_entries(
     layer_dims = {dim for dim, name in enumerate(row) if name == "layers"}
     more = ("fsdp",) if wants_fsdp and not any("fsdp" in entry_axes(entry) for entry in entries) else ()
     for axis in (*more, *(() if stacked or layer_dims else ("pipe",)), *also):
-        entries = _spread(entries, shape, axis, degrees, layer_dims)
+        entries = spread_axis(entries, shape, axis, degrees, layer_dims)
     return entries
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.optimizer_rules import block_entries, kept_entries
+from jaxtrain.optimizer_rules import block_entries, counting_dims, kept_entries
 from jaxtrain.rules import (
     DEFAULT_RULES,
     AxesTable,
@@ -127,7 +127,13 @@ def optimizer_shardings(optimizer_state: Any, params: Any, layout: Layout, *, al
                 return NamedSharding(layout.mesh, PartitionSpec(*entries))
             if shape and len(leaf.shape) == len(shape) - 1:
                 spec = parameter_spec(owner, shape, layout, also=also)
-                entries = kept_entries((*spec, *[None] * len(shape))[: len(shape)], shape, leaf.shape)
+                entries = kept_entries(
+                    (*spec, *[None] * len(shape))[: len(shape)],
+                    shape,
+                    leaf.shape,
+                    degrees=layout.degrees,
+                    counting=counting_dims(owner, shape, layout.axes, stack=layout.stack),
+                )
                 if entries is not None:
                     return NamedSharding(layout.mesh, PartitionSpec(*entries))
         return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))

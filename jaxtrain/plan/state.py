@@ -185,7 +185,7 @@ def _adafactor_numbers(config: Config, tensors: Tensors, one: Placed, degrees: M
     numbers = 1
     for gone in factored:
         shape = tuple(size for dim, size in enumerate(one.shape) if dim != gone)
-        entries = kept_entries(one.state_entries, one.shape, shape)
+        entries = kept_entries(one.state_entries, one.shape, shape, degrees=degrees, counting=counting)
         assert entries is not None, one.path
         numbers += local_size(shape, entries, degrees)
     return numbers

@@ -69,10 +69,10 @@ class Evaluator:
         for batch in batches:
             check_batch(batch)
             check_batch_not_deleted(batch)
-            # One line where rows do not divide, before anything is traced.
-            shardings = self._step.batch_shardings(batch)
-            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
-                batch = jax.device_put(dict(batch), shardings)
+            if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
+                self._step.batch_shardings(batch)  # one line where rows do not divide, before anything is traced
+            else:
+                batch = self._step.place(batch)
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue

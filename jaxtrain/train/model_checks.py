@@ -69,6 +69,11 @@ def check_trainable(params: Any, trainable: Callable[[str], bool] | None) -> Non
         )
 
 
+def _split(shape: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
+    """The shape in one microbatch; a scalar goes to each."""
+    return (shape[0] // microbatches, *shape[1:]) if shape else ()
+
+
 def check_compute_dtype(
     apply: Apply, state: TrainState, inputs: Any, model: Model, policy: Policy, microbatches: int
 ) -> None:
@@ -91,7 +96,7 @@ def check_compute_dtype(
     ours = bool(model.linears) or isinstance(model.axes, FamilyTable)
     if jnp.dtype(policy.compute_dtype).itemsize >= 4 or ours:
         return
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // microbatches, *x.shape[1:]), x.dtype), inputs)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_split(x.shape, microbatches), x.dtype), inputs)
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
 
     def forward(state: TrainState, rows: Any) -> Any:

@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,10 @@ from jaxtrain.ops.choice import record_choices
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
-from jaxtrain.rules import nearest_multiples
-from jaxtrain.sharding import Layout, gather_parameters, logical_spec, path_name
+from jaxtrain.sharding import Layout, gather_parameters
 from jaxtrain.tasks import Batch, Task, task_sums
 from jaxtrain.train import given_state
+from jaxtrain.train.batch import BatchSource, batch_shardings, id_limits
 from jaxtrain.train.checks import check_batch, check_ids, check_parts
 from jaxtrain.train.context import step_context
 from jaxtrain.train.model_checks import check_axes, check_compute_dtype, check_trainable
@@ -34,16 +33,6 @@ from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.placement import state_on_host, state_shardings
 from jaxtrain.train.state import SkippedSteps, TrainState, floating_leaves, merge_leaves, select_leaves
 from jaxtrain.train.update import Metrics, StepSettings, update_state
-
-
-class BatchSource(Protocol):
-    """What `TrainStep.loader` needs of `data.Batches`; `check` gets the rows as NumPy arrays before they are placed."""
-
-    def spec(self) -> Mapping[str, Any]: ...
-
-    def load(
-        self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Mapping[str, Any]], None] | None = None
-    ) -> dict[str, Any]: ...
 
 
 class TrainStep:
@@ -110,6 +99,11 @@ class TrainStep:
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
         self._id_limits: dict[str, int] | None = None
+        self._microbatches = (
+            {"accumulation_steps": settings.accumulation_steps}
+            if pipeline is None
+            else {"microbatches": pipeline.schedule.num_microbatches}
+        )
         # Weak references: a step keeps no state alive.
         self.last_state: Callable[[], TrainState | None] = lambda: None
         self.initial_state: given_state.InitialState | None = None
@@ -140,75 +134,40 @@ class TrainStep:
             ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
         """
         check_batch(batch)
-        axes = [axis for axis in self.layout.rules["batch"] if axis in ("data", "fsdp") or self.mesh.shape[axis] > 1]
-        degrees = {axis: self.mesh.shape[axis] for axis in axes}
-        degrees["accumulation_steps" if self.pipeline is None else "microbatches"] = self._microbatches
-        multiple = math.prod(degrees.values())
+        return batch_shardings(batch, self.layout, self.task.batch_axes, self._microbatches)
 
-        def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            if leaf.ndim == 0:
-                return NamedSharding(self.mesh, PartitionSpec())
-            if leaf.shape[0] % multiple:
-                raise ConfigError(
-                    f"train.global_batch_size={leaf.shape[0]} does not divide by {' x '.join(degrees)} = "
-                    f"{' x '.join(map(str, degrees.values()))}; use {nearest_multiples(leaf.shape[0], multiple)}"
-                )
-            names = self.task.batch_axes.get(path_name(path[:1]), ("batch",))
-            names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
-            parts = {axis: self.mesh.shape[axis] for axis in self.layout.rules["residual_sequence"]}
-            if "sequence" in names and leaf.shape[names.index("sequence")] % math.prod(parts.values()):
-                length = leaf.shape[names.index("sequence")]
-                shown = " x ".join(f"parallel.{axis}={size}" for axis, size in parts.items() if size > 1)
-                raise ConfigError(
-                    f"data.sequence_length={length} does not divide by {shown}; "
-                    f"use {nearest_multiples(length, math.prod(parts.values()))}"
-                )
-            return NamedSharding(self.mesh, logical_spec(names, self.layout))
-
-        return jax.tree_util.tree_map_with_path(sharding, dict(batch))
-
-    @property
-    def _microbatches(self) -> int:
-        pipeline = self.pipeline
-        return self._settings.accumulation_steps if pipeline is None else pipeline.schedule.num_microbatches
-
-    def loader(self, batches: BatchSource) -> Callable[[int], dict[str, jax.Array]]:
+    def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
         """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
 
         Loading raises a `DataError` where a row holds an id that the model does not have.
         """
         spec = batches.spec()
-        shardings = self.batch_shardings(spec)
-        limits = self._limits(spec)
+        shardings, limits = self.batch_shardings(spec), self._limits(spec)
 
         def load(k: int) -> dict[str, Any]:
             return batches.load(k, shardings, check=functools.partial(check_ids, limits=limits, where=f"batch {k}"))
 
         return load
 
+    def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of host arrays, numbers or arrays elsewhere, on the mesh.
+
+        Raises:
+            ConfigError: no dict with `inputs`, or sizes that do not divide.
+            DataError: a host array with an id that the model does not have.
+        """
+        check_batch(batch)
+        batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
+        shardings = self.batch_shardings(batch)
+        check_ids(batch, limits=self._limits(batch), where="the batch")
+        return jax.device_put(batch, shardings)
+
     def _limits(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Entry of a batch -> number of ids it may hold, where that is known."""
         if self._id_limits is None:
-            model, task = self.model, self.task
-            self._id_limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
-            if task.num_classes is not None:
-                size = model.num_outputs
-                outputs = self._output_shapes(batch) if size is None else jax.ShapeDtypeStruct((1, size), jnp.float32)
-                self._id_limits["targets"] = task.num_classes(outputs)
+            with self.context():
+                self._id_limits = id_limits(self.model, self.task, self.apply_model, self.abstract_state, batch)
         return self._id_limits
-
-    def _output_shapes(self, batch: Mapping[str, Any]) -> Any:
-        """Shapes of the model's outputs for a batch."""
-        inputs = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch["inputs"]
-        )
-        state, key = self.abstract_state, jax.eval_shape(lambda: jax.random.key(0))
-
-        def outputs(params: Any, model_state: Any, inputs: Any, key: jax.Array) -> Any:
-            return self.apply_model(params, model_state, inputs, key=key, train=True)[0]
-
-        with self.context():
-            return jax.eval_shape(outputs, state.params, state.model_state, inputs, key)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace and lower for a batch of these global shapes (arrays or `ShapeDtypeStruct`s)."""
@@ -256,11 +215,7 @@ class TrainStep:
         state = given_state.accept_state(state, self)
         given_state.check_batch_not_deleted(batch)
         if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(batch)):
-            check_batch(batch)
-            batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
-            shardings = self.batch_shardings(batch)
-            check_ids(batch, limits=self._limits(batch), where="the batch")
-            batch = jax.device_put(batch, shardings)
+            batch = self.place(batch)
         if self._compiled is not None:
             given_state.check_batch_shapes(batch, self._batch_spec)
         if self._compiled is None and self.pipeline is not None:
@@ -331,7 +286,8 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
         with step_context(self.layout, self.policy, required_of=self.model.name):
-            check_compute_dtype(self.apply_model, state, batch["inputs"], self.model, self.policy, self._microbatches)
+            count = sum(self._microbatches.values())
+            check_compute_dtype(self.apply_model, state, batch["inputs"], self.model, self.policy, count)
             return self._traced_step(state, batch)
 
     def _traced_step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
@@ -352,18 +308,8 @@ class TrainStep:
 
         step_key = jax.random.fold_in(state.key, state.step)
         if self.pipeline is not None:
-            gradients = step_gradients(
-                self.pipeline,
-                self.model,
-                self.task,
-                self.policy,
-                trained,
-                state.params,
-                batch,
-                step_key,
-                scale=scale,
-                zero=settings.zero,
-            )
+            parts = (self.pipeline, self.model, self.task, self.policy)
+            gradients = step_gradients(*parts, trained, state.params, batch, step_key, scale=scale, zero=settings.zero)
         else:
             gradients = compute_gradients(
                 loss,
