@@ -104,8 +104,7 @@ class TrainStep:
             if pipeline is None
             else {"microbatches": pipeline.schedule.num_microbatches}
         )
-        # Weak references: a step keeps no state alive.
-        self.last_state: Callable[[], TrainState | None] = lambda: None
+        self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
         self.initial_state: given_state.InitialState | None = None
 
     def init(self, seed: int | jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
