@@ -53,8 +53,14 @@ def from_linen(
         The record; collection "params" is its params, every other collection its model_state.
 
     Raises:
-        ConfigError: the module holds dropout or batch norm, and nothing tells it whether it is trained.
+        ConfigError: no module of Linen, or it holds dropout or batch norm, and nothing tells it whether it is trained.
     """
+    if not isinstance(module, linen.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        made = f"{module.__name__}()" if isinstance(module, type) else "Module()"
+        raise ConfigError(
+            f"from_linen takes a module of flax.linen, not {given}; write from_linen({made}, example_inputs)"
+        )
     taken = inspect.signature(type(module).__call__).parameters
     arguments = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in taken}
     own_fields = {field.name for field in dataclasses.fields(module)}

@@ -236,6 +236,11 @@ def from_functions(
         >>> model = from_functions(lambda key: {"w": jax.random.normal(key, (4,))}, lambda p, x: x @ p["w"])
     """
 
+    if not callable(init) or not (apply is None or callable(apply)):
+        raise ConfigError(
+            "from_functions takes two functions, init(key) -> params and apply(params, inputs) -> outputs, not "
+            f"{type(init).__name__} and {type(apply).__name__}"
+        )
     if (apply is None) == (parts is None):
         raise ConfigError("from_functions takes apply or parts: give one of them")
 

@@ -1,11 +1,14 @@
 """A Flax NNX module as a `Model`: split once, so that no NNX object crosses a `jit` boundary."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.layers import Linear
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params
 from jaxtrain.sharding import shard_key
@@ -81,6 +84,35 @@ def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
     }
 
 
+def _check_maker(make: Any) -> None:
+    """Raise where `make` is no function of the random streams.
+
+    Raises:
+        ConfigError: what was given, and how to write it.
+    """
+    kind = make if isinstance(make, type) else type(make)
+    write = f"write from_nnx(lambda rngs: {kind.__name__}(..., rngs=rngs))"
+    if isinstance(make, nnx.Module):
+        raise ConfigError(
+            f"from_nnx takes a function that builds the module, not an instance of {kind.__name__}; {write}"
+        )
+    if not callable(make):
+        raise ConfigError(f"from_nnx takes a function rngs -> module, not {kind.__name__} {str(make)[:60]!r}")
+    try:
+        # Flax's metaclass hides what a class takes.
+        signature = inspect.signature(functools.partial(make.__init__, None) if isinstance(make, type) else make)
+    except ValueError:  # a callable of C code: calling it will tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        name = getattr(make, "__name__", kind.__name__)
+        write = f"write from_nnx(lambda rngs: {name}(..., rngs=rngs))"
+        raise ConfigError(
+            f"from_nnx calls {name} with the random streams alone, but it takes {signature}; {write}"
+        ) from None
+
+
 def from_nnx(
     make: Callable[[nnx.Rngs], nnx.Module],
     *,
@@ -103,11 +135,17 @@ def from_nnx(
     Returns:
         The record; `nnx.Param`s are its params, every other variable but random streams its model_state.
 
+    Raises:
+        ConfigError: `make` is a module, takes more than the random streams, or returns no module.
+
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
     """
+    _check_maker(make)
     make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    if not isinstance(abstract, nnx.Module):
+        raise ConfigError(f"from_nnx takes a function that returns an nnx.Module, not {type(abstract).__name__}")
     graph, param_template, rng_template, state_template = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
     state_paths = {path for path, _ in nnx.to_flat_state(state_template)}
 

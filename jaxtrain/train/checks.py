@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
+from jaxtrain.data.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import Model
 from jaxtrain.tasks import TASKS, Task
@@ -19,13 +20,44 @@ def check_parts(model: Any, task: Any, optimizer: Any) -> None:
     Raises:
         ConfigError: what was given, what is wanted, and how to write it.
     """
-    if not isinstance(model, Model):
-        raise ConfigError(f"the model is {_name(model)}, not a jaxtrain.Model; {_model_hint(model)}")
-    if not isinstance(task, Task):
-        raise ConfigError(f"the task is {_name(task)}, not a jaxtrain.Task; {_task_hint(task)}")
+    check_model(model)
+    check_task(task)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"the optimizer is {_name(optimizer)}, not an optax transformation; {_optimizer_hint(optimizer)}"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Raise where something is no `Model`.
+
+    Raises:
+        ConfigError: what was given, and how to make a model of it.
+    """
+    if not isinstance(model, Model):
+        raise ConfigError(f"the model is {_name(model)}, not a jaxtrain.Model; {_model_hint(model)}")
+
+
+def check_task(task: Any) -> None:
+    """Raise where something is no `Task`.
+
+    Raises:
+        ConfigError: what was given, and how to make a task of it.
+    """
+    if not isinstance(task, Task):
+        raise ConfigError(f"the task is {_name(task)}, not a jaxtrain.Task; {_task_hint(task)}")
+
+
+def check_data(data: Any) -> None:
+    """Raise where something is no `Data`.
+
+    Raises:
+        ConfigError: what was given, and how to make data of it.
+    """
+    if not isinstance(data, Data):
+        raise ConfigError(
+            f"the data is {_name(data)}, not a jaxtrain.Data; write jaxtrain.open_data({{'kind': ...}}), and for rows "
+            "of your own dataclasses.replace(data, train=rows, validation=None, fingerprint={'name': 'mine'})"
         )
 
 

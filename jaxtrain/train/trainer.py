@@ -83,6 +83,7 @@ def run_config(
         else Path("runs") / local_path(loaded.name, what="name")
     )
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
+    _check_parts(model=model, task=task, data=data)
     if loaded.config.parallel.auto:
         from jaxtrain.plan.auto import choose_layout
         from jaxtrain.plan.workload import RowSizes
@@ -106,3 +107,13 @@ def run_config(
             with contextlib.suppress(Exception):
                 session.close(_STATUS.get(type(error), "failed"))
             raise
+
+
+def _check_parts(**parts: Any) -> None:
+    """Raise where a part from Python is of another kind."""
+    from jaxtrain.train.checks import check_data, check_model, check_task
+
+    checks = {"model": check_model, "task": check_task, "data": check_data}
+    for name, part in parts.items():
+        if part is not None:
+            checks[name](part)

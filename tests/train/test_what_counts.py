@@ -362,6 +362,38 @@ WRONG_PARTS = {
 }
 
 
+class Wide(nnx.Module):
+    def __init__(self, width, rngs):
+        self.linear = nnx.Linear(width, 2, rngs=rngs)
+
+
+WRONG_CALLS = {
+    "from_nnx: a module": (lambda: jt.from_nnx(Nnx(nnx.Rngs(0))), "not an instance of Nnx"),
+    "from_nnx: more arguments": (lambda: jt.from_nnx(Wide), r"lambda rngs: Wide\(\.\.\., rngs=rngs\)"),
+    "from_nnx: no module": (lambda: jt.from_nnx(lambda rngs: {"w": 1}), "returns an nnx.Module, not dict"),
+    "from_nnx: a number": (lambda: jt.from_nnx(3), "takes a function"),
+    "from_linen: a class": (lambda: jt.from_linen(Linen, X), r"from_linen\(Linen\(\), example_inputs\)"),
+    "from_linen: NNX": (lambda: jt.from_linen(Nnx(nnx.Rngs(0)), X), "takes a module of flax.linen"),
+    "from_functions: arrays": (lambda: jt.from_functions({"w": X}, lambda params, x: x), "takes two functions"),
+    "run_config: rows": (lambda: jt.run_config("digits_mlp", data=ArrayRows({"inputs": X})), "not a jaxtrain.Data"),
+    "run_config: a function": (
+        lambda: jt.run_config("digits_mlp", task=jt.classification),
+        r"jaxtrain\.classification\(\)",
+    ),
+    "run_config: a module": (lambda: jt.run_config("digits_mlp", model=Nnx), "from_nnx"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_a_call_with_something_else_is_one_line(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call, message = WRONG_CALLS[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("case", WRONG_PARTS)
 def test_a_part_of_another_kind_is_one_line(case):
     model, task, optimizer, message = WRONG_PARTS[case]
