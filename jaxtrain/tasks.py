@@ -49,7 +49,8 @@ class Task:
     Attributes:
         name: for people and for `run.json`.
         loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); metrics are name -> (sum,
-            weight) pairs of their own, scalars or vectors. A `LogitsLoss` is spared whole logits.
+            weight) pairs of their own, scalars or vectors. A batch with `targets` always has `weights`, 1 where the
+            rows have none of their own. A `LogitsLoss` is spared whole logits.
         batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest whole.
         reads_weights: whether the loss multiplies by the batch's `weights`. Where it does not, evaluation hands it the
             real rows of the last batch only, without those that fill it up.
@@ -100,7 +101,7 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> tuple[j
     Raises:
         ConfigError: the loss returned something else.
     """
-    found = (task.loss if train else task.evaluation)(outputs, batch)
+    found = (task.loss if train else task.evaluation)(outputs, _with_weights(batch))
     wanted = f"the loss of task {task.name!r} must return (sum, weight, metrics)"
     example = "return jnp.sum(losses), jnp.float32(losses.size), {}"
     if not isinstance(found, (tuple, list)) or len(found) != 3:
@@ -122,6 +123,16 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> tuple[j
             )
     pairs = {name: (_as_array(value), _as_array(by)) for name, (value, by) in metrics.items()}
     return jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32), pairs
+
+
+def _with_weights(batch: Batch) -> Batch:
+    """The batch with `weights` of 1 where it has none, so that a loss finds them in training as in evaluation."""
+    targets = batch.get("targets")
+    if "weights" in batch or not isinstance(targets, (jax.Array, np.ndarray)) or not targets.ndim:
+        return batch
+    # As `data.Batches` has it: integer targets with more dimensions are one per token.
+    shape = targets.shape if jnp.issubdtype(targets.dtype, jnp.integer) else targets.shape[:1]
+    return {**batch, "weights": jnp.ones(shape, jnp.float32)}
 
 
 def _as_array(value: Any) -> jax.Array:

@@ -56,6 +56,18 @@ def test_a_row_s_own_weights_count_in_evaluation_as_in_training():
     np.testing.assert_allclose(found["eval_loss"], metrics["loss"], rtol=1e-6)
 
 
+def test_a_loss_finds_weights_in_training_as_in_evaluation():
+    def loss(outputs, batch):
+        return jnp.sum(outputs[:, 0] * batch["weights"]), jnp.sum(batch["weights"]), {}
+
+    inputs = RNG.normal(size=(4, 3)).astype(np.float32)
+    columns = {"inputs": inputs, "targets": np.zeros((4, 2), np.float32)}
+    step = jt.make_train_step(linear(2), jt.Task("own", loss, reads_weights=True), optax.sgd(0.0), mesh=one_device())
+    state, metrics = step(step.init(0), columns)
+    found = jt.Evaluator(step)(state, [step.loader(jt.Batches(ArrayRows(columns), 4, seed=0, shuffle=False))(0)])
+    np.testing.assert_allclose([metrics["loss"], found["eval_loss"]], inputs.sum(1).mean(), rtol=1e-5)
+
+
 def test_a_weight_per_row_weighs_every_token_of_the_row():
     columns = token_rows(4)
     by_row, by_token = np.array([0, 1, 2, 0.5], np.float32), np.ones((4, 8), np.float32)
