@@ -50,7 +50,8 @@ class Task:
         name: for people and for `run.json`.
         loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); metrics are name -> (sum,
             weight) pairs of their own, scalars or vectors. A batch with `targets` always has `weights`, 1 where the
-            rows have none of their own. A `LogitsLoss` is spared whole logits.
+            rows have none of their own. The weight is a constant: no gradient flows through it. A `LogitsLoss` is
+            spared whole logits.
         batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest whole.
         reads_weights: whether the loss multiplies by the batch's `weights`. Where it does not, evaluation hands it the
             real rows of the last batch only, without those that fill it up.
@@ -123,6 +124,11 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> tuple[j
             )
     pairs = {name: (_as_array(value), _as_array(by)) for name, (value, by) in metrics.items()}
     return jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32), pairs
+
+
+def divisor(weight: jax.Array) -> jax.Array:
+    """What a sum is divided by to be a mean: the weight, also a negative one; 1 where there is none, float32 []."""
+    return jnp.where(weight != 0, weight, 1)
 
 
 def _with_weights(batch: Batch) -> Batch:
@@ -204,6 +210,9 @@ def _checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.A
         raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {_shown(logits)}")
     weights = target_weights(batch)
     targets = batch["targets"]
+    if jnp.issubdtype(targets.dtype, jnp.integer):
+        # The number of classes may not fit into the 8 or 16 bits that ids are stored in.
+        targets = targets.astype(jnp.int32)
     if not shape or not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(f"{task} needs logits [B, ..., classes], but the model gives {dtype.name}{list(shape)}")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
@@ -307,7 +316,9 @@ def regression() -> Task:
                 f"regression: targets {list(targets.shape)} do not fit outputs {list(outputs.shape)}; "
                 "give the model as many outputs as a row has targets"
             )
-        errors = jnp.square(outputs.astype(jnp.float32).reshape(targets.shape) - targets.astype(jnp.float32))
+        # A target that is missing (NaN) and weighs 0 counts nothing; 0 times NaN would.
+        known = jnp.where(weights != 0, targets.astype(jnp.float32), 0.0)
+        errors = jnp.square(outputs.astype(jnp.float32).reshape(targets.shape) - known)
         rows = targets.shape[0]
         by_row = (jnp.mean((x * weights).reshape(rows, -1), axis=-1) for x in (errors, jnp.ones_like(errors)))
         total, weight = map(jnp.sum, by_row)

@@ -109,11 +109,10 @@ class Batches:
         spec = self.spec()
         shardings = jax.tree.broadcast({name: shardings[name] for name in spec}, spec)
         needed = _needed_rows(spec, shardings)
-        local = jax.tree.map(
-            lambda column, leaf: column.astype(leaf.dtype, copy=False), self._load_rows(k, needed), spec
-        )
+        local = self._load_rows(k, needed)
         if check is not None:
             check(local)
+        local = jax.tree.map(lambda column, leaf: column.astype(leaf.dtype, copy=False), local, spec)
         if all(len(sharding.device_set) == 1 for sharding in jax.tree.leaves(shardings)):
             return jax.device_put(local, shardings)
         return jax.tree.map(

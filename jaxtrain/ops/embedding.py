@@ -26,6 +26,8 @@ def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | 
         indices_BL: int32; a batch of 1 serves for all rows.
         rows: logical axis of V, or None where the rows are whole.
     """
+    # Ids of 8 or 16 bits would be compared with sizes that do not fit into them.
+    indices_BL = indices_BL.astype(jnp.int32) if jnp.issubdtype(indices_BL.dtype, jnp.integer) else indices_BL
     layout = current_layout()
     batch = None if indices_BL.shape[0] == 1 else "batch"
     if layout is None or layout.mesh.size == 1 or not divides(layout, indices_BL, batch, "sequence"):

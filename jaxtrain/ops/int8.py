@@ -8,13 +8,16 @@ import jax.numpy as jnp
 
 from jaxtrain.quantized import QuantizedKernel, round_to_int8
 
+# More products of two numbers up to 127 may exceed an int32.
+_MOST_INPUTS = (2**31 - 1) // 127**2
+
 
 def int8_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     """x @ kernel.
 
     Without `kernel.activations` the integers are raised to the dtype of x, exactly, and the product is summed in
     float32 and scaled; gradients flow to x. With it each row of x is rounded to int8 by its own largest magnitude, and
-    integers are multiplied and summed as integers, exactly; it has no gradient.
+    integers are multiplied and summed as integers, exactly (in pieces of 133,144 inputs); it has no gradient.
 
     Args:
         x: [*N, D], any float dtype.
@@ -28,5 +31,10 @@ def int8_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
         y = jax.lax.dot_general(x, kernel.values.astype(x.dtype), dims, preferred_element_type=jnp.float32)
         return (y * kernel.scale).astype(x.dtype)
     rows, unit = round_to_int8(x, (x.ndim - 1,))
-    total = jax.lax.dot_general(rows, kernel.values, dims, preferred_element_type=jnp.int32)
-    return (total.astype(jnp.float32) * unit * kernel.scale).astype(x.dtype)
+
+    def product(start: int) -> jax.Array:
+        part, values = rows[..., start : start + _MOST_INPUTS], kernel.values[start : start + _MOST_INPUTS]
+        return jax.lax.dot_general(part, values, dims, preferred_element_type=jnp.int32).astype(jnp.float32)
+
+    total = sum((product(start) for start in range(_MOST_INPUTS, x.shape[-1], _MOST_INPUTS)), product(0))
+    return (total * unit * kernel.scale).astype(x.dtype)

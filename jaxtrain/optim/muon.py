@@ -26,6 +26,8 @@ from jaxtrain.sharding import Layout, current_layout, parameter_spec, path_name
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Root mean square of an update, about that of AdamW's, so that one learning rate serves both (Liu et al. 2025).
 _UPDATE_RMS = 0.2
+# Added to the norm of a matrix; the value is optax.contrib.muon's.
+_NORM_EPSILON = 1e-8
 
 
 def orthogonalize(
@@ -59,8 +61,8 @@ def newton_schulz(x: jax.Array, steps: int) -> jax.Array:
         return a * x + (b * product + c * (product @ product)) @ x
 
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    # Gradients of a part that is not used are 0, and stay so.
-    return jax.lax.fori_loop(0, steps, step, x / jnp.maximum(norm, jnp.finfo(x.dtype).tiny))
+    # Added, so that the momentum of a part that is no longer used fades out with its updates, and 0 stays 0.
+    return jax.lax.fori_loop(0, steps, step, x / (norm + _NORM_EPSILON))
 
 
 def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.ops.choice import note_choice
 from jaxtrain.sharding import Layout, constrain, parameter_spec, path_name, use_layout
-from jaxtrain.tasks import Sums
+from jaxtrain.tasks import Sums, divisor
 from jaxtrain.traced import calls_back, traced
 
 # (trained params, what the loss reads besides, model_state, batch, key) ->
@@ -154,8 +154,13 @@ def compute_gradients(
             note_choice("accumulation", "gradients cross data in every microbatch", [("once a step", why)])
             run = program(manual=False)
     total, model_state, (loss_sum, weight, metrics) = run(*arguments)
-    total = jax.tree.map(lambda t: t / jnp.maximum(weight, 1e-9), total)
+    total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
+
+
+def _sum_dtype(leaf: Any) -> Any:
+    """Of a sum over microbatches: at least float32; complex numbers stay complex."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
 def _accumulation(
@@ -182,10 +187,14 @@ def _accumulation(
         def add(carry: tuple[Any, Any], microbatch: tuple[jax.Array, Any]) -> tuple[tuple[Any, Any], Any]:
             total, model_state = carry
             index, rows = microbatch
-            tree, (loss_sum, weight, model_state, metrics) = differentiate(
+            tree, (loss_sum, weight, new_state, metrics) = differentiate(
                 params, fixed, model_state, rows, jax.random.fold_in(key, index)
             )
-            weighted = jax.tree.map(lambda g: g.astype(jnp.float32) * weight, tree)
+            # The carry keeps its dtypes, whatever dtype a model computes its state in.
+            model_state = jax.tree.map(
+                lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), new_state, model_state
+            )
+            weighted = jax.tree.map(lambda g: g.astype(_sum_dtype(g)) * divisor(weight), tree)
             weighted = reduction.reduce(weighted, params) if reduce_each else weighted
             total = keep_partial(jax.tree.map(jnp.add, total, weighted), params)
             return (total, model_state), (loss_sum, weight, metrics)
@@ -194,7 +203,7 @@ def _accumulation(
             shape, dim = list(leaf.shape), reduction.dim(path, leaf) if reduce_each else None
             if dim is not None:
                 shape[dim] //= layout.mesh.shape["data"]
-            return jnp.zeros(shape, jnp.float32)
+            return jnp.zeros(shape, _sum_dtype(leaf))
 
         start = keep_partial(jax.tree_util.tree_map_with_path(zeros, params), params)
         microbatches = (jnp.arange(accumulation_steps), split_microbatches(batch, accumulation_steps))

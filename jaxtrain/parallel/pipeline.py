@@ -19,6 +19,7 @@ from jaxtrain.parallel.gradients import DataReduction, Gradients, batch_specs
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode, Tree, enter, index, store
 from jaxtrain.precision import cast_floats
 from jaxtrain.sharding import constrain_parameters
+from jaxtrain.tasks import divisor
 
 
 @jax.tree_util.register_dataclass
@@ -196,5 +197,5 @@ def pipeline_gradients(
     total, (loss_sum, weight, metrics) = run(
         outer, outer_fixed, params[stack_name], fixed[stack_name], batch, key, scale
     )
-    total = jax.tree.map(lambda g: g * (constant / jnp.maximum(weight, 1e-9)), total)
+    total = jax.tree.map(lambda g: g * (constant / divisor(weight)), total)
     return Gradients(total, loss_sum, weight, {}, metrics)

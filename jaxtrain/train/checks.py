@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
@@ -11,6 +13,7 @@ from flax import linen, nnx
 from jaxtrain.data.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import Model
+from jaxtrain.sharding import path_name
 from jaxtrain.tasks import TASKS, Task
 
 
@@ -26,6 +29,48 @@ def check_parts(model: Any, task: Any, optimizer: Any) -> None:
         raise ConfigError(
             f"the optimizer is {_name(optimizer)}, not an optax transformation; {_optimizer_hint(optimizer)}"
         )
+
+
+def check_options(accumulation_steps: Any, clip_norm: Any, ema_decay: Any, trainable: Any) -> None:
+    """Raise where an option of `make_train_step` is of another type or out of range.
+
+    Raises:
+        ConfigError: the option, its value, and what would work.
+    """
+    if not isinstance(accumulation_steps, int) or isinstance(accumulation_steps, bool) or accumulation_steps < 1:
+        raise ConfigError(f"accumulation_steps={accumulation_steps}; use a whole number from 1")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm={clip_norm}; use a number above 0, or None for no clipping")
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ConfigError(f"ema_decay={ema_decay}; use a number from 0 to below 1, such as 0.999, or None")
+    if trainable is not None and not callable(trainable):
+        raise ConfigError(
+            f"trainable is {_name(trainable)}, not a function of a parameter's path; "
+            "write trainable=lambda path: path.startswith('head')"
+        )
+
+
+def random_key(seed: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The typed key of a seed.
+
+    Args:
+        seed: an integer of 32 bits, Python's or NumPy's, or a typed key.
+        like: shape and dtype of the keys that the step carries.
+
+    Raises:
+        ConfigError: another type, more bits, or a key of another kind.
+    """
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        if (seed.shape, seed.dtype) != (like.shape, like.dtype):
+            raise ConfigError(
+                f"the key is {seed.dtype}{list(seed.shape)}, but the step carries {like.dtype}; use a seed"
+            )
+        return seed
+    if isinstance(seed, bool) or np.ndim(seed) or not np.issubdtype(np.asarray(seed).dtype, np.integer):
+        raise ConfigError(f"the seed is {_name(seed)}; give a whole number or jax.random.key(0)")
+    if not -(2**31) <= int(seed) < 2**32:
+        raise ConfigError(f"seed {int(seed)} has more than 32 bits, of which jax would drop some; use a smaller one")
+    return jax.random.key(int(seed))
 
 
 def check_model(model: Any) -> None:
@@ -78,7 +123,7 @@ def check_batch(batch: Any) -> None:
 
 
 def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:
-    """Raise where host arrays hold ids that the model does not have.
+    """Raise where host arrays hold ids that the model does not have, or integers that jax would cut to 32 bits.
 
     Args:
         batch: NumPy arrays; entries of other types are passed over.
@@ -88,6 +133,9 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
     Raises:
         DataError: the entry, the id, and the ids that there are.
     """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
+        if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            _check_bits(leaf, f"{where} holds {path_name(path)}")
     for name, limit in limits.items():
         ids = batch.get(name)
         ids = ids.get("tokens") if isinstance(ids, Mapping) else ids
@@ -106,6 +154,16 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
             f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}{more}; "
             "mend the data, or give the model more outputs or a larger vocabulary"
         )
+
+
+def _check_bits(leaf: np.ndarray, where: str) -> None:
+    """Raise where integers do not fit into the type that jax holds them in."""
+    if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
+        return
+    kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    worst = max(int(leaf.max()), int(leaf.min()), key=abs)
+    if not kept.min <= worst <= kept.max:
+        raise DataError(f"{where} of {worst}, which does not fit into {kept.dtype}; store them as float32")
 
 
 def _name(value: Any) -> str:
@@ -139,6 +197,8 @@ def _task_hint(task: Any) -> str:
 
 
 def _optimizer_hint(optimizer: Any) -> str:
+    if isinstance(optimizer, optax.MultiSteps):
+        return "call its gradient_transformation(), or use accumulation_steps"
     if isinstance(optimizer, nnx.Optimizer):
         return "pass the optax transformation that it was made of: optax.adamw(1e-3)"
     if inspect.isroutine(optimizer):

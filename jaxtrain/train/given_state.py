@@ -199,16 +199,20 @@ class InitialState:
         params: weak references to its parameters, in the order of the tree.
         average: weak references to the arrays of its moving average.
         optimizer: weak references to the arrays of its optimizer state.
+        model_state: weak references to its batch statistics and the like.
+        average_state: weak references to the arrays of their moving average.
     """
 
     params: tuple[weakref.ref[Any], ...]
     average: tuple[weakref.ref[Any], ...]
     optimizer: tuple[weakref.ref[Any], ...]
+    model_state: tuple[weakref.ref[Any], ...]
+    average_state: tuple[weakref.ref[Any], ...]
 
 
 def remember(state: TrainState) -> InitialState:
     """The record of a state that `init` made."""
-    parts = (state.params, state.ema, state.optimizer_state)
+    parts = (state.params, state.ema, state.optimizer_state, state.model_state, state.ema_model_state)
     return InitialState(*(tuple(weakref.ref(leaf) for leaf in jax.tree.leaves(part)) for part in parts))
 
 
@@ -219,7 +223,18 @@ def check_consistent(state: TrainState, step: "TrainStep") -> None:
         ConfigError: says which copies are stale and what to write instead.
     """
     initial = step.initial_state
-    if initial is None or _all_are(initial.params, state.params):
+    if initial is None:
+        return
+    if (
+        initial.average_state
+        and _all_are(initial.average_state, state.ema_model_state)
+        and not _all_are(initial.model_state, state.model_state)
+    ):
+        raise ConfigError(
+            "the model_state of this state from step.init was replaced, but its moving average (ema_model_state) is "
+            "that of the old one; use state = step.init(seed, params=params, model_state=model_state)"
+        )
+    if _all_are(initial.params, state.params):
         return
     what = "the parameters of this state from step.init were replaced, but"
     instead = "use state = step.init(seed, params=params), which makes all three consistent"

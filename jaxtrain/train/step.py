@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -13,7 +14,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.compiler_options import CompilerOptions, Value, choose_options
-from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.model import Apply, Model, PartsApply, key_for
 from jaxtrain.ops.choice import record_choices
@@ -21,10 +21,10 @@ from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
 from jaxtrain.sharding import Layout, gather_parameters
-from jaxtrain.tasks import Batch, Task, task_sums
+from jaxtrain.tasks import Batch, Task, divisor, task_sums
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchSource, batch_shardings, id_limits
-from jaxtrain.train.checks import check_batch, check_ids, check_parts
+from jaxtrain.train.checks import check_batch, check_ids, check_options, check_parts, random_key
 from jaxtrain.train.context import step_context
 from jaxtrain.train.model_checks import check_axes, check_compute_dtype, check_trainable
 from jaxtrain.train.offload import to_host
@@ -121,7 +121,7 @@ class TrainStep:
         Raises:
             ConfigError: another structure, shape or dtype; names the first path that differs.
         """
-        key = jax.random.key(seed) if isinstance(seed, int) else seed
+        key = random_key(seed, self.abstract_state.key)
         state = self._initialize(key, **given_state.accept_parts(self, params, model_state))
         self.initial_state = given_state.remember(state)
         return state
@@ -303,7 +303,7 @@ class TrainStep:
             with jax.named_scope("loss"):
                 loss_sum, weight, metrics = task_sums(self.task, outputs, rows, train=True)
             weight = jax.lax.stop_gradient(weight)
-            return loss_sum / jnp.maximum(weight, 1e-9) * scale, (loss_sum, weight, model_state, metrics)
+            return loss_sum / divisor(weight) * scale, (loss_sum, weight, model_state, metrics)
 
         step_key = jax.random.fold_in(state.key, state.step)
         if self.pipeline is not None:
@@ -338,7 +338,7 @@ def make_train_step(
     clip_norm: float | None = None,
     ema_decay: float | None = None,
     trainable: Callable[[str], bool] | None = None,
-    learning_rate: optax.Schedule | None = None,
+    learning_rate: optax.Schedule | float | None = None,
     loss_scaling: LossScaling | None = None,
     rules: Mapping[str, tuple[str, ...]] | None = None,
     parallelism: Parallelism | None = None,
@@ -379,22 +379,21 @@ def make_train_step(
         >>> state, metrics = step(state, {"inputs": images, "targets": labels})
     """
     check_parts(model, task, optimizer)
-    if accumulation_steps < 1:
-        raise ConfigError(f"accumulation_steps={accumulation_steps}; use 1 or more")
+    check_options(accumulation_steps, clip_norm, ema_decay, trainable)
     mesh = make_mesh() if mesh is None else mesh
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, mesh, parallelism, rules)
     settings = StepSettings(
         policy=get_policy(policy),
         accumulation_steps=accumulation_steps,
-        clip_norm=clip_norm,
+        clip_norm=None if clip_norm == math.inf else clip_norm,
         ema_decay=ema_decay,
         trainable=trainable,
-        learning_rate=learning_rate,
+        learning_rate=learning_rate if learning_rate is None or callable(learning_rate) else lambda _: learning_rate,
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,
     )
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
-    return TrainStep(model, task, optimizer, layout, settings, pipeline, options)
+    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
+    return TrainStep(model, task, optimizer, layout, settings, pipeline, compiled_with)

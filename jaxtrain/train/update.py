@@ -11,7 +11,7 @@ import optax
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision import LossScaling, Policy, cast_floats
 from jaxtrain.sharding import Layout
-from jaxtrain.tasks import Sums
+from jaxtrain.tasks import Sums, divisor
 from jaxtrain.train.offload import update_on_host
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.placement import zero_axes
@@ -68,7 +68,7 @@ def update_state(
         return jax.tree.map(lambda g: g / scale, tree) if scaled else tree
 
     grad_norm = optax.tree.norm(unscaled(gradients.tree, scale))
-    loss = gradients.loss_sum / jnp.maximum(gradients.weight, 1e-9)
+    loss = gradients.loss_sum / divisor(gradients.weight)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     clip = None
     if settings.clip_norm is not None:
@@ -84,7 +84,8 @@ def update_state(
         updates = unscaled(gradients, scale)
         if clip is not None:
             updates = jax.tree.map(lambda g: g * clip, updates)
-        updates, moved = optimizer.update(updates, optimizer_state, trained)
+        # In float32 as everything the optimizer reads: weight decay of bf16 parameters is not rounded before it counts.
+        updates, moved = optimizer.update(updates, optimizer_state, cast_floats(trained, jnp.float32))
         moved = keep(moved, optimizer_state, finite)
         return keep(optax.apply_updates(trained, updates), trained, finite), moved
 
@@ -99,7 +100,7 @@ def update_state(
     if settings.ema_decay is not None:
         decay = average_decay(settings.ema_decay, state.step - state.skipped.total)
         values = (trained, floating_leaves(gradients.model_state))
-        averages = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x.astype(jnp.float32), averages, values)
+        averages = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x.astype(e.dtype), averages, values)
     ema, ema_model_state = keep(averages, (state.ema, state.ema_model_state), finite)
 
     # While a loss scale still falls, a skip is its search and no sign of divergence.
@@ -154,7 +155,4 @@ def average_decay(decay: float, updates: jax.Array) -> jax.Array:
 
 def mean_metrics(sums: Sums) -> Metrics:
     """name -> sum / weight, scalars or vectors; NaN where the weight is 0."""
-    return {
-        name: jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), jnp.nan)
-        for name, (total, weight) in sums.items()
-    }
+    return {name: jnp.where(weight != 0, total / divisor(weight), jnp.nan) for name, (total, weight) in sums.items()}

@@ -1,0 +1,132 @@
+"""Options of a train step: what each means at its ends, and one line for what it cannot be."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.errors import ConfigError
+from jaxtrain.ops.int8 import int8_matmul
+from jaxtrain.optim.muon import newton_schulz
+from jaxtrain.quantized import QuantizedKernel
+
+MODEL = jt.from_functions(lambda key: {"w": jax.random.normal(key, (3, 2))}, lambda params, x: x @ params["w"])
+BATCH = {"inputs": np.ones((4, 3), np.float32), "targets": np.zeros((4, 2), np.float32)}
+
+
+def make(optimizer=None, **options):
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    return jt.make_train_step(MODEL, jt.regression(), optimizer or optax.sgd(0.1), mesh=mesh, **options)
+
+
+def train(step, steps: int = 3):
+    state = step.init(0)
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+    return state, metrics
+
+
+def test_an_infinite_clip_norm_clips_nothing():
+    (clipped, _), (plain, _) = train(make(clip_norm=float("inf"))), train(make())
+    np.testing.assert_array_equal(clipped.params["w"], plain.params["w"])
+
+
+def test_a_learning_rate_to_report_may_be_a_number():
+    assert float(train(make(learning_rate=0.25), 1)[1]["learning_rate"]) == 0.25
+
+
+WRONG = {
+    "clip_norm -1": ({"clip_norm": -1.0}, "clip_norm=-1.0; use a number above 0"),
+    "clip_norm 0": ({"clip_norm": 0}, "clip_norm=0"),
+    "clip_norm nan": ({"clip_norm": float("nan")}, "clip_norm=nan"),
+    "ema_decay 1": ({"ema_decay": 1.0}, "ema_decay=1.0; use a number from 0"),
+    "ema_decay -0.5": ({"ema_decay": -0.5}, "ema_decay=-0.5"),
+    "ema_decay nan": ({"ema_decay": float("nan")}, "ema_decay=nan"),
+    "accumulation_steps 2.0": ({"accumulation_steps": 2.0}, "use a whole number from 1"),
+    "accumulation_steps True": ({"accumulation_steps": True}, "use a whole number from 1"),
+    "trainable a list": ({"trainable": ["w"]}, "trainable=lambda path"),
+    "MultiSteps": ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, "gradient_transformation"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_option_out_of_range_is_one_line(case):
+    options, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        make(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), jnp.int32(3), jax.random.key(3)], ids=repr)
+def test_every_integer_is_a_seed(seed):
+    np.testing.assert_array_equal(make().init(seed).params["w"], make().init(3).params["w"])
+
+
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        (2**32 + 5, "more than 32 bits"),
+        (0.5, "give a whole number"),
+        (True, "give a whole number"),
+        (jax.random.key(0, impl="rbg"), "the step carries"),
+        (jax.random.PRNGKey(0), "give a whole number"),
+    ],
+    ids=["33 bits", "float", "bool", "another kind of key", "a raw key"],
+)
+def test_no_other_seed(seed, message):
+    with pytest.raises(ConfigError, match=message):
+        make().init(seed)
+
+
+def test_replaced_batch_statistics_with_an_average_of_the_old_ones_are_refused():
+    def apply(params, model_state, inputs, *, key, train):
+        return inputs @ params["w"] + model_state["shift"], model_state
+
+    def init(key):
+        return {"w": jnp.ones((3, 2))}, {"shift": jnp.zeros(2)}
+
+    step = jt.make_train_step(
+        jt.Model("shifted", init, apply),
+        jt.regression(),
+        optax.sgd(0.1),
+        mesh=jt.make_mesh(devices=jax.devices()[:1]),
+        ema_decay=0.9,
+    )
+    shift = {"shift": jnp.ones(2)}
+    stale = dataclasses.replace(step.init(0), model_state=shift)
+    with pytest.raises(ConfigError, match="ema_model_state"):
+        jt.Evaluator(step)(stale, [BATCH])
+    with pytest.raises(ConfigError, match="ema_model_state"):
+        step(stale, BATCH)
+    found = jt.Evaluator(step)(step.init(0, model_state=shift), [BATCH])
+    assert found["eval_loss"] == 16.0
+
+
+def test_muon_s_updates_fade_out_with_a_momentum_that_gets_nothing():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+    sizes = [float(jnp.max(jnp.abs(newton_schulz(x * scale, 5)))) for scale in (1.0, 1e-20, 1e-25, 1e-40, 0.0)]
+    assert np.isfinite(sizes).all()
+    assert sizes[0] > 0.1
+    assert max(sizes[1:]) < 1e-5
+
+
+def test_weight_decay_of_bf16_parameters_is_not_rounded_before_it_counts():
+    decays = []
+
+    def update(updates, state, params=None):
+        decays.append(params["w"].dtype)
+        return updates, state
+
+    train(make(optax.GradientTransformation(lambda _: optax.EmptyState(), update), policy="bf16_pure"), 1)
+    assert set(decays) == {jnp.dtype("float32")}
+
+
+def test_int8_products_of_many_inputs_do_not_overflow():
+    inputs = 140_000  # 127 x 127 x 133,144 is the largest that an int32 holds
+    kernel = QuantizedKernel(jnp.full((inputs, 1), 127, jnp.int8), jnp.ones((1, 1), jnp.float32), activations=True)
+    found = float(int8_matmul(jnp.ones((1, inputs), jnp.float32), kernel)[0, 0])
+    np.testing.assert_allclose(found, 127 * inputs, rtol=1e-5)
