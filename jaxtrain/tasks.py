@@ -83,8 +83,12 @@ class Task:
         return isinstance(self.loss, LogitsLoss)
 
 
-# What the step reports by itself.
-_RESERVED = ("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "learning_rate", "loss_scale")
+# What the step, a row of metrics.jsonl and the evaluator report by themselves.
+_RESERVED = (
+    *("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "learning_rate", "loss_scale"),
+    *("step", "tokens", "examples", "tokens_per_second", "examples_per_second", "step_seconds", "data_wait_seconds"),
+    *("model_flops_utilization", "device_memory_bytes", "perplexity"),
+)
 
 
 def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> tuple[jax.Array, jax.Array, Sums]:
@@ -116,7 +120,7 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> tuple[j
         raise ConfigError(f"{wanted}, but its metrics are {_shown(metrics)}; write `{example}`")
     for name, pair in metrics.items():
         if name in _RESERVED:
-            raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which the step reports; rename it")
+            raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which is reported already; rename it")
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(_is_numeric(value) for value in pair):
             raise ConfigError(
                 f"metric {name!r} of task {task.name!r} must be a pair (sum, weight), not {_shown(pair)}; "

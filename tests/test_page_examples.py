@@ -38,6 +38,34 @@ def checkpoints_after(names: Names) -> None:
         np.testing.assert_array_equal(params["kernel"], np.arange(8.0))
 
 
+def going_back_before(folder: Path) -> Names:
+    checkpointer = jt.Checkpointer(folder)
+    state = {"kernel": jax.numpy.arange(8.0)}
+    for step in (10, 20):
+        checkpointer.save(step, state, metadata={})
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    return {"checkpointer": checkpointer, "abstract_state": abstract}
+
+
+def going_back_after(names: Names) -> None:
+    names["checkpointer"].close()
+    assert names["checkpointer"].steps() == [10, 15]
+
+
+def given_parameters_before(folder: Path) -> Names:
+    def apply(params: Any, model_state: Any, inputs: Any, *, key: Any, train: bool) -> Any:
+        return inputs @ params["w"] + model_state["shift"], model_state
+
+    model = jt.Model("shifted", lambda key: ({"w": jax.numpy.zeros((3, 2))}, {"shift": jax.numpy.zeros(2)}), apply)
+    step = jt.make_train_step(model, jt.regression(), optax.sgd(0.1), mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    return {"step": step, "params": {"w": np.ones((3, 2), np.float32)}, "statistics": {"shift": np.ones(2, np.float32)}}
+
+
+def given_parameters_after(names: Names) -> None:
+    np.testing.assert_array_equal(names["state"].params["w"], np.ones((3, 2)))
+    np.testing.assert_array_equal(names["state"].model_state["shift"], np.ones(2))
+
+
 def data_before(folder: Path) -> Names:
     (folder / "books").mkdir()
     (folder / "books" / "one.txt").write_text("It was the best of times, it was the worst of times.\n" * 2000)
@@ -102,6 +130,8 @@ def runs(names: Names) -> None:
 # Page, words of the example: what the page takes as given, and what must have come of it. Others are given nothing.
 EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names], None]]] = {
     ("checkpoints.md", 'prefix="params"'): (checkpoints_before, checkpoints_after),
+    ("checkpoints.md", "step=10"): (going_back_before, going_back_after),
+    ("checkpoints.md", "step.init("): (given_parameters_before, given_parameters_after),
     ("data.md", "prefetch("): (data_before, data_after),
     ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
     ("parallelism.md", "from_stages("): (given_nothing, stages_after),

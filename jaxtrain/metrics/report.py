@@ -87,9 +87,13 @@ def _headline(run: Mapping[str, Any], series: Series) -> str:
         value = final.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return value
-        return float(series[name][1][-1]) if name in series else None
+        # A null at the end was a number that is not finite; an earlier one would not be the last.
+        return float(series[name][1][-1]) if name in series and name not in final else None
 
-    cards = [("final loss", _rounded(last("loss"))), ("eval loss", _rounded(last("eval_loss")))]
+    def shown(name: str) -> str | None:
+        return "not finite" if name in final and final[name] is None else _rounded(last(name))
+
+    cards = [("final loss", shown("loss")), ("eval loss", shown("eval_loss"))]
     perplexity, eval_loss = last("eval_perplexity"), last("eval_loss")
     is_language = _is_language(run)
     if perplexity is None and eval_loss is not None and is_language and eval_loss < 50:

@@ -100,6 +100,7 @@ def cross_entropy_sums(
         ConfigError: a cut was asked for, and batch, sequence or vocabulary do not divide by the mesh.
     """
     z_loss = z_loss or 0.0
+    weights_BL = jax.lax.stop_gradient(weights_BL)
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Apply, Model
@@ -69,6 +69,14 @@ def batch_shardings(
         return NamedSharding(mesh, logical_spec(names, layout))
 
     return jax.tree_util.tree_map_with_path(sharding, dict(batch))
+
+
+def is_placed(batch: Any, mesh: Mesh) -> bool:
+    """Whether every entry of a batch is an array on all devices of the mesh."""
+    return all(
+        isinstance(leaf, jax.Array) and leaf.committed and len(leaf.sharding.device_set) == mesh.size
+        for leaf in jax.tree.leaves(batch)
+    )
 
 
 def id_limits(model: Model, task: Task, apply: Apply, state: TrainState, batch: Mapping[str, Any]) -> dict[str, int]:

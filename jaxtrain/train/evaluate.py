@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.tasks import Sums, task_sums
+from jaxtrain.train.batch import is_placed
 from jaxtrain.train.checks import check_batch
 from jaxtrain.train.given_state import check_batch_not_deleted, check_consistent, check_not_donated
 from jaxtrain.train.pipelined import evaluation_sums
@@ -57,7 +58,7 @@ class Evaluator:
 
         Returns:
             `eval_loss`, the task's metrics as `eval_*` (a float, or a NumPy array for a vector), and `eval_perplexity`
-            for language models. A mean over no weight is NaN.
+            for language models. A mean over no weight is NaN; of no batches there is nothing.
 
         Raises:
             ConfigError: a state that was donated to a step, or whose average is not of its parameters.
@@ -69,7 +70,7 @@ class Evaluator:
         for batch in batches:
             check_batch(batch)
             check_batch_not_deleted(batch)
-            if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
+            if is_placed(batch, self._step.mesh):
                 self._step.batch_shardings(batch)  # one line where rows do not divide, before anything is traced
             else:
                 batch = self._step.place(batch)
@@ -82,7 +83,7 @@ class Evaluator:
                 totals[name] = (before[0] + np.asarray(total, np.float64), before[1] + np.asarray(weight, np.float64))
         means = {f"eval_{name}": _mean(total, weight) for name, (total, weight) in totals.items()}
         if self._step.task.name == "language_modeling" and "eval_loss" in means:
-            means["eval_perplexity"] = math.exp(min(means["eval_loss"], 50.0))
+            means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
         return means
 
     def _num_rows(self, batch: Mapping[str, Any]) -> int | None:

@@ -69,15 +69,15 @@ def train_loop(
     pending: Pending | None = None
     clock = time.perf_counter()
 
-    def settle() -> None:
-        """Wait for the pending step and report it."""
+    def settle(next_wait: float = 0.0) -> None:
+        """Wait for the pending step and report it; `next_wait` seconds since the step before were the next one's."""
         nonlocal pending, clock
         if pending is None:
             return
         done, pending = pending, None
         in_a_row = int(done.metrics["skipped_in_a_row"])
         now = time.perf_counter()
-        hooks.finished(done.number, done.metrics, now - clock, done.waited)
+        hooks.finished(done.number, done.metrics, now - clock - next_wait + done.waited, done.waited)
         clock = now
         if in_a_row >= max_skipped_in_a_row:
             raise DivergedError(
@@ -89,8 +89,10 @@ def train_loop(
     for number in range(first, last + 1):
         hooks.before_step(number)
         batch, waited = next(batches)
+        if pending is None:
+            clock = time.perf_counter()
         state, metrics = step(state, batch)
-        settle()
+        settle(waited)
         pending = Pending(number, metrics, waited)
         stop = hooks.stop_requested(number)
         if stop or number == last or hooks.wants_pause(number):
@@ -98,5 +100,4 @@ def train_loop(
             if stop or number == last:
                 return state, number
             hooks.pause(number, state)
-            clock = time.perf_counter()  # a pause is not part of the next step's time
     return state, first - 1

@@ -377,14 +377,18 @@ class Session:
         from jaxtrain.train.generate import Sampling, generate_text
 
         settings = self.config.evaluation
-        room = self._run.step.model.decoder.max_length - max(len(tokenizer.encode(prompt)), 1)
+        length, limit = max(len(tokenizer.encode(prompt)), 1), self._run.step.model.decoder.max_length
+        room = limit - length
+        if room < 1:
+            self._progress.message(f"no sample: evaluation.sample_prompt has {length} tokens, the model takes {limit}")
+            return None
         with self._progress.phase("sampling"):
             text = generate_text(
                 self._run.step,
                 self._state.evaluation_params,
                 tokenizer,
                 [prompt],
-                new_tokens=max(1, min(settings.sample_tokens, room)),
+                new_tokens=min(settings.sample_tokens, room),
                 sampling=Sampling(settings.sample_temperature),
                 seed=self.config.seed,
             )[0]

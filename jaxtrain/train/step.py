@@ -23,7 +23,7 @@ from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_
 from jaxtrain.sharding import Layout, gather_parameters
 from jaxtrain.tasks import Batch, Task, divisor, task_sums
 from jaxtrain.train import given_state
-from jaxtrain.train.batch import BatchSource, batch_shardings, id_limits
+from jaxtrain.train.batch import BatchSource, batch_shardings, id_limits, is_placed
 from jaxtrain.train.checks import check_batch, check_ids, check_options, check_parts, random_key
 from jaxtrain.train.context import step_context
 from jaxtrain.train.model_checks import check_axes, check_compute_dtype, check_trainable
@@ -213,7 +213,7 @@ class TrainStep:
         """
         state = given_state.accept_state(state, self)
         given_state.check_batch_not_deleted(batch)
-        if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(batch)):
+        if not is_placed(batch, self.mesh):
             batch = self.place(batch)
         if self._compiled is not None:
             given_state.check_batch_shapes(batch, self._batch_spec)

@@ -118,7 +118,8 @@ def update_state(
         ema_model_state=ema_model_state,
     )
     metrics = {
-        "loss": loss,
+        # Of a batch without any weight there is no mean.
+        "loss": jnp.where(gradients.weight != 0, loss, jnp.nan),
         "grad_norm": grad_norm,
         "weight": gradients.weight,
         "skipped_steps": skipped.total,

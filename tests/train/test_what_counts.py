@@ -328,3 +328,22 @@ def test_complex_parameters_keep_their_imaginary_part_in_sums_and_averages():
         np.testing.assert_allclose(state.ema["w"], 0.1 * (0.5 + 0.25j) + 0.9 * found[-1], rtol=1e-5)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
     assert np.abs(found[0].imag - 0.25).max() > 1e-4
+
+
+def test_a_batch_on_one_device_of_many_is_moved():
+    batch = {"inputs": X, "targets": np.ones((4, 1), np.float32)}
+    step = jt.make_train_step(
+        linear(1), jt.regression(), optax.sgd(0.0), mesh=jt.make_mesh(data=2, devices=jax.devices()[:2])
+    )
+    moved = jax.device_put(batch, jax.devices()[0])
+    state, metrics = step(step.init(0), moved)
+    assert float(metrics["loss"]) == jt.Evaluator(step)(state, [moved])["eval_loss"] == 4.0
+
+
+def test_a_batch_without_any_weight_has_no_loss():
+    batch = {"inputs": X, "targets": np.full(4, -100, np.int32)}
+    step = jt.make_train_step(linear(3), jt.classification(), optax.sgd(0.1), mesh=one_device())
+    state, metrics = step(step.init(0), batch)
+    assert np.isnan(float(metrics["loss"]))
+    assert (int(metrics["skipped_steps"]), float(metrics["grad_norm"])) == (0, 0)
+    assert np.isnan(jt.Evaluator(step)(state, [batch])["eval_loss"])

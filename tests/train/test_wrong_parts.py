@@ -109,6 +109,7 @@ WRONG_LOSSES = {
     "a pair": (lambda outputs, batch: (jnp.sum(outputs), 1.0), "returned 2 values"),
     "a vector": (lambda outputs, batch: (outputs[:, 0], 4.0, {}), r"its sum is an array float32\[4\]"),
     "metrics without weights": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"a": jnp.sum(outputs)}), "pair"),
+    "a metric called step": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"step": (1.0, 1.0)}), "rename it"),
     "a metric called loss": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"loss": (1.0, 1.0)}), "rename it"),
 }
 
@@ -165,6 +166,8 @@ class Wide(nnx.Module):
 
 
 WRONG_CALLS = {
+    "language_modeling: an unknown cut": (lambda: jt.language_modeling(logits="vocab"), "use auto, whole"),
+    "language_modeling: a block of 0": (lambda: jt.language_modeling(logits="tokens", block=0), "loss.block=0"),
     "from_nnx: a module": (lambda: jt.from_nnx(Nnx(nnx.Rngs(0))), "not an instance of Nnx"),
     "from_nnx: more arguments": (lambda: jt.from_nnx(Wide), r"lambda rngs: Wide\(\.\.\., rngs=rngs\)"),
     "from_nnx: no module": (lambda: jt.from_nnx(lambda rngs: {"w": 1}), "returns an nnx.Module, not dict"),
