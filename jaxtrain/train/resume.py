@@ -57,8 +57,11 @@ def set_aside(run_dir: Path) -> Path | None:
     old = [run_dir / name for name in (*names, "profile") if (run_dir / name).exists()]
     if not old:
         return None
-    folder = run_dir / "previous" / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
+    # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
+    folder = run_dir / "previous" / name
+    folder.mkdir(parents=True, exist_ok=False)
     for path in old:
         path.rename(folder / path.name)
     return folder
