@@ -124,11 +124,8 @@ class Checkpointer:
             CheckpointError: this save or the one before failed, or an argument is of a wrong type; what is already
                 saved stays.
         """
-        step, metadata, eval_loss = (
-            checks.checked_step(step),
-            checks.checked_metadata(metadata),
-            checks.checked_loss(eval_loss),
-        )
+        step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
+        eval_loss = checks.checked_loss(eval_loss)
         if self._read_only:
             raise CheckpointError(f"checkpoints in {self.directory} were opened for reading only")
         self.wait()
@@ -168,6 +165,13 @@ class Checkpointer:
             raise self._failed(path, error) from None
         self._saving = path
         return True
+
+    def add_eval_loss(self, step: int, eval_loss: float) -> None:
+        """Record the eval_loss, for keep_best, of a step that was saved before it was evaluated."""
+        self.wait()
+        if arrays.is_process_0():
+            directory.write_eval_loss(self.directory, step, float(eval_loss))
+            self._losses[step] = float(eval_loss)
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state straight into the shardings of the target, on any mesh and any number of processes.

@@ -1,5 +1,6 @@
 """Where a run starts: from nothing, or from the newest checkpoint of its directory."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -65,6 +66,15 @@ def set_aside(run_dir: Path) -> Path | None:
     for path in old:
         path.rename(folder / path.name)
     return folder
+
+
+def finished_row(run_dir: Path) -> dict[str, Any]:
+    """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
+    path = run_dir / "run.json"
+    final = json.loads(path.read_text(encoding="utf-8")).get("final") if path.exists() else None
+    return {
+        name: value for name, value in (final or {}).items() if name != "wall_seconds" and not name.startswith("eval_")
+    }
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
