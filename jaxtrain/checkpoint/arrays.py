@@ -72,17 +72,25 @@ def key_implementations(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Orbax can store: no typed keys, no empty arrays (it refuses them), no Python numbers."""
+    """Return what Orbax can store: no typed keys, no empty arrays (it refuses them), no Python numbers.
+
+    Numbers get the byte order of this machine: Orbax writes the others and cannot read them back.
+    """
     import jax
     import numpy
 
     stored = {}
     for name, leaf in leaves.items():
         array = jax.random.key_data(leaf) if is_key(leaf) else leaf
-        array = array if isinstance(array, jax.Array) else numpy.asarray(array)
+        array = array if isinstance(array, jax.Array) else _native(numpy.asarray(array))
         if array.size:
             stored[name] = array
     return stored
+
+
+def _native(array: Any) -> Any:
+    """Return a NumPy array in this machine's byte order."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def digests(stored: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -102,7 +110,7 @@ def on_one_device(entry: tuple[tuple[int, ...], str], info: CheckpointInfo, name
         kind: Any = jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     else:
         kind = jnp.dtype(dtype)
-        if kind.itemsize == 8 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        if jax.dtypes.canonicalize_dtype(kind) != kind:  # jax would read it with half the bits
             import numpy
 
             return numpy.empty(shape, kind)
@@ -150,7 +158,7 @@ def _specification(leaf: Any, info: CheckpointInfo, name: str) -> Any:
     import numpy
 
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return numpy.asarray(leaf)
+        return _native(numpy.asarray(leaf))
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if not is_key(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

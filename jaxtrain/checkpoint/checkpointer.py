@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint import arrays, directory, going_back, storage, tree
+from jaxtrain.checkpoint import arrays, checks, directory, going_back, storage, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.donation import first_deleted
 from jaxtrain.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ class Checkpointer:
         report: receives one line when a damaged step is passed over, or steps are abandoned.
 
     Raises:
-        ConfigError: the directory is a file.
+        ConfigError: the directory is a file, or `keep_last` or `keep_every` is below 1 or no whole number.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class Checkpointer:
         self.directory = local_path(directory, what="checkpoint directory").absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
-        if keep_last < 1:
-            raise ConfigError(f"keep_last is {keep_last}: at least the newest checkpoint must stay (keep_last >= 1)")
-        self._keep = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+        counts = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
+        self._keep: dict[str, Any] = {**counts, "keep_best": keep_best}
         self._read_only = read_only
         self._report = report
         self._storage: storage.Storage | None = None
@@ -113,7 +112,7 @@ class Checkpointer:
         number of a saved step with other arrays goes back: the earlier step is moved aside as abandoned.
 
         Args:
-            step: number of the step; its directory has this name.
+            step: number of the step, 0 or more, as any integer scalar; its directory has this name.
             state: any pytree of arrays and numbers, in any sharding.
             metadata: JSON stored with the step, atomically.
             eval_loss: used by keep_best.
@@ -122,8 +121,11 @@ class Checkpointer:
             False if that step is saved already with the same arrays, and nothing was done.
 
         Raises:
-            CheckpointError: this save or the one before failed; what is already saved stays.
+            CheckpointError: this save or the one before failed, or an argument is of a wrong type; what is already
+                saved stays.
         """
+        step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
+        eval_loss = checks.checked_loss(eval_loss)
         if self._read_only:
             raise CheckpointError(f"checkpoints in {self.directory} were opened for reading only")
         self.wait()
@@ -141,8 +143,8 @@ class Checkpointer:
             "step": step,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": arrays.versions(),
-            "metadata": dict(metadata),
-            "eval_loss": None if eval_loss is None else float(eval_loss),
+            "metadata": metadata,
+            "eval_loss": eval_loss,
             "leaves": {name: [list(shape), dtype] for name, (shape, dtype) in leaves.items()},
             "key_implementations": arrays.key_implementations(flat),
         }
@@ -163,6 +165,13 @@ class Checkpointer:
             raise self._failed(path, error) from None
         self._saving = path
         return True
+
+    def add_eval_loss(self, step: int, eval_loss: float) -> None:
+        """Record the eval_loss, for keep_best, of a step that was saved before it was evaluated."""
+        self.wait()
+        if arrays.is_process_0():
+            directory.write_eval_loss(self.directory, step, float(eval_loss))
+            self._losses[step] = float(eval_loss)
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state straight into the shardings of the target, on any mesh and any number of processes.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError
+from jaxtrain.metrics.files import write_text_atomic
 
 FORMAT_VERSION = 1
 RECORD_ITEM = "jaxtrain"
@@ -126,6 +127,20 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
         versions=content["versions"],
         saved_at=content["saved_at"],
     )
+
+
+def write_eval_loss(directory: Path, step: int, eval_loss: float) -> None:
+    """Put the eval_loss of a saved step into its record, which is replaced as a whole.
+
+    Raises:
+        CheckpointError: the record is damaged or cannot be written.
+    """
+    path = read_info(directory, step).path / RECORD_ITEM / "metadata"
+    try:
+        content = json.loads(path.read_bytes())["content"]
+        write_text_atomic(path, json.dumps(seal({**content, "eval_loss": eval_loss})))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
 
 def steps_to_keep(

@@ -68,7 +68,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype name of one leaf.
+    """Return shape and dtype name of one leaf, without its byte order.
 
     Raises:
         CheckpointError: the leaf is no number and no array.
@@ -76,7 +76,8 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     import numpy
 
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return tuple(leaf.shape), str(leaf.dtype)
+        foreign = isinstance(leaf.dtype, numpy.dtype) and not leaf.dtype.isnative
+        return tuple(leaf.shape), str(leaf.dtype.newbyteorder("=") if foreign else leaf.dtype)
     array = numpy.asarray(leaf)
     if array.dtype.kind not in "biufc":
         raise CheckpointError(f"{path} of the state is a {type(leaf).__name__}: only arrays and numbers can be saved")

@@ -28,7 +28,8 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         The same tree with a `QuantizedKernel` for each kernel of `model.linears`; the rest is shared.
 
     Raises:
-        ConfigError: an unknown format, or a model without linear layers.
+        ConfigError: an unknown format, a model without linear layers, or parameters that are quantized already or of
+            another model.
 
     Example:
         >>> small = quantize(state.params, step.model)
@@ -40,6 +41,14 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         raise ConfigError(
             f"{format} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
         )
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    leaves = {path_name(path): leaf for path, leaf in flat}
+    for name in model.linears:
+        if name not in leaves:
+            raise ConfigError(f"no {name} in the parameters: they are not of the model {model.name}; give state.params")
+        if isinstance(leaves[name], QuantizedKernel):
+            raise ConfigError(f"{name} is quantized already: give the floating parameters to get {format}")
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         dims = model.linears.get(path_name(path))

@@ -3,8 +3,11 @@
 Shapes: B prompts, P longest prompt, T new tokens, V vocabulary.
 """
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -20,6 +23,8 @@ from jaxtrain.train.step import TrainStep
 
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
 _SHORTEST_PROMPT = 16
+# Devices flush smaller float32 numbers to zero, and a division by zero has no largest logit.
+_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -37,30 +42,44 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; use 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}; use 1 or more")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}; use 0 (greedy) or a finite number above it")
+        if self.top_k is not None and (not _is_number(self.top_k, Integral) or self.top_k < 1):
+            raise ConfigError(f"top_k is {self.top_k}; use a whole number of 1 or more")
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ConfigError(f"top_p is {self.top_p}; use a number above 0, up to 1")
 
 
+def _is_number(value: Any, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def choose(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """The next token of each row: int32 [B]."""
-    if sampling.temperature == 0:
+    """The next token of each row: int32 [B].
+
+    Of equal logits the one of the lower token ranks first, for `top_k` and `top_p` as for greedy choice.
+    """
+    if sampling.temperature < _SMALLEST_TEMPERATURE:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / sampling.temperature
+    # The largest becomes 0 before the division: a small temperature can then reach -inf, which is probability 0.
+    logits_BV = logits_BV.astype(jnp.float32)
+    logits_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_k is not None:
-        k = min(sampling.top_k, logits_BV.shape[-1])
-        smallest = jax.lax.top_k(logits_BV, k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < smallest, -jnp.inf, logits_BV)
+        tokens_BK = jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[1]
+        logits_BV = _only(logits_BV, tokens_BK, jnp.ones(tokens_BK.shape, bool))
     if sampling.top_p is not None:
-        ordered = jnp.sort(logits_BV, axis=-1)[:, ::-1]
-        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
-        # The first token always stays: nothing stands before it.
-        smallest = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits_BV = jnp.where(logits_BV < smallest, -jnp.inf, logits_BV)
+        tokens_BV = jnp.argsort(logits_BV, axis=-1, stable=True, descending=True)
+        ordered_BV = jax.nn.softmax(jnp.take_along_axis(logits_BV, tokens_BV, axis=-1), axis=-1)
+        before_BV = jnp.cumsum(ordered_BV, axis=-1) - ordered_BV
+        # The first token always stays: nothing stands before it, and a tiny top_p is 0 on the device.
+        logits_BV = _only(logits_BV, tokens_BV, (before_BV < sampling.top_p).at[:, 0].set(True))
     return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+def _only(logits_BV: jax.Array, tokens_BK: jax.Array, stays_BK: jax.Array) -> jax.Array:
+    """The logits with -inf for every token that is not listed as one that stays."""
+    stays_BV = jnp.put_along_axis(jnp.zeros(logits_BV.shape, bool), tokens_BK, stays_BK, axis=-1, inplace=False)
+    return jnp.where(stays_BV, logits_BV, -jnp.inf)
 
 
 def make_generator(
@@ -79,11 +98,12 @@ def make_generator(
         mesh: where the parameters lie; the tokens come out whole on every device of it, and so in every process.
 
     Raises:
-        ConfigError: the model cannot generate.
+        ConfigError: the model cannot generate, or `new_tokens` is below 1.
     """
     decoder = model.decoder
     if decoder is None:
         raise ConfigError(f"model {model.name} does not generate text")
+    new_tokens = _checked_new_tokens(new_tokens)
     dtypes = get_policy(policy)
 
     def generate(params: Any, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
@@ -126,7 +146,7 @@ def generate_text(
         step: gives model, precision and layout.
         params: as in the state, on any mesh.
         tokenizer: the run's.
-        prompts: one or more texts; all are continued in one batch.
+        prompts: a list of texts; all are continued in one batch.
         new_tokens: tokens to add to each, at most.
         sampling: how tokens are chosen.
         seed: of the random choices.
@@ -135,12 +155,17 @@ def generate_text(
         Prompt and continuation, cut at the end-of-text token, for each prompt.
 
     Raises:
-        ConfigError: the model cannot generate, the parameters were donated to a step, or prompt and continuation
-            exceed its positions.
+        ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
+            `new_tokens` is below 1, or prompt and continuation exceed its positions.
     """
     if step.model.decoder is None:
         raise ConfigError(f"model {step.model.name} does not generate text")
+    if isinstance(prompts, str | bytes):
+        raise ConfigError(f"prompts is one text, {prompts[:20]!r}; use a list of texts: [{prompts[:20]!r}]")
+    new_tokens = _checked_new_tokens(new_tokens)
     check_not_donated(params)
+    if not len(prompts):
+        return []
     encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
     start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
     given = [ids.tolist() for ids in encoded]
@@ -168,6 +193,12 @@ def generate_text(
         stop = np.flatnonzero(new == tokenizer.end_of_text)
         texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
     return texts
+
+
+def _checked_new_tokens(new_tokens: int) -> int:
+    if not _is_number(new_tokens, Integral) or new_tokens < 1:
+        raise ConfigError(f"new_tokens is {new_tokens}; use a whole number of 1 or more")
+    return operator.index(new_tokens)
 
 
 def _padded_length(longest: int, room: int) -> int:

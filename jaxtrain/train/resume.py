@@ -1,5 +1,6 @@
 """Where a run starts: from nothing, or from the newest checkpoint of its directory."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -57,11 +58,23 @@ def set_aside(run_dir: Path) -> Path | None:
     old = [run_dir / name for name in (*names, "profile") if (run_dir / name).exists()]
     if not old:
         return None
-    folder = run_dir / "previous" / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
+    # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
+    folder = run_dir / "previous" / name
+    folder.mkdir(parents=True, exist_ok=False)
     for path in old:
         path.rename(folder / path.name)
     return folder
+
+
+def finished_row(run_dir: Path) -> dict[str, Any]:
+    """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
+    path = run_dir / "run.json"
+    final = json.loads(path.read_text(encoding="utf-8")).get("final") if path.exists() else None
+    return {
+        name: value for name, value in (final or {}).items() if name != "wall_seconds" and not name.startswith("eval_")
+    }
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """One run in its directory: what is prepared, what is written when, and how it ends."""
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -9,30 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxtrain import collector, distributed
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.compiler_options import option_notes
+from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.degrees import config_degrees
 from jaxtrain.errors import CheckpointError, PreemptedError
-from jaxtrain.mesh import make_mesh, mesh_notes
-from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.mesh import make_mesh
 from jaxtrain.metrics.peaks import peak_flops
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import MultiWriter, flat_scalars, open_writers
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data, reading_threads, step_flops
+from jaxtrain.train.banner import banner_lines
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.interrupt import Interrupt
 from jaxtrain.train.loop import Hooks, train_loop
-from jaxtrain.train.loss_notes import loss_notes
 from jaxtrain.train.own_parts import own_parts
-from jaxtrain.train.parallelism import pipeline_notes
-from jaxtrain.train.resume import changes_since, choose_start, set_aside, state_changes
+from jaxtrain.train.resume import changes_since, choose_start, finished_row, set_aside, state_changes
 from jaxtrain.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -91,7 +87,7 @@ class Session:
             notes += length_notes(config)
         if start is not None:
             notes += self._check_resumed(start, may_change=resume is not None)
-        self._banner(run, notes)
+        progress.banner(banner_lines(self.loaded, run, self.run_dir, notes, own_model=self._own_model))
         with ThreadPoolExecutor(1) as pool:
             # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
             created = pool.submit(run.step.init, config.seed) if start is None else None
@@ -125,35 +121,6 @@ class Session:
         same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
         return [f"resuming step {start} from {self.run_dir / 'checkpoints'}: {same}"]
 
-    def _banner(self, run: Run, notes: list[str]) -> None:
-        config, mesh = self.config, run.step.mesh
-        units = run.data.units_per_row * config.train.global_batch_size
-        places = zip(jax.tree.leaves(run.step.abstract_state), jax.tree.leaves(run.step.state_on_host), strict=True)
-        state, on_host = 0, 0
-        for leaf, is_there in places:
-            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-                state, on_host = (state, on_host + size) if is_there else (state + size, on_host)
-        degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-        accumulation = config.train.accumulation_steps
-        lines = [
-            f"{run.name}: {run.step.model.name}, {format_count(run.num_parameters)} parameters, "
-            f"{config.train.steps:,} steps of {units:,} {run.data.unit}"
-            + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
-            *(f"data: {line}" for line in run.data.description),
-            f"devices: {distributed.describe_devices()} ({degrees}), {config.precision.policy}, "
-            f"state {format_bytes(state)} a device" + (f", {format_bytes(on_host)} on the host" if on_host else ""),
-            f"compiled programs: {distributed.cache_folder(config.compilation_cache) or 'not kept'}",
-            f"run directory: {self.run_dir}",
-            *mesh_notes(mesh),
-            *pipeline_notes(run.step.pipeline),
-            *([] if self._own_model else loss_notes(run)),
-            *option_notes(run.step.compiler_options, asked=config.compiler_options),
-            *notes,
-        ]
-        unused = distributed.unused_accelerator(jax.devices()[0].platform)
-        self._progress.banner([*lines, *([unused] if unused else [])])
-
     def _compile(self, run: Run) -> None:
         with self._progress.phase("tracing") as phase:
             lowered = run.step.lower(run.batches.spec())
@@ -186,6 +153,8 @@ class Session:
             flops_per_step=None if self._own_model else step_flops(run),
             peak_flops=None if peak is None else peak * run.step.mesh.size,
         )
+        if self._start >= config.train.steps:
+            self._row = finished_row(self.run_dir)  # no step will give one; read before run.json is begun again
         if not self._main:
             return
         self._writers = open_writers(self.run_dir, config.logging, run_name=self.loaded.name, resumed_step=self._start)
@@ -221,6 +190,7 @@ class Session:
         from jaxtrain.train.trainer import Result
 
         config, run, steps = self.config, self._run, self.config.train.steps
+        self._make_up_evaluation()
         depth = queue_depth(run.batches.spec()) if config.train.prefetch == "auto" else config.train.prefetch
         batches = prefetch(run.step.loader(run.batches), self._start, steps, depth=depth)
         hooks = Hooks(self._before_step, self._finished, self._wants_pause, self._pause, self._interrupt.requested)
@@ -249,6 +219,19 @@ class Session:
             )
         self._finish(done)
         return Result(self.run_dir, self._state, {**self._row, **self._evaluation}, done)
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluate the state that the run goes on from, where that was due and the run stopped before it."""
+        checkpointer, start = self._checkpointer, self._start
+        assert checkpointer is not None
+        if not 0 < start < self.config.train.steps or not self._is_due(start, self.config.evaluation.every):
+            return
+        # Not when the run stops: a signal leaves little time, and the save comes first.
+        if from_process_0(lambda: checkpointer.info(start).eval_loss is None):
+            self._evaluate(start, self._state)
+            loss = self._evaluation.get("eval_loss")
+            if loss is not None:
+                checkpointer.add_eval_loss(start, loss)
 
     def _finish(self, done: int) -> None:
         self._evaluate(done, self._state)

@@ -7,6 +7,7 @@ import signal
 import stat
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer
@@ -47,9 +48,35 @@ def test_a_saved_step_is_not_saved_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
-def test_keep_last_zero_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="keep_last"):
-        Checkpointer(tmp_path, keep_last=0)
+@pytest.mark.parametrize(
+    "wrong", [{"keep_last": 0}, {"keep_last": 1.5}, {"keep_last": True}, {"keep_every": 0}, {"keep_every": -3}], ids=str
+)
+def test_a_policy_that_means_nothing_is_refused(tmp_path, wrong):
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is [^\n]*$"):
+        Checkpointer(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step": step} for step in (-1, 1.0, True, "7", None, np.float32(3))]
+    + [{"metadata": value} for value in (None, [1, 2])]
+    + [{"eval_loss": value} for value in ("x", "1.5", np.ones(2))],
+    ids=str,
+)
+def test_arguments_that_cannot_be_saved(tmp_path, wrong):
+    given = {"step": 1, "metadata": {}, "eval_loss": None, **wrong}
+    with Checkpointer(tmp_path / "c") as checkpointer, pytest.raises(CheckpointError, match=r"^[^\n]*$"):
+        checkpointer.save(given.pop("step"), {"x": jnp.ones(4)}, **given)
+    assert not (tmp_path / "c").exists()
+
+
+def test_steps_of_numpy_and_jax(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (np.int64(7), jnp.int32(8)):
+            assert checkpointer.save(step, {"x": jnp.ones(4)}, metadata={}, eval_loss=jnp.float32(2))
+        checkpointer.wait()
+        assert checkpointer.steps() == [7, 8]
+        assert checkpointer.info(8).eval_loss == 2
 
 
 def test_directories_are_private(tmp_path):

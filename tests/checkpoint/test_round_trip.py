@@ -94,6 +94,26 @@ def test_numbers_and_numpy_arrays_stay_on_the_host(tmp_path):
     assert (restored["table"] == state["table"]).all()
 
 
+WIDE = {
+    "complex128": np.arange(3) * (1 + 2j),
+    "a python complex": 2.5 - 1j,
+    "complex64": np.arange(3).astype(np.complex64) * 1j,
+    "big-endian float32": np.arange(3, dtype=">f4"),
+    "big-endian int64": np.arange(3, dtype=">i8"),
+}
+
+
+@pytest.mark.parametrize("leaf", WIDE.values(), ids=WIDE)
+def test_wide_numbers_and_other_byte_orders(tmp_path, leaf):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": leaf}, metadata={})
+        checkpointer.verify(1)
+        restored = checkpointer.restore({"a": leaf})["a"]
+        assert not checkpointer.save(1, {"a": leaf}, metadata={})
+    assert type(restored) is type(leaf)
+    np.testing.assert_array_equal(restored, leaf)
+
+
 def test_a_target_without_sharding_goes_to_the_first_device(tmp_path):
     state = make_state(mesh=mesh_of(8))
     with Checkpointer(tmp_path) as checkpointer:

@@ -1,7 +1,10 @@
 """Resume: 100 = 50 + restart + 50, bit for bit; on another mesh, within rounding; refused where it would be wrong."""
 
 import dataclasses
+import os
 import shutil
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ from training_runs import TINY, losses, rows, run_process, saved_arrays, write_c
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.tree import describe, difference, flatten
+from jaxtrain.errors import PreemptedError
+from jaxtrain.metrics.progress import Progress
 from jaxtrain.train.assemble import build_step
-from jaxtrain.train.resume import config_changes, state_changes
+from jaxtrain.train.resume import config_changes, set_aside, state_changes
 
 
 def train(
@@ -122,6 +127,17 @@ def test_never_starts_anew_and_keeps_what_was_there(tmp_path: Path) -> None:
     assert (kept[0] / "checkpoints" / "3").is_dir()
 
 
+def test_two_runs_set_aside_within_a_second_both_stay(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        (tmp_path / "run.json").write_text(content)
+        (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+        folder = set_aside(tmp_path)
+        assert folder is not None
+        assert (folder / "run.json").read_text() == content
+    kept = sorted((tmp_path / "previous").iterdir())
+    assert [(path / "run.json").read_text() for path in kept] == ["first", "second"]
+
+
 def test_a_mistake_that_compiling_shows_leaves_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, train__steps=2)
 
@@ -133,6 +149,48 @@ def test_a_mistake_that_compiling_shows_leaves_the_earlier_run(tmp_path: Path, m
         train(tmp_path, train__steps=2, resume="never")
     assert not (tmp_path / "previous").exists()
     assert list(losses(tmp_path)) == [1, 2]
+
+
+def test_a_finished_run_returns_its_training_metrics_again(tmp_path: Path) -> None:
+    first, second = (train(tmp_path, train__steps=2).metrics for _ in range(2))
+    assert second["loss"] == first["loss"]
+    assert set(second) == set(first)
+
+
+class StopAt(Progress):
+    """Sends SIGTERM to this process where a step is shown."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
+        super().update(step, values)
+        if step == self._number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_where_an_evaluation_is_due_loses_none(tmp_path: Path) -> None:
+    def run(name: str, progress: Progress | None = None) -> None:
+        changes = {
+            "train.steps": 6,
+            "evaluation.every": 2,
+            "checkpoint": dict(every=2, keep_last=9, keep_best=True),
+        }
+        jt.run_config(TINY, run_dir=tmp_path / name, overrides=changes, progress=progress)
+
+    run("whole")
+    with pytest.raises(PreemptedError, match="after step 4"):
+        run("cut", StopAt(3))  # step 4 is under way when step 3 is shown
+    run("cut")
+    evaluated, saved = [], []
+    for name in ("whole", "cut"):
+        evaluated.append([(row["step"], row["eval_loss"]) for row in rows(tmp_path / name) if "eval_loss" in row])
+        with Checkpointer(tmp_path / name / "checkpoints", read_only=True) as checkpointer:
+            saved.append({step: checkpointer.verify(step).eval_loss for step in checkpointer.steps()})
+    assert evaluated[0] == evaluated[1]
+    assert [step for step, _ in evaluated[0]] == [2, 4, 6]
+    assert saved[0] == saved[1] == dict(evaluated[0])
 
 
 def test_must_without_a_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What a caller gives to a Checkpointer, checked before anything is waited for or written."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.errors import CheckpointError, ConfigError
+
+
+def checked_step(step: Any) -> int:
+    """Return a step number as an int; NumPy and jax integers are taken too.
+
+    Raises:
+        CheckpointError: it is negative or no whole number.
+    """
+    found = _whole(step)
+    if found is None or found < 0:
+        raise CheckpointError(f"cannot save step {step!r}: use a whole number of 0 or more, as int(state.step)")
+    return found
+
+
+def checked_metadata(metadata: Any) -> dict[str, Any]:
+    """Return the metadata as a dict.
+
+    Raises:
+        CheckpointError: it is no mapping.
+    """
+    if not isinstance(metadata, Mapping):
+        raise CheckpointError(f"metadata of a checkpoint is a {type(metadata).__name__}: use a dict, {{}} for nothing")
+    return dict(metadata)
+
+
+def checked_loss(eval_loss: Any) -> float | None:
+    """Return the loss as a float, or None where there is none.
+
+    Raises:
+        CheckpointError: it is no number.
+    """
+    if eval_loss is None:
+        return None
+    try:
+        if isinstance(eval_loss, str | bytes):
+            raise TypeError
+        return float(eval_loss)
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"eval_loss of a checkpoint is a {type(eval_loss).__name__}: use a number, or None where there is none"
+        ) from None
+
+
+def checked_counts(*, keep_last: Any, keep_every: Any) -> dict[str, int | None]:
+    """Return what says how many steps stay.
+
+    Raises:
+        ConfigError: one of them is below 1 or no whole number.
+    """
+    last, every = _whole(keep_last), None if keep_every is None else _whole(keep_every)
+    if last is None or last < 1:
+        raise ConfigError(
+            f"keep_last is {keep_last!r}: at least the newest checkpoint must stay (a whole number, keep_last >= 1)"
+        )
+    if keep_every is not None and (every is None or every < 1):
+        raise ConfigError(f"keep_every is {keep_every!r}: use a whole number of 1 or more, or None for no such rule")
+    return {"keep_last": last, "keep_every": every}
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
