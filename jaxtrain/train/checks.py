@@ -50,7 +50,7 @@ def check_options(accumulation_steps: Any, clip_norm: Any, ema_decay: Any, train
         )
 
 
-def random_key(seed: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+def random_key(seed: Any, like: Any) -> jax.Array:
     """The typed key of a seed.
 
     Args:
