@@ -29,8 +29,7 @@ def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = No
         works = "language_modeling" if tokens else "classification or regression"
         gives = "tokens" if tokens else "examples"
         raise ConfigError(f"task={config.task}, but {source} gives {gives}; set task={works}")
-    given = unit is not None or own_task  # data or task from Python
-    if config.data.kind == "table" and config.data.task not in (None, config.task) and not given:
+    if config.data.kind == "table" and config.data.task not in (None, config.task) and not own_task:
         raise ConfigError(
             f"task={config.task}, but data.task={config.data.task}; set both to {config.data.task}, or leave data.task "
             "out"
