@@ -127,8 +127,9 @@ def from_nnx(
         make: rngs -> module; called once abstractly here and once inside the sharded init.
         axes: parameter path -> logical axes (see `Model.axes`); None: those of the parameters' partitioning metadata
             (`nnx.with_partitioning`), and the default sharding for parameters without.
-        call: (module, inputs, key, train) -> outputs; None: `module(inputs)` after `module.train()` or `.eval()`,
-            with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is that of all shards.
+        call: (module, inputs, key, train) -> outputs; None: `module(inputs)`. Either is called after `module.train()`
+            or `module.eval()`, with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is
+            that of all shards.
         name: for people; None: the class name.
         gathers_itself: see `Model.gathers_itself`.
 
@@ -161,10 +162,10 @@ def from_nnx(
         own_key = shard_key(key) if key is not None and isinstance(call, DrawsByRow) else key
         streams = _reseed(rng_template, own_key)
         module = nnx.merge(graph, from_dict(param_template, params), streams, from_dict(state_template, model_state))
+        module.train() if train else module.eval()
         if call is not None:
             outputs = call(module, inputs, key, train)
         else:
-            module.train() if train else module.eval()
             outputs = module(inputs)  # type: ignore[operator]  # a user's module is callable
         after = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
         # Variables that a call adds (what it sows) are dropped: the structure of the state never changes.
