@@ -34,7 +34,8 @@ def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
         node: Any = nested
         for part in path:
             node = node[str(part)]
-        flat.append((path, variable.replace(node)))
+        # An array that is a plain attribute has no variable around it.
+        flat.append((path, variable.replace(node) if isinstance(variable, nnx.Variable) else node))
     return nnx.from_flat_state(flat)
 
 
@@ -66,13 +67,47 @@ def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
 
 
 def building(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
-    """`make` on names of axes that are no mesh axes: Flax would look for each in a mesh as it makes the variable."""
+    """`make`, with names of axes that are no mesh axes and with plain arrays as attributes.
+
+    Flax would look for each name in a mesh as it makes the variable.
+    """
 
     def made(rngs: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            return make(rngs)
+            module = make(rngs)
+        if isinstance(module, nnx.Module):
+            _mark_arrays(module)
+        return module
 
     return made
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    """Make data of the arrays that are plain attributes.
+
+    Flax does so itself outside a trace; inside one it takes them for static, and they would outlive their trace.
+
+    Raises:
+        ConfigError: an array in a container that Flax takes for static.
+    """
+    for path, node in list(nnx.iter_graph(module)):
+        if not isinstance(node, nnx.Pytree):
+            continue
+        for name, value in list(vars(node).items()):
+            if isinstance(value, jax.core.Tracer):
+                setattr(node, name, nnx.data(value))
+            elif isinstance(value, tuple | list | dict) and any(
+                isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value, is_leaf=_is_node)
+            ):
+                where = "/".join(map(str, (*path, name)))
+                raise ConfigError(
+                    f"{where} of the module is a {type(value).__name__} that holds an array; wrap the array in "
+                    "nnx.Variable (or nnx.Param), and the container in nnx.List or nnx.Dict"
+                )
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Variable | nnx.Pytree)
 
 
 def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
@@ -134,10 +169,12 @@ def from_nnx(
         gathers_itself: see `Model.gathers_itself`.
 
     Returns:
-        The record; `nnx.Param`s are its params, every other variable but random streams its model_state.
+        The record; `nnx.Param`s are its params, every other variable but random streams its model_state, and so are
+        arrays that are plain attributes.
 
     Raises:
-        ConfigError: `make` is a module, takes more than the random streams, or returns no module.
+        ConfigError: `make` is a module, takes more than the random streams, or returns no module; or the module holds
+            an array in a plain container.
 
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))

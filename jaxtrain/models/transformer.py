@@ -227,7 +227,9 @@ def _inputs(inputs: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
                 f"{', '.join(_INPUTS)}{advice}"
             )
         if value is not None and not jnp.issubdtype(value.dtype, jnp.integer):
-            raise ConfigError(f"{name} of the transformer are integers, but the inputs hold {value.dtype}; cast to int32")
+            raise ConfigError(
+                f"{name} of the transformer are integers, but the inputs hold {value.dtype}; cast to int32"
+            )
     if "tokens" not in inputs:
         raise ConfigError(f"inputs of the transformer have no entry 'tokens'; there are {', '.join(inputs) or 'none'}")
     tokens_BL = inputs["tokens"]
