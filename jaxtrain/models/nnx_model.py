@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.layers import Linear
@@ -94,10 +95,10 @@ def _mark_arrays(module: nnx.Module) -> None:
         if not isinstance(node, nnx.Pytree):
             continue
         for name, value in list(vars(node).items()):
-            if isinstance(value, jax.core.Tracer):
+            if isinstance(value, Tracer):
                 setattr(node, name, nnx.data(value))
             elif isinstance(value, tuple | list | dict) and any(
-                isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value, is_leaf=_is_node)
+                isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value, is_leaf=_is_node)
             ):
                 where = "/".join(map(str, (*path, name)))
                 raise ConfigError(
