@@ -182,6 +182,12 @@ class TransformerConfig(Group):
             )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        width = self.head_dim or self.embed_dim // self.num_heads
+        if self.position == "rotary" and width % 2:
+            raise ValueError(
+                f"head_dim {width} is odd, but rotary positions rotate pairs of dims; set head_dim to an even number, "
+                "or position: learned"
+            )
         return self
 
     @model_validator(mode="after")

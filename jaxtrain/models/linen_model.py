@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import linen
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import ConfigError
@@ -30,6 +31,11 @@ def _changes_in_training(module: linen.Module) -> bool:
     return isinstance(module, linen.BatchNorm) or (isinstance(module, linen.Dropout) and module.rate > 0)
 
 
+def _shape(value: Any) -> Any:
+    """Structure of a variable's value, with the shapes and dtypes in it; a sown value is a tuple."""
+    return jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), value), jax.tree.structure(value)
+
+
 def from_linen(
     module: linen.Module,
     example_inputs: Any,
@@ -50,7 +56,8 @@ def from_linen(
         name: for people; None: the class name.
 
     Returns:
-        The record; collection "params" is its params, every other collection its model_state.
+        The record; collection "params" is its params, every other collection its model_state, but for what each call
+        adds to (`self.sow`): that is dropped.
 
     Raises:
         ConfigError: no module of Linen, or it holds dropout or batch norm, and nothing tells it whether it is trained.
@@ -81,7 +88,7 @@ def from_linen(
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         # Boxes with partitioning names are taken off: the axes table holds the names.
         variables = linen.meta.unbox(create(key))
-        return variables.pop("params", {}), variables
+        return variables.pop("params", {}), without_sown(variables)
 
     changing: list[str] = []
 
@@ -99,6 +106,21 @@ def from_linen(
             + ("use_running_average=not train" if changing[0] == "BatchNorm" else "deterministic=not train")
         )
 
+    # The structure of the state never changes: what grows with a call, as sown values do, is no state.
+    def after_call(variables: Any) -> Any:
+        inputs = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), example_inputs)
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        mutable = [name for name in variables if name != "params"]
+        return module_for(False).apply(variables, inputs, rngs=rngs, mutable=mutable, **arguments_for(False))[1]
+
+    unboxed = linen.meta.unbox(shapes)
+    before = flatten_dict({name: value for name, value in unboxed.items() if name != "params"})
+    after = flatten_dict(jax.eval_shape(after_call, unboxed)) if before else {}
+    state_paths = {path for path, value in before.items() if _shape(value) == _shape(after.get(path))}
+
+    def without_sown(variables: Mapping[str, Any]) -> ModelState:
+        return unflatten_dict({path: value for path, value in flatten_dict(variables).items() if path in state_paths})
+
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
@@ -109,7 +131,7 @@ def from_linen(
         if not train:
             return module_for(train).apply(variables, inputs, rngs=rngs, **keywords), model_state
         outputs, changed = module_for(train).apply(variables, inputs, rngs=rngs, mutable=list(model_state), **keywords)
-        return outputs, {**model_state, **changed}
+        return outputs, {**model_state, **without_sown(changed)}
 
     if axes is None:
         specs = linen.get_partition_spec(shapes.get("params", {}))

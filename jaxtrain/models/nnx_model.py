@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.layers import Linear
@@ -34,7 +35,8 @@ def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
         node: Any = nested
         for part in path:
             node = node[str(part)]
-        flat.append((path, variable.replace(node)))
+        # An array that is a plain attribute has no variable around it.
+        flat.append((path, variable.replace(node) if isinstance(variable, nnx.Variable) else node))
     return nnx.from_flat_state(flat)
 
 
@@ -66,13 +68,47 @@ def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
 
 
 def building(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
-    """`make` on names of axes that are no mesh axes: Flax would look for each in a mesh as it makes the variable."""
+    """`make`, with names of axes that are no mesh axes and with plain arrays as attributes.
+
+    Flax would look for each name in a mesh as it makes the variable.
+    """
 
     def made(rngs: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            return make(rngs)
+            module = make(rngs)
+        if isinstance(module, nnx.Module):
+            _mark_arrays(module)
+        return module
 
     return made
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    """Make data of the arrays that are plain attributes.
+
+    Flax does so itself outside a trace; inside one it takes them for static, and they would outlive their trace.
+
+    Raises:
+        ConfigError: an array in a container that Flax takes for static.
+    """
+    for path, node in list(nnx.iter_graph(module)):
+        if not isinstance(node, nnx.Pytree):
+            continue
+        for name, value in list(vars(node).items()):
+            if isinstance(value, Tracer):
+                setattr(node, name, nnx.data(value))
+            elif isinstance(value, tuple | list | dict) and any(
+                isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value, is_leaf=_is_node)
+            ):
+                where = "/".join(map(str, (*path, name)))
+                raise ConfigError(
+                    f"{where} of the module is a {type(value).__name__} that holds an array; wrap the array in "
+                    "nnx.Variable (or nnx.Param), and the container in nnx.List or nnx.Dict"
+                )
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Variable | nnx.Pytree)
 
 
 def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
@@ -127,16 +163,19 @@ def from_nnx(
         make: rngs -> module; called once abstractly here and once inside the sharded init.
         axes: parameter path -> logical axes (see `Model.axes`); None: those of the parameters' partitioning metadata
             (`nnx.with_partitioning`), and the default sharding for parameters without.
-        call: (module, inputs, key, train) -> outputs; None: `module(inputs)` after `module.train()` or `.eval()`,
-            with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is that of all shards.
+        call: (module, inputs, key, train) -> outputs; None: `module(inputs)`. Either is called after `module.train()`
+            or `module.eval()`, with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is
+            that of all shards.
         name: for people; None: the class name.
         gathers_itself: see `Model.gathers_itself`.
 
     Returns:
-        The record; `nnx.Param`s are its params, every other variable but random streams its model_state.
+        The record; `nnx.Param`s are its params, every other variable but random streams its model_state, and so are
+        arrays that are plain attributes.
 
     Raises:
-        ConfigError: `make` is a module, takes more than the random streams, or returns no module.
+        ConfigError: `make` is a module, takes more than the random streams, or returns no module; or the module holds
+            an array in a plain container.
 
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
@@ -161,10 +200,10 @@ def from_nnx(
         own_key = shard_key(key) if key is not None and isinstance(call, DrawsByRow) else key
         streams = _reseed(rng_template, own_key)
         module = nnx.merge(graph, from_dict(param_template, params), streams, from_dict(state_template, model_state))
+        module.train() if train else module.eval()
         if call is not None:
             outputs = call(module, inputs, key, train)
         else:
-            module.train() if train else module.eval()
             outputs = module(inputs)  # type: ignore[operator]  # a user's module is callable
         after = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
         # Variables that a call adds (what it sows) are dropped: the structure of the state never changes.

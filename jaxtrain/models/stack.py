@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.nnx_model import from_dict, to_dict
+from jaxtrain.models.nnx_model import building, from_dict, to_dict
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import gather_parameters, platform
 
 
 def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """A module whose variables have a leading dim [num_layers], each layer initialised from its own key."""
+    make = building(make)
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), num_layers)
     layers = jax.vmap(lambda key: to_dict(nnx.state(make(nnx.Rngs(key)))))(keys)

@@ -57,7 +57,8 @@ def from_stages(
     if others:
         raise ConfigError(
             f"a model of stages holds parameters only, but {others[0]} is none; draw random numbers from the key that "
-            "embed and block get, and use from_nnx for batch statistics"
+            "embed and block get, make constants in block or wrap them in nnx.Param with trainable=..., and use "
+            "from_nnx for batch statistics"
         )
     if not hasattr(abstract, stack):
         raise ConfigError(f"{type(abstract).__name__} has no attribute {stack!r}; stack names what make_stack built")

@@ -4,6 +4,7 @@ Shapes: B batch, L sequence, S cached positions, D embed, H query heads, G key-v
 """
 
 import dataclasses
+import difflib
 import math
 from typing import Any
 
@@ -32,6 +33,10 @@ from jaxtrain.sharding import constrain
 
 # The residual stream between blocks; its sequence is spread over `tensor` too where sequence parallelism is on.
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
+
+_INPUTS = ("tokens", "positions", "segments")
+# Names of other libraries that are not spelled like the entry that they mean.
+_MEANT = {"input_ids": "tokens", "ids": "tokens", "attention_mask": "segments", "padding_mask": "segments"}
 
 _INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
 
@@ -207,8 +212,26 @@ class Transformer(nnx.Module):
 
 
 def _inputs(inputs: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Tokens, positions and segments [B, L] of a batch's inputs; positions are those in the row unless given."""
+    """Tokens, positions and segments [B, L] of a batch's inputs; positions are those in the row unless given.
+
+    Raises:
+        ConfigError: an entry that the model would not read, no tokens, or an entry that holds no integers.
+    """
     inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+    for name, value in inputs.items():
+        if name not in _INPUTS:
+            meant = _MEANT.get(name) or difflib.get_close_matches(name, _INPUTS, 1, 0.0)[0]
+            advice = "; to leave padding out of the loss, give the batch weights of 0" if "mask" in name else ""
+            raise ConfigError(
+                f"inputs hold {name!r}, which the transformer does not read; did you mean {meant!r}? It takes "
+                f"{', '.join(_INPUTS)}{advice}"
+            )
+        if value is not None and not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ConfigError(
+                f"{name} of the transformer are integers, but the inputs hold {value.dtype}; cast to int32"
+            )
+    if "tokens" not in inputs:
+        raise ConfigError(f"inputs of the transformer have no entry 'tokens'; there are {', '.join(inputs) or 'none'}")
     tokens_BL = inputs["tokens"]
     positions_BL = inputs.get("positions", jnp.arange(tokens_BL.shape[1])[None])
     return tokens_BL, positions_BL, inputs.get("segments")

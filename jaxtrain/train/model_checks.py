@@ -52,14 +52,23 @@ def check_axes(params: Any, model: Model, layout: Layout) -> None:
 
 
 def check_trainable(params: Any, trainable: Callable[[str], bool] | None) -> None:
-    """Raise where a predicate over paths makes no difference.
+    """Raise where a predicate over paths makes no difference, or lets something train that has no gradient.
 
     Raises:
-        ConfigError: it selects no parameter, or all of them.
+        ConfigError: it selects no parameter, or all of them, or (as none at all does) one of integers.
     """
+    dtypes = {path_name(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    paths = list(dtypes)
+    fixed = [path for path in paths if not jnp.issubdtype(dtypes[path], jnp.inexact)]
+    for path in fixed:
+        if trainable is None or trainable(path):
+            rule = f"path != {path!r}" if len(fixed) == 1 else f"path not in ({', '.join(map(repr, fixed))})"
+            raise ConfigError(
+                f"the parameter {path} holds {dtypes[path]}, which has no gradient; keep it in the model_state, or "
+                f"pass trainable=lambda path: {rule}"
+            )
     if trainable is None:
         return
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     chosen = sum(map(bool, map(trainable, paths)))
     if chosen in (0, len(paths)):
         advice = "leave one to train" if chosen == 0 else "leave it out to train all"
