@@ -1,6 +1,5 @@
 """Batches by index: batch k is a pure function of (rows, seed, k) on any number of processes and devices."""
 
-import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,6 @@ import jax
 import numpy as np
 
 from jaxtrain.cores import usable_cores
-from jaxtrain.data.permutation import permuted
 from jaxtrain.errors import DataError
 from jaxtrain.sharding import path_name
 
@@ -52,7 +50,7 @@ class Batches:
         workers: int | None = None,
     ):
         # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
-        from jaxtrain.data.rows import Rows
+        from jaxtrain.data.rows import Rows, training_order
 
         _check_rows(rows)
         if len(rows) == 0:
@@ -61,13 +59,7 @@ class Batches:
         self._read = rows.gather if isinstance(rows, Rows) else self._read_one_by_one
         self._size = global_batch_size
         self._workers = workers or default_workers()
-        self._order = None
-        if shuffle:
-            self._order = (
-                rows.order(seed)
-                if isinstance(rows, Rows)
-                else functools.partial(permuted, num_rows=len(rows), seed=seed)
-            )
+        self._order = training_order(rows, seed) if shuffle else None
         self._example = jax.tree.map(lambda column: column[0], self._read(np.array([0])))
 
     def __len__(self) -> int:

@@ -42,6 +42,9 @@ class Data:
         units_per_row: sequence_length for tokens, else 1.
         tokenizer: What made the tokens, where that is known.
         description: Lines for people.
+        reading: What inputs and classes were turned into numbers with, fit for JSON: the names of the classes in the
+            order of their numbers, and mean and deviation of the columns of a table. `open_data` takes it, so that
+            other rows get the same numbers. None for sources that need none.
     """
 
     train: "grain.MapDataset"
@@ -54,6 +57,7 @@ class Data:
     units_per_row: int
     tokenizer: Tokenizer | None
     description: tuple[str, ...]
+    reading: dict[str, Any] | None = None
 
 
 def open_data(
@@ -62,6 +66,7 @@ def open_data(
     sequence_length: int | None = None,
     seed: int = 0,
     task: str | None = None,
+    reading: Mapping[str, Any] | None = None,
 ) -> Data:
     """Opens the data of a config.
 
@@ -70,6 +75,8 @@ def open_data(
         sequence_length: Tokens a row where the config leaves it open.
         seed: Decides random augmentation; the split into training and validation never depends on it.
         task: The task of the run ("classification", "regression"), for tables whose targets could be either.
+        reading: `Data.reading` of the data a model was trained on: tables and image folders take its class numbers and
+            scales instead of their own. One of another kind of data is ignored.
 
     Raises:
         ConfigError: A wrong key or value in a mapping.
@@ -112,11 +119,11 @@ def open_data(
         case ImageFolderData():
             from jaxtrain.data.images import open_image_folder
 
-            return _example_data(open_image_folder(config, seed=seed))
+            return _example_data(open_image_folder(config, seed=seed, reading=reading))
         case TableData():
             from jaxtrain.data.tables import open_table
 
-            return _example_data(open_table(config, task=task))
+            return _example_data(open_table(config, task=task, reading=reading))
 
 
 def _sequence_length(configured: int | None, default: int | None) -> int:
@@ -222,4 +229,5 @@ def _example_data(examples: Examples) -> Data:
         units_per_row=1,
         tokenizer=None,
         description=(*examples.description, f"{sizes[0]:,} training rows and {sizes[1]:,} validation rows"),
+        reading=examples.reading,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config.data import JsonlData, TextData
-from jaxtrain.data.files import decode_utf8, find_files
+from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, find_files
 from jaxtrain.errors import DataError
 
 # Folders of the standard library that are tests, generated, or not part of it.
@@ -54,7 +54,7 @@ def _sizes(files: tuple[tuple[str, Path], ...]) -> tuple[tuple[str, int], ...]:
 
 
 def _read_text(path: Path) -> str:
-    return decode_utf8(path.read_bytes(), path=path)
+    return decode_utf8(path.read_bytes(), path=path).removeprefix(BYTE_ORDER_MARK)
 
 
 def _read_jsonl(paths: list[Path], *, field: str) -> Iterator[str]:
@@ -62,10 +62,11 @@ def _read_jsonl(paths: list[Path], *, field: str) -> Iterator[str]:
         offset = 0
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _field(
-                        decode_utf8(line.rstrip(), path=path, offset=offset), field=field, where=f"{path}:{number}"
-                    )
+                text = decode_utf8(line, path=path, offset=offset).strip()
+                if number == 1:
+                    text = text.removeprefix(BYTE_ORDER_MARK).strip()
+                if text:
+                    yield _field(text, field=field, where=f"{path}:{number}")
                 offset += len(line)
 
 

@@ -1,5 +1,6 @@
 """What sources of examples (images, tables) have in common: the record they return, and the split."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ class Examples:
         input_shape: Shape of one row's "inputs".
         identity: What identifies the rows, for the fingerprint.
         description: Lines for people.
+        reading: See `Data.reading`.
     """
 
     train: "grain.MapDataset"
@@ -33,6 +35,12 @@ class Examples:
     input_shape: tuple[int, ...]
     identity: dict[str, Any]
     description: tuple[str, ...]
+    reading: dict[str, Any] | None = None
+
+
+def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
+    """Returns a saved `Data.reading` where it is that of a source of this kind."""
+    return reading if reading is not None and reading.get("kind") == kind else None
 
 
 def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,9 @@ _NOT_TEXT = {
     b"PAR1": ("a Parquet file", "convert it to text first (JSON lines or CSV), for example with pandas or duckdb"),
     b"%PDF": ("a PDF", "extract its text first: pdftotext {name}"),
 }
+# Some editors begin UTF-8 files with it; it is no part of the text.
+BYTE_ORDER_MARK = "\ufeff"
+
 COMPRESSED_SUFFIXES = (".zst", ".gz", ".xz", ".bz2", ".lz4", ".zip")
 
 

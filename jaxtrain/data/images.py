@@ -3,15 +3,15 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
 
 from jaxtrain.config.data import ImageFolderData
-from jaxtrain.data.examples import Examples, split_examples
+from jaxtrain.data.examples import Examples, matching_reading, split_examples
 from jaxtrain.data.files import require_folder
 from jaxtrain.data.rows import grain_seed
 from jaxtrain.errors import DataError
@@ -37,22 +37,31 @@ _CENTER = 224 / 256
 Box = tuple[float, float, float, float]
 
 
-def open_image_folder(config: ImageFolderData, *, seed: int) -> Examples:
+def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Examples:
     """Lists a folder of images; rows are inputs float32 [H, W, 3] and targets int32 [].
 
     Training rows are a random crop, flipped or not, drawn from (seed, epoch, row); validation rows the centre.
+
+    Args:
+        config: Which folder.
+        seed: Decides the augmentation.
+        reading: Class names of the images a model was trained on, of which some may be missing here; None: the names
+            of the folders.
 
     Raises:
         DataError: There are no images, or fewer than two classes; an image that cannot be decoded raises when read.
     """
     root = require_folder(config.path, what="data.path")
-    if (root / _TRAIN).is_dir():
-        classes = _classes(root / _TRAIN)
-        train = _list(root / _TRAIN, classes)
-        validation = _list(root / _VALIDATION, classes) if (root / _VALIDATION).is_dir() else None
-    else:
-        classes = _classes(root)
-        train, validation = _list(root, classes), None
+    reading = matching_reading(reading, kind="image_folder")
+    parted = (root / _TRAIN).is_dir()
+    folder = root / _TRAIN if parted else root
+    classes = _classes(folder) if reading is None else list(reading["classes"])
+    owner = f"{_TRAIN}/" if reading is None else "the run"
+    train = _list(folder, classes, owner=owner, may_lack=reading is not None)
+    validation = None
+    if parted and (root / _VALIDATION).is_dir():
+        # A validation folder may well lack a rare class; a training folder without images is a mistake.
+        validation = _list(root / _VALIDATION, classes, owner=owner, may_lack=True)
     listed = train + (validation or [])
     if validation is None:
         kept, held_out = split_examples(
@@ -80,6 +89,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int) -> Examples:
             "augment": config.augment,
         },
         description=(f"{root}: images of {len(classes)} classes, {size}x{size} pixels",),
+        reading={"kind": "image_folder", "classes": classes},
     )
 
 
@@ -92,18 +102,15 @@ def _classes(folder: Path) -> list[str]:
     return classes
 
 
-def _list(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+def _list(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool) -> list[tuple[Path, int]]:
     unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
     unknown = [name for name in unknown if not name.startswith(".")]
     if unknown:
-        raise DataError(
-            f"{folder / unknown[0]} is a class that {_TRAIN}/ does not have; its classes are {_few(classes)}"
-        )
+        raise DataError(f"{folder / unknown[0]} is a class that {owner} does not have; its classes are {_few(classes)}")
     listed: list[tuple[Path, int]] = []
     for label, name in enumerate(classes):
         files = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
-        # A validation folder may well lack a rare class; a training folder without images is a mistake.
-        if not files and folder.name != _VALIDATION:
+        if not files and not may_lack:
             raise DataError(f"{folder / name} holds no image; add files ({' '.join(sorted(_SUFFIXES))}) or remove it")
         listed += [(file, label) for file in files]
     if not listed:

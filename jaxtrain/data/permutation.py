@@ -7,6 +7,8 @@ grain's own shuffle takes 3 to 20 microseconds a row, and milliseconds where the
 
 import numpy as np
 
+from jaxtrain.errors import DataError
+
 # Fewer leave a visible preference of place where there are fewer than ten rows.
 _ROUNDS = 12
 
@@ -28,7 +30,12 @@ def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
 
     Returns:
         Row numbers, int64 [B].
+
+    Raises:
+        DataError: There are no rows.
     """
+    if num_rows < 1:
+        raise DataError(f"an order of {num_rows} rows does not exist; give data with at least one row")
     epochs, places = np.divmod(np.asarray(positions, np.int64), num_rows)
     key = np.random.SeedSequence(seed % 2**64).generate_state(1, np.uint64)
     keys_B = _mix(epochs.astype(np.uint64) * _INCREMENT + key)

@@ -5,6 +5,7 @@ vectorised call, which costs microseconds a row where a chain of Python calls co
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,14 +59,15 @@ class ArrayRows(Rows):
     """Rows of arrays held in memory.
 
     Args:
-        columns: One array per entry, [num_rows, ...] each; an entry may be a nested dict of arrays.
+        columns: One array per entry, [num_rows, ...] each; an entry may be a nested dict of arrays, a list stands for
+            an array.
 
     Raises:
-        DataError: no entry, or entries of different lengths.
+        DataError: no entry, a list that is no array, or entries of different lengths.
     """
 
     def __init__(self, columns: Row):
-        columns = jax.tree.map(np.asarray, columns)
+        columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
         lengths = {
             path_name(path): len(leaf) if leaf.ndim else None
             for path, leaf in jax.tree_util.tree_leaves_with_path(columns)
@@ -123,10 +125,11 @@ class ConcatenatedRows(Rows):
 
     Args:
         parts: The sources, with the same entries and shapes.
-        weights: Share of each in the training order; None: its share of the rows.
+        weights: Share of each in the training order, not necessarily of sum 1; None: its share of the rows.
 
     Raises:
-        DataError: parts whose rows differ in entries, shapes or dtypes.
+        DataError: parts whose rows differ in entries, shapes or dtypes, or a weight or a part with a weight that
+            cannot be.
     """
 
     def __init__(self, parts: Sequence[Rows], *, weights: Sequence[float] | None = None):
@@ -135,9 +138,16 @@ class ConcatenatedRows(Rows):
             if kind != kinds[0]:
                 raise DataError(f"the sources hold different rows: {kinds[0]}, and {kind}; give them the same entries")
         super().__init__(sum(len(part) for part in parts))
+        if weights is not None:
+            _check_weights(parts, weights)
         self._parts = parts
         self._weights = weights
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the training order takes from the parts by weight."""
+        return self._weights is not None
 
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
@@ -174,6 +184,58 @@ class ConcatenatedRows(Rows):
             return numbers
 
         return order
+
+
+def training_order(rows: grain.MapDataset, seed: int) -> Order:
+    """Returns the endless order of rows, which is that of the `Rows` under them where each row comes from one of its.
+
+    Raises:
+        DataError: a transformation moves, drops or repeats rows of a mixture by weight.
+    """
+    if isinstance(rows, Rows):
+        return rows.order(seed)
+    if isinstance(rows, _one_to_one()):
+        return training_order(rows.parents[0], seed)
+    if any(map(_has_own_order, rows.parents)):
+        name = type(rows).__name__.removesuffix("MapDataset").strip("_")
+        raise DataError(
+            f"the transformation {name} loses the weights of a mixture, whose rows it moves, drops or repeats; only "
+            ".map, .map_with_index and .random_map keep them: apply it to each part before ConcatenatedRows instead"
+        )
+    return functools.partial(permuted, num_rows=len(rows), seed=seed)
+
+
+@functools.cache
+def _one_to_one() -> tuple[type, ...]:
+    """The transformations whose row i is made of row i alone. Their types have no public name."""
+    rows = grain.MapDataset.source([0])
+    drawn = rows.random_map(lambda row, random: row, seed=0)
+    return tuple(map(type, (rows.map(id), rows.map_with_index(max), drawn, rows.seed(0))))
+
+
+def _has_own_order(rows: grain.MapDataset) -> bool:
+    if isinstance(rows, ConcatenatedRows):
+        return rows.is_weighted
+    if isinstance(rows, Rows):
+        return type(rows).order is not Rows.order
+    return any(map(_has_own_order, rows.parents))
+
+
+def _check_weights(parts: Sequence[Rows], weights: Sequence[float]) -> None:
+    if len(weights) != len(parts):
+        raise DataError(f"{len(parts)} parts have {len(weights)} weights; give one weight for each part")
+    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        if not (math.isfinite(weight) and weight > 0):
+            raise DataError(f"weight {i} of the parts is {weight}; give a number above 0, or leave the part out")
+        if len(part) == 0:
+            raise DataError(f"part {i} has no rows to take with its weight {weight}; leave it out")
+
+
+def _array(path: Any, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or cut them to one length") from None
 
 
 def _row_kind(rows: Rows) -> str:

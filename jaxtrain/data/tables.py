@@ -5,15 +5,16 @@ import hashlib
 import io
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.data import TableData
-from jaxtrain.data.examples import Examples, split_examples
-from jaxtrain.data.files import COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
+from jaxtrain.data.examples import Examples, matching_reading, split_examples
+from jaxtrain.data.files import BYTE_ORDER_MARK, COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
 
@@ -40,31 +41,40 @@ class _Table:
     are_classes: bool | None
 
 
-def open_table(config: TableData, *, task: str | None = None) -> Examples:
+def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Examples:
     """Reads a table; rows are inputs float32 [D] and targets int32 [] (classes) or float32 [K] (numbers).
 
     Args:
         config: Which table.
         task: The task of the run: under "regression", whole numbers that could name classes are numbers. Under
             "classification", which shipped configs set, the values decide.
+        reading: Scales and class names of the rows a model was trained on; None: those of this table.
 
     Raises:
-        DataError: The file is missing, or a row or value is not what it should be; names file and line.
+        DataError: The file is missing, or a row or value is not what it should be; names file and line. With
+            `reading`: columns or classes that it does not know.
     """
     table = _read(config)
-    if config.task is not None:
+    reading = matching_reading(reading, kind="table")
+    if reading is not None:
+        table = replace(table, are_classes=reading["classes"] is not None)
+    elif config.task is not None:
         table = replace(table, are_classes=config.task == "classification")
     elif task == "regression" and table.are_classes is None and table.targets.dtype.kind != "U":
         table = replace(table, are_classes=False)
     if len(table.inputs) == 0:
         raise DataError(f"{table.label} has no rows; give a table with at least one")
-    targets, names = _targets(table)
+    targets, names = _targets(table, known=None if reading is None else reading["classes"])
     train, validation = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
     inputs = table.inputs
-    if config.standardize:
-        deviation = inputs[train].std(axis=0)
-        # A constant column carries nothing; it becomes 0 instead of NaN.
-        inputs = (inputs - inputs[train].mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
+    _check_float32(inputs, label=table.label, what="input")
+    if reading is None:
+        mean, deviation = _scales(inputs[train]) if config.standardize else (None, None)
+    else:
+        mean, deviation = _saved_scales(reading, inputs, label=table.label, standardize=config.standardize)
+    if mean is not None:
+        inputs = (inputs - mean) / deviation
+        _check_float32(inputs, label=table.label, what="standardized input")
     inputs = inputs.astype(np.float32)
     if names is None:
         num_outputs = targets.shape[1]
@@ -85,11 +95,64 @@ def open_table(config: TableData, *, task: str | None = None) -> Examples:
             "standardize": config.standardize,
         },
         description=(f"{table.label}: {inputs.shape[1]} input columns, {task}",),
+        reading={
+            "kind": "table",
+            "classes": names,
+            "mean": None if mean is None else mean.tolist(),
+            "deviation": None if deviation is None else deviation.tolist(),
+        },
     )
 
 
-def _targets(table: _Table) -> tuple[np.ndarray, list[str] | None]:
-    """Returns int32 [N] and the names of the classes, or float32 [N, K] and None."""
+def _check_float32(values: np.ndarray, *, label: str, what: str) -> None:
+    """Raise where float64 values [N, D] do not fit float32, the type of a row."""
+    bad = np.argwhere(~(np.abs(values) <= np.finfo(np.float32).max))
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise DataError(
+            f"{label} has {what} {values[row, column]:.6g} in row {row + 1}, column {column + 1} of the {what}s, "
+            "beyond what float32 holds (3.4e38); rescale the column or remove the row"
+        )
+
+
+def _scales(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and deviation [D] of inputs [N, D]."""
+    # The sums of a constant column round: its mean is not quite its value, its deviation not quite 0. It carries
+    # nothing, and becomes 0.
+    lowest, is_constant = inputs.min(axis=0), np.ptp(inputs, axis=0) == 0
+    mean, deviation = np.where(is_constant, lowest, inputs.mean(axis=0)), inputs.std(axis=0)
+    # Squares of tiny differences may vanish.
+    return mean, np.where(is_constant | (deviation == 0), 1.0, deviation)
+
+
+def _saved_scales(
+    reading: Mapping[str, Any], inputs: np.ndarray, *, label: str, standardize: bool
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns mean and deviation [D] of a saved reading, or None twice where inputs are taken as they are.
+
+    Raises:
+        DataError: The table or the setting does not fit it.
+    """
+    if standardize != (reading["mean"] is not None):
+        given, saved = str(standardize).lower(), str(not standardize).lower()
+        raise DataError(f"data.standardize={given} differs from the run, which has {saved}; leave it out")
+    if not standardize:
+        return None, None
+    if len(reading["mean"]) != inputs.shape[1]:
+        raise DataError(
+            f"{label} has {inputs.shape[1]} input columns, the run was trained on {len(reading['mean'])}; give a table "
+            "with the same columns"
+        )
+    return np.array(reading["mean"], np.float64), np.array(reading["deviation"], np.float64)
+
+
+def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str] | None]:
+    """Returns int32 [N] and the names of the classes, or float32 [N, K] and None.
+
+    Args:
+        table: The table.
+        known: The names of the classes in the order of their numbers; None: those of the table, sorted.
+    """
     values = table.targets
     are_classes = table.are_classes
     if are_classes is None:
@@ -100,7 +163,9 @@ def _targets(table: _Table) -> tuple[np.ndarray, list[str] | None]:
                 f"{table.label} target '{values[0]}' is not a number; set task=classification and "
                 "data.task=classification"
             )
-        return values.astype(np.float32).reshape(len(values), -1), None
+        columns = values.astype(np.float64).reshape(len(values), -1)
+        _check_float32(columns, label=table.label, what="target")
+        return columns.astype(np.float32), None
     if values.ndim != 1:
         raise DataError(f"{table.label} has targets of shape {values.shape}; classes need one column")
     distinct, classes = np.unique(values, return_inverse=True)
@@ -112,6 +177,15 @@ def _targets(table: _Table) -> tuple[np.ndarray, list[str] | None]:
     names = [
         str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
     ]
+    if known is not None:
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            shown = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
+            raise DataError(
+                f"{table.label} has class '{unknown[0]}', which the run was not trained on (its classes: {shown}); "
+                "remove these rows or rename the class"
+            )
+        return np.array([known.index(name) for name in names], np.int32)[classes], list(known)
     return classes.astype(np.int32), names
 
 
@@ -206,8 +280,8 @@ def _read_csv(path: Path, *, target: str | None) -> _Table:
 def _parse_csv(path: Path, *, target: str | None) -> _Table:
     values = array("d")
     targets: list[str] = []
-    # Some editors begin UTF-8 files with a mark, which would become part of the first name.
-    reader = csv.reader(io.StringIO(decode_utf8(path.read_bytes(), path=path).removeprefix("\ufeff"), newline=""))
+    text = decode_utf8(path.read_bytes(), path=path).removeprefix(BYTE_ORDER_MARK)
+    reader = csv.reader(io.StringIO(text, newline=""))
     header = next(reader, [])
     chosen = _target_column(header, target=target, path=path)
     for row in reader:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.config import Config, Loaded, load_config
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.local_path import local_path
 from jaxtrain.train.own_parts import check_evaluable
 
@@ -153,9 +153,11 @@ def open_run(
     tokenizer = load_tokenizer(saved_tokenizer) if saved_tokenizer.is_file() else None
     remarks: list[str] = []
     if with_data:
-        from jaxtrain.train.assemble import assemble, open_run_data
+        from jaxtrain.train.assemble import assemble
 
-        data = open_run_data(config)
+        data, read_otherwise = _open_data(config, info)
+        _check_tokenizer(data, tokenizer, run_dir)
+        remarks += read_otherwise
         config, changed = _dividing_batch(config)
         remarks += changed
         if not other_data:
@@ -299,6 +301,39 @@ def _dividing_batch(config: Config) -> tuple[Config, list[str]]:
     if size == config.train.global_batch_size:
         return changed, []
     return changed, [f"batches of {size} rows instead of {config.train.global_batch_size}, to divide by {shards} parts"]
+
+
+def _open_data(config: Config, info: Mapping[str, Any]) -> tuple["Data", list[str]]:
+    """The data of the config, its values turned into numbers as in training, and a remark where that is not known."""
+    from jaxtrain.data import open_data
+
+    saved = info.get("data") or {}
+    length = getattr(config.model, "max_sequence_length", None)
+    data = open_data(
+        config.data, sequence_length=length, seed=config.seed, task=config.task, reading=saved.get("reading")
+    )
+    same = saved.get("fingerprint") == json.loads(json.dumps(data.fingerprint))
+    if data.reading is None or saved.get("reading") is not None or same:
+        return data, []
+    return data, [
+        "run.json does not say how the run scaled its inputs and numbered its classes; those of this data are used, "
+        "and metrics are wrong where they differ"
+    ]
+
+
+def _check_tokenizer(data: "Data", tokenizer: "Tokenizer | None", run_dir: Path) -> None:
+    """Raise where the ids of token shards were made with another tokenizer than the run's."""
+    from jaxtrain.data.tokenizer import tokenizer_sha256
+
+    if tokenizer is None:
+        return
+    for source in data.fingerprint.get("components", [data.fingerprint]):
+        # Text was encoded on opening, with the run's tokenizer unless an override asked for another.
+        if source.get("kind") == "tokens" and source["tokenizer_sha256"] != tokenizer_sha256(tokenizer):
+            raise DataError(
+                f"the token shards ({data.description[0]}) were made with another tokenizer than the run's; prepare "
+                f"them again with data.tokenizer.kind=file data.tokenizer.path={run_dir / 'tokenizer.json'}"
+            )
 
 
 def _data_changes(info: Mapping[str, Any], data: "Data") -> list[str]:

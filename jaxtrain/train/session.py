@@ -163,7 +163,7 @@ class Session:
             name=self.loaded.name,
             mesh_shape=dict(run.step.mesh.shape),
             model={"name": run.step.model.name, "num_parameters": run.num_parameters},
-            data={"description": list(data.description), "fingerprint": data.fingerprint},
+            data={"description": list(data.description), "fingerprint": data.fingerprint, "reading": data.reading},
         )
         self._info["from_python"] = self._own_parts
         self._info["choices"] = list(run.step.choices)

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.cli import main
+from jaxtrain.config.data import TextData, TokenizerConfig
+from jaxtrain.data import prepare_tokens
 from jaxtrain.train.open_run import open_run, saved_config
 
 
@@ -170,3 +173,53 @@ def test_a_model_from_python_has_no_config(cli, text_run, tmp_path):
         answer = cli(*words)
         assert answer.code == 2
         assert "model (Mine) from Python" in answer.err
+
+
+@pytest.fixture(scope="module")
+def table_run(tmp_path_factory):
+    """A finished run of a small network on a table of three classes that one column tells apart."""
+    folder = tmp_path_factory.mktemp("table")
+    write_table(folder / "a.csv", ["ant", "bee", "cat"])
+    (folder / "a.yaml").write_text(
+        "task: classification\n"
+        "model: {kind: mlp, hidden_dims: [16]}\n"
+        f"data: {{kind: table, path: {folder / 'a.csv'}}}\n"
+        "optimizer: {kind: adamw, learning_rate: 0.05}\n"
+        "train: {steps: 60, global_batch_size: 16}\n"
+        "logging: {report: false, tensorboard: false}\n"
+    )
+    assert main(["train", str(folder / "a.yaml"), "--run-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def write_table(path, names):
+    places = {"ant": 10, "bee": 20, "cat": 30}
+    rows = [(names[i % len(names)], i / 100) for i in range(90)]
+    path.write_text("x,z,y\n" + "".join(f"{places[name] + noise},{noise},{name}\n" for name, noise in rows))
+
+
+@pytest.mark.parametrize("names", [["bee", "cat"], ["ant"] * 9 + ["cat"]], ids=["a class is missing", "other shares"])
+def test_another_table_is_read_as_the_run_read_its_own(cli, table_run, tmp_path, names):
+    write_table(tmp_path / "b.csv", names)
+    overrides = [f"data.path={tmp_path / 'b.csv'}", "data.validation_fraction=0.5"]
+    assert evaluate(cli, table_run, *overrides)["eval_accuracy"] == 1
+    info = json.loads((table_run / "run.json").read_text())
+    del info["data"]["reading"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text(json.dumps(info))
+    (tmp_path / "old" / "checkpoints").symlink_to(table_run / "checkpoints")
+    assert "does not say how" not in cli("eval", str(tmp_path / "old")).err
+    if len(set(names)) == 3:
+        assert "run.json does not say how" in cli("eval", str(tmp_path / "old"), *overrides).err
+
+
+def test_shards_of_another_tokenizer_are_refused(cli, text_run, tmp_path):
+    (tmp_path / "a.txt").write_text("some words of a text " * 300)
+    for kind in ("byte", "bpe"):
+        settings = TokenizerConfig(kind=kind, **({"vocab_size": 257} if kind == "bpe" else {}))
+        prepare_tokens(TextData(path=str(tmp_path / "a.txt"), tokenizer=settings), tmp_path / kind)
+    overrides = ["data.validation_fraction=0.3", "data.kind=tokens"]
+    assert evaluate(cli, text_run, *overrides, f"data.path={tmp_path / 'byte'}")["eval_loss"] > 0
+    answer = cli("eval", str(text_run), *overrides, f"data.path={tmp_path / 'bpe'}")
+    assert answer.code == 3
+    assert "made with another tokenizer than the run's" in answer.err

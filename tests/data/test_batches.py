@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxtrain.data import Batches
 from jaxtrain.data.batches import _needed_rows, _Window
+from jaxtrain.data.permutation import permuted
 from jaxtrain.data.rows import ArrayRows, ConcatenatedRows, Rows
 from jaxtrain.errors import DataError
 
@@ -207,3 +208,60 @@ def test_a_mixture_takes_by_weight_and_covers_each_part():
     assert sorted(second) == list(range(100, 130))
     assert all(sorted(first[start : start + 10]) == list(range(10)) for start in range(0, 90, 10))
     assert stream.tolist() == row_numbers(Batches(rows, 8, seed=0, shuffle=True), range(15))
+
+
+class _Same(grain.transforms.RandomMap):
+    def random_map(self, element, rng):
+        return element
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda rows: rows.map(dict), lambda rows: rows.seed(1).random_map(_Same()).map(dict)],
+    ids=["map", "random_map"],
+)
+def test_a_transformed_mixture_keeps_its_weights(change):
+    parts = [numbered(50), ArrayRows({name: c + 100 for name, c in numbered(450).gather(np.arange(450)).items()})]
+    rows = ConcatenatedRows(parts, weights=[0.9, 0.1])
+    stream = row_numbers(Batches(change(rows), 20, seed=0, shuffle=True), range(10))
+    assert np.mean(np.array(stream) < 100) == pytest.approx(0.9, abs=0.01)
+    assert stream == row_numbers(Batches(rows, 20, seed=0, shuffle=True), range(10))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda rows: rows.shuffle(seed=0).map(dict), lambda rows: rows[:5]], ids=["shuffle", "slice"]
+)
+def test_a_transformation_that_loses_the_weights_is_an_error(change):
+    mixture = ConcatenatedRows([numbered(10), numbered(30)], weights=[3.0, 1.0])
+    with pytest.raises(DataError, match="loses the weights of a mixture"):
+        Batches(change(mixture), 4, seed=0, shuffle=True)
+    Batches(change(mixture), 4, seed=0, shuffle=False)
+    Batches(change(ConcatenatedRows([numbered(10), numbered(30)])), 4, seed=0, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "error"),
+    [
+        ((4, 0), (1.0, 1.0), "part 1 has no rows"),
+        ((4, 4), (1.0,), "2 parts have 1 weights"),
+        ((4, 4), (1.0, 0.0), "weight 1 of the parts is 0.0"),
+        ((4, 4), (1.0, float("nan")), "weight 1 of the parts is nan"),
+    ],
+    ids=["empty part", "number", "zero", "nan"],
+)
+def test_parts_and_weights_that_cannot_be(sizes, weights, error):
+    with pytest.raises(DataError, match=error):
+        ConcatenatedRows([numbered(size) for size in sizes], weights=weights)
+
+
+def test_no_rows_have_no_order():
+    with pytest.raises(DataError, match="an order of 0 rows"):
+        permuted(np.arange(3), num_rows=0, seed=0)
+
+
+def test_a_list_stands_for_an_array():
+    rows = ArrayRows({"inputs": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "more": {"targets": [0, 1, 2]}})
+    assert len(rows) == 3
+    np.testing.assert_array_equal(rows[1]["inputs"], [3.0, 4.0])
+    with pytest.raises(DataError, match="inputs holds lists of different lengths"):
+        ArrayRows({"inputs": [[1.0], [2.0, 3.0]]})
