@@ -160,7 +160,8 @@ def _kind(value: Any) -> str:
 
 def _place(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
     if not isinstance(leaf, jax.Array):
-        return jax.device_put(leaf, like.sharding, may_alias=False)
+        # A copy first: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax 0.10.2).
+        return jax.device_put(np.array(leaf), like.sharding)
     if leaf.sharding == like.sharding:
         return leaf
     # Moving may share the buffer of a device that both have; donating it would take the user's array along.

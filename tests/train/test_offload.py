@@ -39,7 +39,7 @@ def make(optimizer: Any, *, offload: bool, devices: int = 1, zero: int = 0, **de
         mesh=make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[:devices]),
         clip_norm=0.5,
         ema_decay=0.9,
-        trainable=lambda path: "layer_1/bias" not in path,
+        trainable=lambda path: path != "layers/1/bias",
         parallelism=Parallelism(zero=zero, max_replicated_fraction=1.0),
         offload_optimizer=offload,
     )
