@@ -39,6 +39,10 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "remat", "model.kind=mlp has no blocks, its activations are all kept"
     if precision.policy != "fp16":
         yield "precision.loss_scale", f"precision.policy={precision.policy} does not scale the loss, fp16 does"
+    schedule = config.optimizer.schedule.kind
+    if schedule in ("constant", "inverse_sqrt"):
+        for key in ("decay_steps", "final_fraction"):
+            yield f"optimizer.schedule.{key}", f"optimizer.schedule.kind={schedule} decays to no end"
     if not parallel.auto:
         for key, axis in (
             ("schedule", "pipe"),

@@ -163,13 +163,29 @@ def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "I
             # A JPEG can be decoded at a half, a quarter or an eighth; never below the pixels that are asked for.
             shrink = max(min(right - left, bottom - top) / size, 1.0)
             image.draft("RGB", (math.ceil(width / shrink), math.ceil(height / shrink)))
-            pixels = image.convert("RGB")
+            pixels = _eight_bits(image, path).convert("RGB")
         x, y = pixels.width / width, pixels.height / height
         box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"image {path} cannot be decoded ({reason}); mend or remove it") from None
+
+
+def _eight_bits(image: "Image.Image", path: Path) -> "Image.Image":
+    """A gray image of 16 bits in 8; others as they are.
+
+    Raises:
+        DataError: pixels of 32 bits, whose scale the file does not say.
+    """
+    if image.mode.startswith("I;16"):
+        from PIL import Image
+
+        # Converted as they are, all but the darkest 1/256 would be white.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise DataError(f"image {path} has pixels of 32 bits, whose range is not known; store it with 8 or 16 bits")
+    return image
 
 
 def _flip(image: "Image.Image") -> "Image.Image":

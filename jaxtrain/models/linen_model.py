@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import flax.errors
 import jax
 from flax import linen
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -129,7 +130,13 @@ def from_linen(
         rngs = {"params": jax.random.fold_in(key, 1), "dropout": key} if key is not None else None
         variables = {"params": params, **model_state}
         if not train:
-            return module_for(train).apply(variables, inputs, rngs=rngs, **keywords), model_state
+            try:
+                return module_for(train).apply(variables, inputs, rngs=rngs, **keywords), model_state
+            except flax.errors.InvalidRngError as error:
+                raise ConfigError(
+                    f"{type(module).__name__} draws random numbers in evaluation, where there are none "
+                    f"({str(error).split('(http')[0].strip()}); draw them only where it is told to train"
+                ) from None
         outputs, changed = module_for(train).apply(variables, inputs, rngs=rngs, mutable=list(model_state), **keywords)
         return outputs, {**model_state, **without_sown(changed)}
 

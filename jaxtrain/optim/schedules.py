@@ -46,7 +46,7 @@ def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.
 
     Returns:
         count int32 [] -> learning rate float32 []. It reaches its last value one step after the run's last and stays
-        there; inverse_sqrt goes on falling, and it and constant read neither `decay_steps` nor `final_fraction`.
+        there; inverse_sqrt goes on falling.
 
     Raises:
         ConfigError: a `decay_steps` that does not fit between warmup and end. A run shorter than its warmup is allowed

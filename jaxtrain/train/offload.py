@@ -71,7 +71,11 @@ def is_elementwise(optimizer: optax.GradientTransformation, params: Any) -> bool
     mirrored = owners(state, params)
     if any(leaf.ndim and path_name(path) not in mirrored for path, leaf in jax.tree_util.tree_leaves_with_path(state)):
         return False
-    return _all_elementwise(jax.make_jaxpr(optimizer.update)(gradients, state, params).jaxpr)
+    update = optax.with_extra_args_support(optimizer).update
+    program = jax.make_jaxpr(lambda *trees: update(*trees[:3], value=trees[3]))(
+        gradients, state, params, jnp.float32(0)
+    )
+    return _all_elementwise(program.jaxpr)
 
 
 def _all_elementwise(jaxpr: Jaxpr) -> bool:

@@ -79,18 +79,22 @@ def update_state(
         # an optimizer makes of it.
         return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
 
+    # Some read the loss as `value` (reduce_on_plateau, polyak_sgd); the others are not given it.
+    reads_loss = optax.with_extra_args_support(optimizer)
+
     def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
-        finite, scale, clip = scalars
+        finite, scale, clip, loss = scalars
         updates = unscaled(gradients, scale)
         if clip is not None:
             updates = jax.tree.map(lambda g: g * clip, updates)
         # In float32 as everything the optimizer reads: weight decay of bf16 parameters is not rounded before it counts.
-        updates, moved = optimizer.update(updates, optimizer_state, cast_floats(trained, jnp.float32))
+        read = cast_floats(trained, jnp.float32)
+        updates, moved = reads_loss.update(updates, optimizer_state, read, value=loss)
         moved = keep(moved, optimizer_state, finite)
         return keep(optax.apply_updates(trained, updates), trained, finite), moved
 
     before = (constrain_gradients(gradients.tree, layout, settings.zero), state.optimizer_state)
-    before = (*before, constrain_gradients(trained, layout, settings.zero), (finite, scale, clip))
+    before = (*before, constrain_gradients(trained, layout, settings.zero), (finite, scale, clip, loss))
     if settings.offload_optimizer:
         also = zero_axes(settings.parallelism)
         trained, optimizer_state = update_on_host(advance, *before, optimizer=optimizer, layout=layout, also=also)

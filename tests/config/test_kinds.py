@@ -75,6 +75,11 @@ IDLE = {
     "a pipeline": (["parallel.schedule=gpipe", "parallel.pipe=2"], []),
     "a loss scale of fp32": (["precision.loss_scale.initial=4"], ["precision.loss_scale.initial"]),
     "a loss scale of fp16": (["precision.loss_scale.initial=4", "precision.policy=fp16"], []),
+    "an end of what has none": (
+        ["optimizer.schedule.kind=constant", "optimizer.schedule.final_fraction=0.5"],
+        ["optimizer.schedule.final_fraction"],
+    ),
+    "an end": (["optimizer.schedule.final_fraction=0.5"], []),
     "at its default": (["parallel.schedule=1f1b", "profile.num_steps=3"], []),
 }
 

@@ -130,3 +130,27 @@ def test_int8_products_of_many_inputs_do_not_overflow():
     kernel = QuantizedKernel(jnp.full((inputs, 1), 127, jnp.int8), jnp.ones((1, 1), jnp.float32), activations=True)
     found = float(int8_matmul(jnp.ones((1, inputs), jnp.float32), kernel)[0, 0])
     np.testing.assert_allclose(found, 127 * inputs, rtol=1e-5)
+
+
+READ_THE_LOSS = {
+    "reduce_on_plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)),
+    "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=0.1),
+}
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("name", READ_THE_LOSS)
+def test_an_optimizer_that_reads_the_loss_gets_it(name, offload):
+    optimizer = READ_THE_LOSS[name]()
+    state, _ = train(make(optimizer, offload_optimizer=offload), 4)
+
+    def loss(params):
+        return jnp.mean(jnp.square(BATCH["inputs"] @ params["w"] - BATCH["targets"]))
+
+    params = make().init(0).params
+    own = optimizer.init(params)
+    for _ in range(4):
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, own = optimizer.update(gradient, own, params, value=value)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5)
