@@ -43,8 +43,8 @@ def compiled(name, *overrides, near=0.25):
 def test_the_compiler_finds_offloaded_state_on_the_host(name):
     if importlib.util.find_spec(TARGETS[name]) is None:
         pytest.skip(f"{TARGETS[name]} is not installed")
-    # Since the weight of the loss depends on its targets (some are ignored), libtpu schedules 0.2 GB more for this program
-    # than with a constant one, 2.49 for a planned 1.98; without offloading the two are equal to 0.01 %.
+    # Since the weight of a loss depends on its targets (some are ignored), libtpu schedules 0.2 GB more for this: 2.49
+    # for a planned 1.98. Without offloading the two are equal to 0.01 %.
     moved = compiled(name, *OFFLOADED, near=0.27 if name.startswith("v5e") else 0.25)
     assert moved.exact.host_bytes == pytest.approx(sum(moved.memory.host_parts.values()), rel=0.05)
     # All of it at once, beside the gradients, would be more than there is.
