@@ -18,6 +18,7 @@ from jaxtrain import collector, distributed
 from jaxtrain.allocator import restart
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
+from jaxtrain.runtime.remarks import print_remark
 
 INTERNAL_ERROR = 1
 INTERRUPTED = 130
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         line, code = _explain(error)
-        print(line, file=sys.stderr)
+        print_remark(line)
         if not isinstance(error, ConfigError | PreemptedError):  # these meet every process alike
             distributed.leave(code)
         return code

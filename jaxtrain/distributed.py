@@ -17,6 +17,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.local_path import local_path
 from jaxtrain.node_devices import local_device_ids
+from jaxtrain.runtime.remarks import print_remark
 
 # How long a process may be silent before the others give up; they cannot go on without it.
 _HEARTBEAT_SECONDS = 30
@@ -211,7 +212,7 @@ def _join(cluster: Cluster) -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
         count = f"the {cluster.num_processes}" if cluster.num_processes else "its"
         line = failure(f"{count} processes did not meet{where}", f" within {timeout} s")
-        print(f"jaxtrain: {line}", file=sys.stderr, flush=True)
+        print_remark(f"jaxtrain: {line}")
         os._exit(ConfigError.exit_code)
 
     timer = threading.Timer(timeout, give_up)

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +13,7 @@ from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.donation import first_deleted
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.local_path import local_path
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+from jaxtrain.runtime.remarks import print_remark
 
 
 class Checkpointer:
@@ -50,7 +46,7 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: bool = False,
         read_only: bool = False,
-        report: Callable[[str], None] = _print,
+        report: Callable[[str], None] = print_remark,
     ) -> None:
         self.directory = local_path(directory, what="checkpoint directory").absolute()
         if self.directory.exists() and not self.directory.is_dir():

@@ -7,13 +7,14 @@ from typing import Any
 
 from jaxtrain.bench.measure import PARTS, measure
 from jaxtrain.commands.kinds import check_or_remark
-from jaxtrain.commands.output import print_remark, print_table, print_text
+from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.config import load_config, shipped_configs
 from jaxtrain.errors import ConfigError
 from jaxtrain.local_path import local_path
 from jaxtrain.metrics.files import strict_json
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.runtime.remarks import print_remark
 
 
 def run_bench(

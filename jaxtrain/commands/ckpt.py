@@ -6,9 +6,10 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.going_back import abandoned_folders
-from jaxtrain.commands.output import print_json, print_remark, print_table, print_text
+from jaxtrain.commands.output import print_json, print_table, print_text
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.open_run import read_run
 
 

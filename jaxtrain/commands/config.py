@@ -6,13 +6,14 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from jaxtrain.commands.output import print_remark, print_table, print_text
+from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.config import Config, Loaded, find_config, load_config, shipped_configs
 from jaxtrain.config.describe import DescribedGroup, describe
 from jaxtrain.config.keys import nearest
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.remarks import print_remark
 
 # Narrower terminals get the keys one below the other.
 _TABLE_COLUMNS = 120

@@ -1,8 +1,8 @@
 """What commands that do not train say of a config that `jaxtrain train` would refuse."""
 
-from jaxtrain.commands.output import print_remark
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.runtime.remarks import print_remark
 
 
 def check_or_remark(loaded: Loaded) -> None:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import IO
 
 from jaxtrain.errors import ConfigError, PreemptedError
+from jaxtrain.runtime.remarks import print_remark
 
 # For a process whose peer failed: it can write what it has, but can no longer agree on anything with the others.
 _GRACE_SECONDS = 10.0
@@ -110,7 +111,7 @@ def _wait(
         try:
             index, status = ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
         except queue.Empty:
-            print(f"jaxtrain: killing what did not end within {_GRACE_SECONDS:g} s: {sorted(running)}", file=sys.stderr)
+            print_remark(f"jaxtrain: killing what did not end within {_GRACE_SECONDS:g} s: {sorted(running)}")
             for index in running:
                 _kill(processes[index])
             deadline = None
@@ -123,7 +124,7 @@ def _wait(
             failure = code
             if running and not signalled.is_set():
                 how = f"ended with exit code {code}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
-                print(f"jaxtrain: process {index} of {len(processes)} {how}; stopping the others", file=sys.stderr)
+                print_remark(f"jaxtrain: process {index} of {len(processes)} {how}; stopping the others")
             for other in running:
                 processes[other].send_signal(signal.SIGTERM)
             deadline = time.monotonic() + _GRACE_SECONDS
@@ -172,9 +173,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _show(index: int, lines: IO[str]) -> None:
     for line in lines:
         if line.strip():
-            # One write a line, so that lines of several processes do not mix.
-            sys.stderr.write(f"[{index}] {line.rstrip()}\n")
-            sys.stderr.flush()
+            print_remark(f"[{index}] {line.rstrip()}")
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""What commands print as their answer: text, tables and JSON on standard output, remarks on standard error."""
+"""What commands print as their answer: text, tables and JSON on standard output."""
 
 import json
 import sys
@@ -17,11 +17,6 @@ def print_text(text: str) -> None:
 def print_json(value: Any) -> None:
     """Print an answer as indented strict JSON (NaN as null)."""
     print(json.dumps(strict_json(value), indent=2, allow_nan=False))
-
-
-def print_remark(text: str) -> None:
-    """Print what is not part of the answer."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.commands.kinds import check_or_remark
-from jaxtrain.commands.output import print_json, print_remark, print_text
+from jaxtrain.commands.output import print_json, print_text
 from jaxtrain.config import load_config
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
@@ -23,6 +23,7 @@ from jaxtrain.plan.make import analytic_plan, check_exact, how_to_check, with_co
 from jaxtrain.plan.search import VARIED, Found, describe_layout, largest_batch, search, why_not
 from jaxtrain.plan.show import as_json, table
 from jaxtrain.plan.workload import describe_workload
+from jaxtrain.runtime.remarks import print_remark
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain import distributed
-from jaxtrain.commands.output import print_remark, print_text
+from jaxtrain.commands.output import print_text
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.open_run import open_run, saved_config
 
 _DEFAULT_TOKENS = 200

@@ -5,12 +5,12 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Self
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.remarks import print_remark
 
 LOCK_NAME = "lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -56,7 +56,7 @@ class RunLock:
                 os.close(descriptor)
                 raise ConfigError(f"run directory {self.run_dir} cannot be locked: {error.strerror}") from error
             # Some network file systems are mounted without locks; refusing to train there would help nobody.
-            print(f"no locks on the file system of {self.run_dir}: start only one run there", file=sys.stderr)
+            print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
         self._descriptor = descriptor
         content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.ftruncate(descriptor, 0)

@@ -1,0 +1,1 @@
+"""How a process starts, what it runs on, and how it speaks to the terminal."""
