@@ -14,10 +14,10 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxtrain import collector, distributed
-from jaxtrain.allocator import restart
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
+from jaxtrain.runtime import collector, distributed
+from jaxtrain.runtime.allocator import restart
 from jaxtrain.runtime.remarks import print_remark
 
 INTERNAL_ERROR = 1

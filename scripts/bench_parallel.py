@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 
-from jaxtrain import distributed
+from jaxtrain.runtime import distributed
 
 # name -> degrees, options of Parallelism, accumulation steps
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, object], int]] = {

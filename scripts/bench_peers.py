@@ -25,9 +25,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from jaxtrain.allocator import SETTINGS  # noqa: E402
 from jaxtrain.config.models import ResNetConfig, TransformerConfig  # noqa: E402  (the checkout's, not an installed one)
 from jaxtrain.metrics.flops import model_flops_per_row  # noqa: E402
+from jaxtrain.runtime.allocator import SETTINGS  # noqa: E402
 
 _RESNET = (
     "resnet50_imagenet", "data.kind=synthetic", "data.task=images", "data.image_size=96", "data.num_classes=1000",

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from jaxtrain import distributed
 from jaxtrain.config import load_config
 from jaxtrain.data import Batches
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.here import this_machine
+from jaxtrain.plan.catalogue.here import this_machine
+from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import assemble, open_run_data
 
 _STEPS = 7

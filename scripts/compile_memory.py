@@ -11,12 +11,12 @@ from datetime import date
 
 import jax
 
-from jaxtrain import distributed
 from jaxtrain.config import load_config
-from jaxtrain.plan.exact import exact_memory
-from jaxtrain.plan.hardware import parse_targets
-from jaxtrain.plan.topology import topology_devices
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.compilers.exact import exact_memory
+from jaxtrain.plan.compilers.topology import topology_devices
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.runtime import distributed
 
 
 def main() -> None:

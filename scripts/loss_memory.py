@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 import jax
 
-from jaxtrain import distributed
-from jaxtrain.loss_blocks import Logits
-from jaxtrain.ops.cross_entropy import DeferredLogits, cross_entropy_sums
-from jaxtrain.plan.topology import compile_for, topology_devices
+from jaxtrain.ops.loss.blocks import Logits
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy_sums
+from jaxtrain.plan.compilers.topology import compile_for, topology_devices
+from jaxtrain.runtime import distributed
 
 TOKENS, VOCABULARY, WIDTHS = 8192, 128_256, (1024, 4096)
 

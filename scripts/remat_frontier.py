@@ -15,10 +15,10 @@ from pathlib import Path
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.estimate import Estimate
-from jaxtrain.plan.frontier import Point, frontier_table, remat_frontier
-from jaxtrain.plan.hardware import Target, parse_targets
-from jaxtrain.plan.make import with_compiler
+from jaxtrain.plan.catalogue.hardware import Target, parse_targets
+from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.search.frontier import Point, frontier_table, remat_frontier
+from jaxtrain.plan.search.make import with_compiler
 
 
 def main() -> None:
@@ -58,8 +58,8 @@ def main() -> None:
 def read_target(text: str) -> Target:
     """The target of `--on`."""
     if text == "here":
-        from jaxtrain import distributed
-        from jaxtrain.plan.here import this_machine
+        from jaxtrain.plan.catalogue.here import this_machine
+        from jaxtrain.runtime import distributed
 
         distributed.start(compilation_cache=None)
         target = this_machine()

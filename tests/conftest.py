@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxtrain import distributed
 from jaxtrain.cli import main
+from jaxtrain.runtime import distributed
 
 # A suite started in the background ignores Ctrl-C (and SIGHUP under nohup), and so would every process of a test.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

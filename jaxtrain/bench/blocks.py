@@ -1,7 +1,7 @@
 """The time of each block of a step, forward and backward on one device, against its roofline.
 
 A block's roofline is the larger of its FLOPs over the measured rate of matmuls in the policy's format and its bytes
-over the measured rate of memory (Williams et al. 2009); FLOPs and bytes are the planner's (`plan/blocks.py`), attention
+over the measured rate of memory (Williams et al. 2009); FLOPs and bytes are those of `plan/work/blocks.py`, attention
 counted as a kernel that skips masked pairs and keeps scores to itself.
 """
 
@@ -16,22 +16,22 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxtrain.attention_blocks import visible_pairs
 from jaxtrain.bench.limits import Limits
 from jaxtrain.bench.timing import call_seconds
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.mesh import make_mesh
-from jaxtrain.metrics.peaks import FORMATS
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import parameter_shapes
-from jaxtrain.models.transformer import Block as TransformerBlock
+from jaxtrain.models.shipped.transformer import Block as TransformerBlock
+from jaxtrain.ops.attention.blocks import visible_pairs
 from jaxtrain.optim.masks import trainable_predicate
-from jaxtrain.plan.attention import AttentionWork
-from jaxtrain.plan.blocks import Block, Cut, step_blocks
-from jaxtrain.plan.exact import sharded_bytes
-from jaxtrain.plan.experts import least_experts
-from jaxtrain.plan.state import COMPUTE_BYTES
-from jaxtrain.plan.workload import Workload
+from jaxtrain.plan.compilers.exact import sharded_bytes
+from jaxtrain.plan.work.attention import AttentionWork
+from jaxtrain.plan.work.blocks import Block, Cut, step_blocks
+from jaxtrain.plan.work.experts import least_experts
+from jaxtrain.plan.work.state import COMPUTE_BYTES
+from jaxtrain.plan.workload.record import Workload
+from jaxtrain.runtime.peaks import FORMATS
 from jaxtrain.train.context import step_context
 from jaxtrain.train.state import select_leaves
 from jaxtrain.train.step import TrainStep

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.bench.device import memory_bytes_per_second
 from jaxtrain.bench.timing import call_seconds
+from jaxtrain.runtime.device_speed import memory_bytes_per_second
 
 # Side of the matrices: a product takes about a millisecond or more.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}

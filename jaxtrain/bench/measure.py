@@ -14,14 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import __version__, distributed
-from jaxtrain.allocator import restart_environment
+from jaxtrain import __version__
 from jaxtrain.bench.start import NoStepError, cold_and_warm
 from jaxtrain.config import Loaded
 from jaxtrain.config.schema import Config
-from jaxtrain.cores import usable_cores
-from jaxtrain.metrics.peaks import FORMATS, peak_flops
-from jaxtrain.plan.workload import Workload, describe_workload
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.workload.record import Workload
+from jaxtrain.runtime import distributed
+from jaxtrain.runtime.allocator import restart_environment
+from jaxtrain.runtime.cores import usable_cores
+from jaxtrain.runtime.peaks import FORMATS, peak_flops
 
 PARTS = ("start", "limits", "blocks", "step", "cpu")
 _CPU_LIMIT_SECONDS = 300

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.allocator import SETTINGS
+from jaxtrain.runtime.allocator import SETTINGS
 
 _LIMIT_SECONDS = 600.0
 # Beside the config's own: nothing is written after the first step that could be waited for.

@@ -11,14 +11,14 @@ from typing import Any
 def main(request: dict[str, Any]) -> dict[str, Any]:
     """Median seconds of a few steps after the first, as `seconds`."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from jaxtrain import distributed
     from jaxtrain.config.schema import Config
+    from jaxtrain.runtime import distributed
 
     distributed.start(emulate=1, compilation_cache=None)
     import jax
 
     from jaxtrain.bench.whole_step import RandomBatches
-    from jaxtrain.plan.workload import describe_workload
+    from jaxtrain.plan.workload.describe import describe_workload
     from jaxtrain.train.assemble import build_step
 
     config = Config.model_validate(request["config"])

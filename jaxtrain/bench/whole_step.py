@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.bench.power import measured_energy
 from jaxtrain.data import prefetch
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.plan.exact import batch_shapes
-from jaxtrain.plan.workload import Workload
-from jaxtrain.train.loop import Hooks, train_loop
+from jaxtrain.plan.compilers.exact import batch_shapes
+from jaxtrain.plan.workload.record import Workload
+from jaxtrain.run.loop import Hooks, train_loop
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 

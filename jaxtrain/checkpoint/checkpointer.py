@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from jaxtrain.checkpoint import arrays, checks, directory, going_back, storage, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
-from jaxtrain.donation import first_deleted
+from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.local_path import local_path
+from jaxtrain.runtime.donation import first_deleted
 from jaxtrain.runtime.remarks import print_remark
 
 

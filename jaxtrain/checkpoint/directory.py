@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError
-from jaxtrain.metrics.files import write_text_atomic
+from jaxtrain.runtime.files import write_text_atomic
 
 FORMAT_VERSION = 1
 RECORD_ITEM = "jaxtrain"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxtrain.checkpoint.directory import list_steps, step_path
 from jaxtrain.errors import CheckpointError
-from jaxtrain.metrics.files import write_json_atomic
+from jaxtrain.runtime.files import write_json_atomic
 
 _NOTE = "going_back.json"
 _ABANDONED = "abandoned-"

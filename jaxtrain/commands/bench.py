@@ -9,11 +9,11 @@ from jaxtrain.bench.measure import PARTS, measure
 from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.config import load_config, shipped_configs
+from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
-from jaxtrain.local_path import local_path
-from jaxtrain.metrics.files import strict_json
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.runtime.files import strict_json
 from jaxtrain.runtime.remarks import print_remark
 
 

@@ -9,8 +9,8 @@ from jaxtrain.checkpoint.going_back import abandoned_folders
 from jaxtrain.commands.output import print_json, print_table, print_text
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.run.open_run import read_run
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.train.open_run import read_run
 
 
 def _open(run_dir: str) -> Checkpointer:

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import __version__, distributed
+from jaxtrain import __version__
 from jaxtrain.commands.output import print_json, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
+from jaxtrain.runtime import distributed
 
 _OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio"}
 _LITTLE_DISK = 2 * 2**30
@@ -154,7 +155,7 @@ def _check_devices(report: Report, emulate: int | None) -> None:
 
 
 def _measure(report: Report, num_devices: int) -> None:
-    from jaxtrain.bench.device import matmul_flops_per_second, sums_over_devices
+    from jaxtrain.runtime.device_speed import matmul_flops_per_second, sums_over_devices
 
     rates = {dtype: matmul_flops_per_second(dtype) / 1e9 for dtype in ("float32", "bfloat16")}
     report.facts["matmul_gflops_per_second"] = rates

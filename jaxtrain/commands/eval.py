@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain import distributed
 from jaxtrain.commands.output import print_json, print_table
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
-from jaxtrain.train.open_run import OpenedRun, open_run, saved_config
+from jaxtrain.run.open_run import OpenedRun, open_run, saved_config
+from jaxtrain.runtime import distributed
 
 # The rest of the config belongs to the parameters that were trained.
 _MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache")
@@ -61,8 +61,8 @@ def run_eval(
 
 def _evaluate(run: OpenedRun) -> tuple[dict[str, Any], int]:
     from jaxtrain.data import Batches, prefetch
+    from jaxtrain.run.evaluation import Evaluator
     from jaxtrain.train.assemble import reading_threads
-    from jaxtrain.train.evaluate import Evaluator
 
     assert run.data is not None
     if run.data.validation is None:

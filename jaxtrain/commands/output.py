@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.metrics.files import strict_json
+from jaxtrain.runtime.files import strict_json
 
 
 def print_text(text: str) -> None:

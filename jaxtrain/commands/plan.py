@@ -14,15 +14,15 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
-from jaxtrain.plan.analyse import Terms, analyse
-from jaxtrain.plan.auto import VARIED_BY_AUTO, check_auto
-from jaxtrain.plan.cost import steps_for
-from jaxtrain.plan.estimate import Estimate
-from jaxtrain.plan.hardware import Target, catalogue, hardware_json, hardware_table, parse_targets
-from jaxtrain.plan.make import analytic_plan, check_exact, how_to_check, with_compiler
-from jaxtrain.plan.search import VARIED, Found, describe_layout, largest_batch, search, why_not
-from jaxtrain.plan.show import as_json, table
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.plan.catalogue.hardware import Target, catalogue, hardware_json, hardware_table, parse_targets
+from jaxtrain.plan.cost.training import steps_for
+from jaxtrain.plan.report.show import as_json, table
+from jaxtrain.plan.search.analyse import Terms, analyse
+from jaxtrain.plan.search.auto import VARIED_BY_AUTO, check_auto
+from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.search.layouts import VARIED, Found, describe_layout, largest_batch, search, why_not
+from jaxtrain.plan.search.make import analytic_plan, check_exact, how_to_check, with_compiler
+from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime.remarks import print_remark
 
 
@@ -132,10 +132,10 @@ def _measured(target: Target) -> Target:
     """The target; a CPU is measured first."""
     if target.hardware.kind != "cpu":
         return target
-    from jaxtrain import distributed
+    from jaxtrain.runtime import distributed
 
     distributed.start(compilation_cache=None)
-    from jaxtrain.plan.here import measure_cpu
+    from jaxtrain.plan.catalogue.here import measure_cpu
 
     print_remark("measuring this machine's CPU")
     return dataclasses.replace(target, hardware=measure_cpu(target.num_devices))
@@ -260,7 +260,7 @@ def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, str]:
 
 def _write(estimates: Sequence[Estimate], loaded: Loaded, wanted: Wanted) -> None:
     if wanted.html is not None:
-        from jaxtrain.plan.page import write_page
+        from jaxtrain.plan.report.page import write_page
 
         try:
             write_page(estimates, Path(wanted.html))

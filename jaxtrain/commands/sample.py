@@ -4,11 +4,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import distributed
 from jaxtrain.commands.output import print_text
 from jaxtrain.errors import ConfigError
+from jaxtrain.run.open_run import open_run, saved_config
+from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.train.open_run import open_run, saved_config
 
 _DEFAULT_TOKENS = 200
 
@@ -42,7 +42,7 @@ def run_sample(
     config = saved_config(run_dir).config
     prompts = _prompts(prompts)
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
-    from jaxtrain.train.generate import Sampling, generate_text
+    from jaxtrain.inference.generate import Sampling, generate_text
 
     sampling = Sampling(temperature, top_k, top_p)
     run = open_run(run_dir, step=step, with_data=False, quantize=quantize, report=print_remark)

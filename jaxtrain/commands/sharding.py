@@ -4,14 +4,14 @@ from typing import Any
 
 import jax
 
-from jaxtrain import distributed
 from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.config import Config
+from jaxtrain.layout.rules import table_row
+from jaxtrain.layout.sharding import path_name
 from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.rules import table_row
-from jaxtrain.sharding import path_name
+from jaxtrain.run.open_run import step_without_data
+from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import open_run_data
-from jaxtrain.train.open_run import step_without_data
 
 
 def print_shardings(config: Config, *, only: str | None, emulate: int | None) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.keys import all_keys, locate, members, nearest
+from jaxtrain.config.local_path import local_path
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
 from jaxtrain.config.no_effect import no_effect_notes
 from jaxtrain.config.other_names import other_name
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.local_path import local_path
 
 Path_ = tuple[str, ...]
 

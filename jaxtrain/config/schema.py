@@ -6,9 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxtrain.config.base import Group, mistakes_told_by_pydantic
 from jaxtrain.config.data import DataConfig, TextData
+from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
-from jaxtrain.loss_blocks import check_blocks
-from jaxtrain.remat_policy import check_remat
+from jaxtrain.config.remat import check_remat
 
 # The axes of the mesh, outermost first: what talks least crosses the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")

@@ -1,9 +1,9 @@
 """Data by index: sources, tokenizers, and batches that are a pure function of their number."""
 
 from jaxtrain.data.batches import Batch, Batches
-from jaxtrain.data.dataset import Data, open_data
 from jaxtrain.data.prefetch import prefetch
-from jaxtrain.data.shards import prepare_tokens
+from jaxtrain.data.sources.dataset import Data, open_data
+from jaxtrain.data.sources.shards import prepare_tokens
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.data.tokens import check_tokens
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxtrain.cores import usable_cores
 from jaxtrain.errors import DataError
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     import grain

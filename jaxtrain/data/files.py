@@ -4,8 +4,8 @@ import glob
 from collections.abc import Iterable
 from pathlib import Path
 
+from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import DataError
-from jaxtrain.local_path import local_path
 
 _GLOB_CHARACTERS = "*?["
 

@@ -18,8 +18,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.attention_blocks import visible_pairs
 from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.ops.attention.blocks import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
-from jaxtrain.metrics.files import strict_json, write_json_atomic
+from jaxtrain.runtime.files import strict_json, write_json_atomic
 
 __all__ = ["finished_info", "git_state", "package_versions", "run_info", "write_json_atomic"]
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from jaxtrain.config.local_path import local_path
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.local_path import local_path
-from jaxtrain.metrics.files import plain_number, write_lines_atomic, write_text_atomic
+from jaxtrain.runtime.files import plain_number, write_lines_atomic, write_text_atomic
 
 Scalars = Mapping[str, float | int | None]
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.models import RopeScaling
+from jaxtrain.layout.sharding import row_numbers
 from jaxtrain.models.initializers import Initializer
 from jaxtrain.ops.linear import linear
-from jaxtrain.sharding import row_numbers
 
 
 class Linear(nnx.Module):

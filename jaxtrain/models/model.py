@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.ops.cross_entropy import compute_logits
-from jaxtrain.remat import Remat
-from jaxtrain.sharding import path_name, shard_key
+from jaxtrain.layout.sharding import path_name, shard_key
+from jaxtrain.ops.loss.cross_entropy import compute_logits
+from jaxtrain.remat.policy import Remat
 
 Params = dict[str, Any]
 ModelState = dict[str, Any]

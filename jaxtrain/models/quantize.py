@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, Params
-from jaxtrain.quantized import QuantizedKernel, quantize_kernel
-from jaxtrain.sharding import path_name
+from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
 FORMATS = ("int8", "int8_dynamic")
 

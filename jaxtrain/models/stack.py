@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.nnx_model import building, from_dict, to_dict
-from jaxtrain.remat import Remat
-from jaxtrain.sharding import gather_parameters, platform
+from jaxtrain.layout.sharding import gather_parameters, platform
+from jaxtrain.models.from_nnx import building, from_dict, to_dict
+from jaxtrain.remat.policy import Remat
 
 
 def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:

@@ -8,10 +8,10 @@ import jax
 from flax import nnx
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.from_nnx import building, from_dict, linear_kernels, metadata_axes, to_dict
 from jaxtrain.models.model import DrawsByRow, Model, Params, Parts, PartsApply, Rebuild
-from jaxtrain.models.nnx_model import building, from_dict, linear_kernels, metadata_axes, to_dict
 from jaxtrain.models.stack import scan_stack
-from jaxtrain.remat import Remat
+from jaxtrain.remat.policy import Remat
 
 # (module, inputs, key, train) -> carry; (block, carry, inputs, key, train) -> carry; (module, carry, train) -> outputs
 EmbedCall = Callable[[Any, Any, jax.Array | None, bool], Any]

@@ -1,0 +1,1 @@
+"""Operations that models are made of, each with a plain reference."""

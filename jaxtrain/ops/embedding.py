@@ -6,8 +6,8 @@ Shapes: B batch, L sequence, V rows of the table (vocabulary, positions), D embe
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.parallel.manual import divides, run_manually, spec_of
-from jaxtrain.sharding import current_layout
+from jaxtrain.layout.manual import divides, run_manually, spec_of
+from jaxtrain.layout.sharding import current_layout
 
 
 def _take(table: jax.Array, indices: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.sharding import platform
+from jaxtrain.layout.sharding import platform
 
 FORWARD = jnp.float8_e4m3fn
 GRADIENT = jnp.float8_e5m2

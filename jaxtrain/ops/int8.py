@@ -6,7 +6,7 @@ Shapes: N rows (one dim or several), D input features, F output features.
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.quantized import QuantizedKernel, round_to_int8
+from jaxtrain.precision.quantized import QuantizedKernel, round_to_int8
 
 # More products of two numbers up to 127 may exceed an int32.
 _MOST_INPUTS = (2**31 - 1) // 127**2

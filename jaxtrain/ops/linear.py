@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import splits_sequence
 from jaxtrain.ops.fp8 import fp8_matmul
 from jaxtrain.ops.int8 import int8_matmul
-from jaxtrain.quantized import QuantizedKernel
-from jaxtrain.sharding import splits_sequence
+from jaxtrain.precision.quantized import QuantizedKernel
 
 # What linear layers multiply in, and one entry a layer that did, of the step that is being traced. Set by
 # `use_linear_format` around a trace, never globally.

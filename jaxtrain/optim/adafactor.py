@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.optimizer_rules import factored_dims
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.optim.rules import factored_dims
 
 # (path, shape) -> the dims that count layers and experts.
 Counting = Callable[[str, tuple[int, ...]], tuple[int, ...]]

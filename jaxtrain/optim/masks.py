@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.optimizer_rules import counting_dims
-from jaxtrain.rules import AxesTable
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.rules import AxesTable
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.layout.state_entries import counting_dims
 
 
 def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[Any], Any]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.optimizer_rules import is_stored, moment_block
+from jaxtrain.optim.rules import is_stored, moment_block
 
 _MANTISSA = 23
 # Octaves below the largest of a block that drop 19, 20 and 21 bits of the mantissa, so have 16, 8 and 4 codes.

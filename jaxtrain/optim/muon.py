@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxtrain.optimizer_rules import Matrix
-from jaxtrain.rules import Entry, entry_axes, entry_degree
-from jaxtrain.sharding import Layout, current_layout, parameter_spec, path_name
+from jaxtrain.layout.rules import Entry, entry_axes, entry_degree
+from jaxtrain.layout.sharding import Layout, current_layout, parameter_spec, path_name
+from jaxtrain.optim.rules import Matrix
 
 # Jordan et al. 2024: an odd polynomial with the steepest slope at 0 that brings singular values to 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

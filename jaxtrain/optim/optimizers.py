@@ -19,13 +19,14 @@ from jaxtrain.config.schema import (
     OptimizerConfig,
     SGDConfig,
 )
+from jaxtrain.layout.rules import AxesTable
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.layout.state_entries import counting_dims
 from jaxtrain.optim import adafactor
 from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
-from jaxtrain.optimizer_rules import Matrix, as_matrix, counting_dims
-from jaxtrain.rules import AxesTable
-from jaxtrain.sharding import path_name
+from jaxtrain.optim.rules import Matrix, as_matrix
 
 
 @dataclass(frozen=True)

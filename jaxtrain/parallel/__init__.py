@@ -1,0 +1,1 @@
+"""How one step is computed by many devices: gradients, pipeline schedules, stages."""

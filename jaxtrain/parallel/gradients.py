@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.ops.choice import note_choice
-from jaxtrain.sharding import Layout, constrain, parameter_spec, path_name, use_layout
-from jaxtrain.tasks import Sums, divisor
-from jaxtrain.traced import calls_back, traced
+from jaxtrain.layout.sharding import Layout, constrain, parameter_spec, path_name, use_layout
+from jaxtrain.models.tasks import Sums, divisor
+from jaxtrain.parallel.traced import calls_back, traced
+from jaxtrain.runtime.choices import note_choice
 
 # (trained params, what the loss reads besides, model_state, batch, key) ->
 # (loss to differentiate, (loss sum, weight, model_state, metric sums))

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.layout.sharding import constrain_parameters
+from jaxtrain.models.tasks import divisor
 from jaxtrain.parallel.gradients import DataReduction, Gradients, batch_specs
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode, Tree, enter, index, store
-from jaxtrain.precision import cast_floats
-from jaxtrain.sharding import constrain_parameters
-from jaxtrain.tasks import divisor
+from jaxtrain.precision.policy import cast_floats
 
 
 @jax.tree_util.register_dataclass

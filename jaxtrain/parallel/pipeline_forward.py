@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.models.tasks import Sums
 from jaxtrain.parallel.gradients import batch_specs
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode, Tree, enter, index
-from jaxtrain.tasks import Sums
 
 
 def pipeline_sums(

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import nearest_multiples
+from jaxtrain.layout.sharding import Layout, path_name, use_layout
+from jaxtrain.models.tasks import Sums
 from jaxtrain.parallel.gradients import split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.rules import nearest_multiples
-from jaxtrain.sharding import Layout, path_name, use_layout
-from jaxtrain.tasks import Sums
-from jaxtrain.traced import calls_back, traced
+from jaxtrain.parallel.traced import calls_back, traced
 
 Tree = Any
 

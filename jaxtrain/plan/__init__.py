@@ -1,1 +1,1 @@
-"""What a run will take before it runs."""
+"""The planner: memory, time and cost of a step on hardware that need not be here."""

@@ -9,17 +9,17 @@ import numpy as np
 
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.schema import Config, RematConfig
-from jaxtrain.degrees import AXES, config_degrees
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import make_mesh
-from jaxtrain.metrics.flops import model_flops_per_row
-from jaxtrain.models.build import build_model
+from jaxtrain.layout.degrees import AXES, config_degrees
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model, parameter_shapes, with_remat
-from jaxtrain.optim import build_optimizer, build_schedule
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import Task, build_task
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
-from jaxtrain.precision import LossScaling
-from jaxtrain.remat import Remat
-from jaxtrain.tasks import Task, build_task
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.schedules import build_schedule
+from jaxtrain.precision.policy import LossScaling
+from jaxtrain.remat.policy import Remat
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep, make_train_step
 
@@ -56,22 +56,6 @@ class Run:
             "seed": config.seed,
             "global_batch_size": config.train.global_batch_size,
         }
-
-
-def step_flops(run: Run) -> float | None:
-    """Model FLOPs of a step of the config's model; None where a size that it needs is not known."""
-    config, data = run.config, run.data
-    paths = list(parameter_shapes(run.step.model))
-    is_trained = trainable_predicate(config.optimizer.freeze, paths)
-    flops = model_flops_per_row(
-        config.model,
-        sequence_length=data.input_shape[0] if data.unit == "tokens" else None,
-        input_shape=data.input_shape,
-        num_outputs=data.num_outputs,
-        vocab_size=data.vocab_size,
-        trained=None if is_trained is None else [path for path in paths if is_trained(path)],
-    )
-    return None if flops is None else flops * config.train.global_batch_size
 
 
 def open_run_data(config: Config) -> "Data":

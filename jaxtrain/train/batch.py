@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import nearest_multiples
+from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import Apply, Model
-from jaxtrain.rules import nearest_multiples
-from jaxtrain.sharding import Layout, logical_spec, path_name
-from jaxtrain.tasks import Task
+from jaxtrain.models.tasks import Task
 from jaxtrain.train.state import TrainState
 
 

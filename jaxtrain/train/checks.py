@@ -10,11 +10,11 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
-from jaxtrain.data.dataset import Data
+from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model
-from jaxtrain.sharding import path_name
-from jaxtrain.tasks import TASKS, Task
+from jaxtrain.models.tasks import TASKS, Task
 
 
 def check_parts(model: Any, task: Any, optimizer: Any) -> None:

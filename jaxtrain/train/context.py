@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxtrain.layout.sharding import Layout, use_layout
 from jaxtrain.ops.linear import use_linear_format
-from jaxtrain.precision import Policy
-from jaxtrain.sharding import Layout, use_layout
+from jaxtrain.precision.policy import Policy
 
 
 @contextlib.contextmanager

@@ -5,23 +5,54 @@ devices, and an array on other devices is an internal error: each is one line he
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.donation import first_deleted
 from jaxtrain.errors import ConfigError
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.model import Model
+from jaxtrain.runtime.donation import first_deleted
 from jaxtrain.train.state import TrainState
 
-if TYPE_CHECKING:
-    from jaxtrain.train.step import TrainStep
-
 _GO_ON = "go on with what the step returns: state, metrics = step(state, batch)"
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """What is remembered of a state from `TrainStep.init`: which of its arrays belong together.
+
+    Attributes:
+        params: weak references to its parameters, in the order of the tree.
+        average: weak references to the arrays of its moving average.
+        optimizer: weak references to the arrays of its optimizer state.
+        model_state: weak references to its batch statistics and the like.
+        average_state: weak references to the arrays of their moving average.
+    """
+
+    params: tuple[weakref.ref[Any], ...]
+    average: tuple[weakref.ref[Any], ...]
+    optimizer: tuple[weakref.ref[Any], ...]
+    model_state: tuple[weakref.ref[Any], ...]
+    average_state: tuple[weakref.ref[Any], ...]
+
+
+class StepParts(Protocol):
+    """What these checks read of a train step."""
+
+    model: Model
+    abstract_state: TrainState
+    state_shardings: TrainState
+    initial_state: InitialState | None
+    last_state: Callable[[], TrainState | None]
+
+    def first_optimizer_state(self, params: Any) -> Any:
+        """The optimizer state of new parameters."""
+        ...
 
 
 def check_not_donated(state: Any) -> None:
@@ -79,7 +110,7 @@ def _describe(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
     return ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in sorted(shapes.items()))
 
 
-def accept_state(state: Any, step: "TrainStep") -> TrainState:
+def accept_state(state: Any, step: StepParts) -> TrainState:
     """A state with the step's structure, shapes, dtypes and shardings, safe to donate.
 
     Args:
@@ -192,32 +223,13 @@ def _marks(leaf: jax.Array) -> list[Any]:
     return marks
 
 
-@dataclass(frozen=True)
-class InitialState:
-    """What is remembered of a state from `TrainStep.init`: which of its arrays belong together.
-
-    Attributes:
-        params: weak references to its parameters, in the order of the tree.
-        average: weak references to the arrays of its moving average.
-        optimizer: weak references to the arrays of its optimizer state.
-        model_state: weak references to its batch statistics and the like.
-        average_state: weak references to the arrays of their moving average.
-    """
-
-    params: tuple[weakref.ref[Any], ...]
-    average: tuple[weakref.ref[Any], ...]
-    optimizer: tuple[weakref.ref[Any], ...]
-    model_state: tuple[weakref.ref[Any], ...]
-    average_state: tuple[weakref.ref[Any], ...]
-
-
 def remember(state: TrainState) -> InitialState:
     """The record of a state that `init` made."""
     parts = (state.params, state.ema, state.optimizer_state, state.model_state, state.ema_model_state)
     return InitialState(*(tuple(weakref.ref(leaf) for leaf in jax.tree.leaves(part)) for part in parts))
 
 
-def check_consistent(state: TrainState, step: "TrainStep") -> None:
+def check_consistent(state: TrainState, step: StepParts) -> None:
     """Raise where parameters were replaced in a state from `init` and what was copied from the old ones was not.
 
     Raises:
@@ -250,7 +262,7 @@ def _all_are(remembered: tuple[weakref.ref[Any], ...], part: Any) -> bool:
     return len(leaves) == len(remembered) and all(a() is b for a, b in zip(remembered, leaves, strict=True))
 
 
-def _reads_parameters(step: "TrainStep") -> bool:
+def _reads_parameters(step: StepParts) -> bool:
     """Whether the optimizer's first state depends on the numbers of the parameters, not on their shapes alone."""
     jaxpr = jax.make_jaxpr(step.first_optimizer_state)(step.abstract_state.params).jaxpr
     known = {id(variable) for variable in jaxpr.invars}
@@ -260,7 +272,7 @@ def _reads_parameters(step: "TrainStep") -> bool:
     return any(id(variable) in known for variable in jaxpr.outvars)
 
 
-def accept_parts(step: "TrainStep", params: Any, model_state: Any) -> dict[str, Any]:
+def accept_parts(step: StepParts, params: Any, model_state: Any) -> dict[str, Any]:
     """Parameters and model state that a user gives to `init`, in the structure and the shardings of the step.
 
     Args:

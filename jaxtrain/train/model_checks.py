@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import FamilyTable, entry_axes
+from jaxtrain.layout.sharding import Layout, parameter_spec, path_name
 from jaxtrain.models.model import Apply, Model
-from jaxtrain.ops.choice import note_choice
-from jaxtrain.precision import Policy
-from jaxtrain.rules import FamilyTable, entry_axes
-from jaxtrain.sharding import Layout, parameter_spec, path_name
-from jaxtrain.traced import operations
+from jaxtrain.parallel.traced import operations
+from jaxtrain.precision.policy import Policy
+from jaxtrain.runtime.choices import note_choice
 from jaxtrain.train.state import TrainState
 
 # Share of the multiply-adds in float32 from which a low-precision run says so.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import DEFAULT_RULES
+from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model
+from jaxtrain.models.tasks import Task
 from jaxtrain.parallel.schedules import make_schedule, num_microbatches
 from jaxtrain.parallel.stage import Pipeline, check_layers
-from jaxtrain.rules import DEFAULT_RULES
-from jaxtrain.sharding import Layout
-from jaxtrain.tasks import Task
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from typing import Any
 
 import jax
 
+from jaxtrain.layout.sharding import gather_parameters
 from jaxtrain.models.model import Model, Parts, key_for
-from jaxtrain.ops.cross_entropy import compute_logits
+from jaxtrain.models.tasks import Batch, Sums, Task, task_sums
+from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Gradients
 from jaxtrain.parallel.pipeline import pipeline_gradients
 from jaxtrain.parallel.pipeline_forward import pipeline_sums
 from jaxtrain.parallel.stage import Pipeline
-from jaxtrain.precision import Policy, cast_floats
-from jaxtrain.sharding import gather_parameters
-from jaxtrain.tasks import Batch, Sums, Task, task_sums
+from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.train.state import merge_leaves
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.sharding import Layout, check_replicated, optimizer_shardings, parameter_shardings
-from jaxtrain.train.offload import lives_on_host, on_host
+from jaxtrain.layout.sharding import Layout, check_replicated, optimizer_shardings, parameter_shardings
+from jaxtrain.optim.offload import lives_on_host, on_host
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.state import TrainState
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.precision import LossScale
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.precision.policy import LossScale
 
 
 @jax.tree_util.register_dataclass

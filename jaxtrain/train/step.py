@@ -13,21 +13,21 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.compiler_options import CompilerOptions, Value, choose_options
-from jaxtrain.mesh import make_mesh
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import Layout, gather_parameters
 from jaxtrain.models.model import Apply, Model, PartsApply, key_for
-from jaxtrain.ops.choice import record_choices
+from jaxtrain.models.tasks import Batch, Task, divisor, task_sums
+from jaxtrain.optim.offload import to_host
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
-from jaxtrain.precision import LossScale, LossScaling, Policy, cast_floats, get_policy
-from jaxtrain.sharding import Layout, gather_parameters
-from jaxtrain.tasks import Batch, Task, divisor, task_sums
+from jaxtrain.precision.policy import LossScale, LossScaling, Policy, cast_floats, get_policy
+from jaxtrain.runtime.choices import record_choices
+from jaxtrain.runtime.compiler_options import CompilerOptions, Value, choose_options
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchSource, batch_shardings, id_limits, is_placed
 from jaxtrain.train.checks import check_batch, check_ids, check_options, check_parts, random_key
 from jaxtrain.train.context import step_context
 from jaxtrain.train.model_checks import check_axes, check_compute_dtype, check_trainable
-from jaxtrain.train.offload import to_host
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.placement import state_on_host, state_shardings
@@ -363,7 +363,7 @@ def make_train_step(
         loss_scaling: how the fp16 loss scale moves.
         rules: logical axes -> mesh axes, beside or in place of those of `rules.DEFAULT_RULES`.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
-        compiler_options: over those of `jaxtrain/compiler_options.py`.
+        compiler_options: over those of `jaxtrain/runtime/compiler_options.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
 
     Returns:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.layout.sharding import Layout
+from jaxtrain.models.tasks import Sums, divisor
+from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
-from jaxtrain.precision import LossScaling, Policy, cast_floats
-from jaxtrain.sharding import Layout
-from jaxtrain.tasks import Sums, divisor
-from jaxtrain.train.offload import update_on_host
+from jaxtrain.precision.policy import LossScaling, Policy, cast_floats
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.placement import zero_axes
 from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves

@@ -8,8 +8,8 @@ import sys
 from peer import serve
 
 from jaxtrain import distributed
-from jaxtrain.allocator import restart
 from jaxtrain.config import load_config
+from jaxtrain.runtime.allocator import restart
 
 
 def main(name: str, overrides: list[str]) -> None:
@@ -18,8 +18,8 @@ def main(name: str, overrides: list[str]) -> None:
     import jax
 
     from jaxtrain.data import prefetch
+    from jaxtrain.run.loop import Hooks, train_loop
     from jaxtrain.train.assemble import assemble, open_run_data
-    from jaxtrain.train.loop import Hooks, train_loop
 
     run_parts = assemble(config, open_run_data(config))
     step = run_parts.step

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.config import load_config
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.plan.workload.describe import describe_workload
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_gpu.py"
 

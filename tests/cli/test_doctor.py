@@ -56,7 +56,9 @@ def test_reports_what_is_here(cli):
 def test_each_problem_comes_with_what_mends_it(cli, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr("jaxtrain.distributed.unused_accelerator", lambda platform: "there is a card: pip install x")
+    monkeypatch.setattr(
+        "jaxtrain.runtime.distributed.unused_accelerator", lambda platform: "there is a card: pip install x"
+    )
     answer = cli("doctor")
     assert answer.code == 0
     lines = [line for line in answer.out.splitlines() if line.startswith("problem: ")]

@@ -10,7 +10,7 @@ import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.config.data import TextData, TokenizerConfig
 from jaxtrain.data import prepare_tokens
-from jaxtrain.train.open_run import open_run, saved_config
+from jaxtrain.run.open_run import open_run, saved_config
 
 
 @pytest.fixture(params=["text_run", "image_run"])

@@ -223,7 +223,7 @@ def test_the_launcher_does_not_import_jax(tmp_path):
 # Every device of both processes takes part in the sum.
 SCRIPT = """
 import sys
-from jaxtrain import distributed
+from jaxtrain.runtime import distributed
 
 distributed.start(compilation_cache=None)
 import jax

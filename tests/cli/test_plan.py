@@ -10,10 +10,10 @@ import pytest
 from test_startup import WATCHED
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.analyse import with_degrees
-from jaxtrain.plan.exact import sharded_bytes
-from jaxtrain.plan.hardware import catalogue
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.plan.catalogue.hardware import catalogue
+from jaxtrain.plan.compilers.exact import sharded_bytes
+from jaxtrain.plan.search.analyse import with_degrees
+from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.train.assemble import build_step
 
 PLAN = ("plan", "quickstart", "--analytic", "--on")

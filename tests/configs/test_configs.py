@@ -9,8 +9,8 @@ import pytest
 
 from jaxtrain import load_config
 from jaxtrain.config.load import find_config, shipped_configs
+from jaxtrain.run.trainer import run_config
 from jaxtrain.train.assemble import assemble, open_run_data
-from jaxtrain.train.trainer import run_config
 
 SHIPPED = {
     "bench_cpu",

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.config.data import ImageFolderData
 from jaxtrain.data import Batches, open_data, prefetch
-from jaxtrain.data.images import _CROP_AREA, _CROP_RATIO
+from jaxtrain.data.sources.images import _CROP_AREA, _CROP_RATIO
 
 PIL = pytest.importorskip("PIL.Image")
 SIDE, SIZE, COUNT = 256, 32, 12

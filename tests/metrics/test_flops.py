@@ -5,8 +5,9 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.metrics.flops import model_flops_per_row
-from jaxtrain.metrics.peaks import peak_flops
-from jaxtrain.train.assemble import assemble, open_run_data, step_flops
+from jaxtrain.run.flops import step_flops
+from jaxtrain.runtime.peaks import peak_flops
+from jaxtrain.train.assemble import assemble, open_run_data
 
 
 def _flops(config, *, sequence_length=None, input_shape=None, num_outputs=None, vocab_size=None, trained=None):

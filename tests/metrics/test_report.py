@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from jaxtrain.metrics.curves import MAX_POINTS, read_series, thin
-from jaxtrain.metrics.files import write_json_atomic
-from jaxtrain.metrics.report import write_report
+from jaxtrain.metrics.report.curves import MAX_POINTS, read_series, thin
+from jaxtrain.metrics.report.page import write_report
+from jaxtrain.runtime.files import write_json_atomic
 
 _RUN = {
     "name": "quick <b>start</b>",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.metrics import files
 from jaxtrain.metrics.runinfo import finished_info, git_state, package_versions, run_info, write_json_atomic
+from jaxtrain.runtime import files
 
 
 def test_run_info_is_strict_json_without_the_environment(tmp_path, monkeypatch):

@@ -10,17 +10,17 @@ import pytest
 from flax import linen, nnx
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.models.axes import RESNET, TRANSFORMER
-from jaxtrain.models.linen_model import from_linen
-from jaxtrain.models.mlp import mlp
+from jaxtrain.layout.rules import table_row
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.from_linen import from_linen
+from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.model import Model, from_functions
-from jaxtrain.models.nnx_model import from_nnx
-from jaxtrain.models.resnet import resnet
-from jaxtrain.models.transformer import transformer
-from jaxtrain.precision import cast_floats
-from jaxtrain.remat import Remat
-from jaxtrain.rules import table_row
-from jaxtrain.sharding import path_name
+from jaxtrain.models.shipped.axes import RESNET, TRANSFORMER
+from jaxtrain.models.shipped.mlp import mlp
+from jaxtrain.models.shipped.resnet import resnet
+from jaxtrain.models.shipped.transformer import transformer
+from jaxtrain.precision.policy import cast_floats
+from jaxtrain.remat.policy import Remat
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=13, max_sequence_length=6)
 # Inits for these keys compile five times faster than for the default kind.

@@ -12,10 +12,10 @@ from jax.ad_checkpoint import print_saved_residuals
 from pydantic import ValidationError
 
 from jaxtrain.config.models import ExpertsConfig, TransformerConfig
-from jaxtrain.models.axes import EXPERTS
-from jaxtrain.models.moe import MoE
-from jaxtrain.ops.experts import Kernels, dense_experts, route
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.shipped.axes import EXPERTS
+from jaxtrain.models.shipped.moe import MoE
+from jaxtrain.ops.experts.compute import Kernels, dense_experts, route
 
 CONFIG = TransformerConfig(
     num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, experts=ExpertsConfig(num_experts=4, experts_per_token=2)

@@ -27,8 +27,8 @@ from jaxtrain import (
     make_stack,
     make_train_step,
 )
-from jaxtrain.precision import Policy
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.precision.policy import Policy
 from jaxtrain.train.assemble import build_step
 
 ROWS = np.ones((8, 8), np.float32)

@@ -7,9 +7,9 @@ import pytest
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.mlp import mlp
-from jaxtrain.models.nnx_model import from_nnx
-from jaxtrain.models.resnet import BatchNorm, Conv, resnet
+from jaxtrain.models.from_nnx import from_nnx
+from jaxtrain.models.shipped.mlp import mlp
+from jaxtrain.models.shipped.resnet import BatchNorm, Conv, resnet
 
 IMAGES = np.random.default_rng(0).normal(2.0, 3.0, (4, 5, 6, 3)).astype(np.float32)
 

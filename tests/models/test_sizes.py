@@ -4,8 +4,8 @@ import pytest
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.build import build_model
 from jaxtrain.models.model import count_parameters
+from jaxtrain.models.shipped.build import build_model
 
 TRANSFORMERS = {
     # Radford et al. 2019, as released (tied embedding counted once).

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.models import resnet as resnet_module
-from jaxtrain.models.build import build_model
-from jaxtrain.tasks import classification
+from jaxtrain.models.shipped import resnet as resnet_module
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import classification
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "sqrt"])
@@ -17,7 +17,7 @@ def test_scanned_and_unrolled_blocks_agree(remat: str, monkeypatch: pytest.Monke
 
     Segments are loops everywhere, so that theirs are compared with blocks written out without remat.
     """
-    from jaxtrain.remat import Remat
+    from jaxtrain.remat.policy import Remat
 
     inputs = np.random.default_rng(0).normal(size=(8, 8, 8, 1)).astype(np.float32)
     batch = {"inputs": inputs, "targets": np.arange(8, dtype=np.int32)}

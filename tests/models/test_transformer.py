@@ -11,7 +11,7 @@ import pytest
 from jaxtrain.config.models import TRANSFORMER_SIZES, RopeScaling, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.layers import dropout, rotary_frequencies, rotate
-from jaxtrain.models.transformer import transformer
+from jaxtrain.models.shipped.transformer import transformer
 
 SIZES = dict(num_layers=2, embed_dim=16, num_heads=4, vocab_size=17, max_sequence_length=8)
 GPT = dict(position="learned", norm="layernorm", activation="gelu", bias=True, tie_embeddings=True, mlp_dim=24)

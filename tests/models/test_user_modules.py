@@ -7,8 +7,8 @@ import pytest
 from flax import linen, nnx
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.linen_model import from_linen
-from jaxtrain.models.nnx_model import from_nnx
+from jaxtrain.models.from_linen import from_linen
+from jaxtrain.models.from_nnx import from_nnx
 
 ONES = np.ones((4, 64), np.float32)
 ROWS = np.linspace(-1, 3, 4 * 64, dtype=np.float32).reshape(4, 64)

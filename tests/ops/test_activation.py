@@ -7,10 +7,10 @@ import pytest
 
 from jaxtrain.config.models import MLPConfig
 from jaxtrain.models.layers import Norm
-from jaxtrain.models.mlp import mlp
+from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.ops.activation import gelu
-from jaxtrain.ops.experts import Kernels, dense_experts, grouped_experts
-from jaxtrain.ops.reference_attention import capped
+from jaxtrain.ops.attention.reference import capped
+from jaxtrain.ops.experts.compute import Kernels, dense_experts, grouped_experts
 
 
 # Where tanh nears 1 the square of its rounding (6e-8) meets factors of up to 40; bf16: a rounding of 4e-3 each of six

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.reference_attention import attention, attention_mask
+from jaxtrain.ops.attention.reference import attention, attention_mask
 
 
 def naive(q, k, v, mask):

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.attention_blocks import row_parts
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import make_mesh
-from jaxtrain.ops import attention as attention_table
-from jaxtrain.ops.attention import self_attention
-from jaxtrain.ops.blockwise_attention import blockwise_attention, parts_of_batch
-from jaxtrain.ops.choice import record_choices
-from jaxtrain.ops.cudnn_attention import cudnn_attention, refusal
-from jaxtrain.ops.reference_attention import CAUSAL, AttentionForm, reference_attention
-from jaxtrain.ops.splash_attention import splash_attention
-from jaxtrain.sharding import Layout, use_layout
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import Layout, use_layout
+from jaxtrain.ops.attention import table as attention_table
+from jaxtrain.ops.attention.blocks import row_parts
+from jaxtrain.ops.attention.blockwise import blockwise_attention, parts_of_batch
+from jaxtrain.ops.attention.cudnn import cudnn_attention, refusal
+from jaxtrain.ops.attention.reference import CAUSAL, AttentionForm, reference_attention
+from jaxtrain.ops.attention.splash import splash_attention
+from jaxtrain.ops.attention.table import self_attention
+from jaxtrain.runtime.choices import record_choices
 
 HEADS, HEAD_DIM = 4, 64
 
@@ -117,7 +117,7 @@ def test_parts_of_the_rows_give_the_numbers_of_all_at_once(case):
 
 
 def test_only_a_single_cpu_device_takes_rows_one_after_the_other(monkeypatch):
-    monkeypatch.setattr("jaxtrain.ops.blockwise_attention.usable_cores", lambda: 2)
+    monkeypatch.setattr("jaxtrain.ops.attention.blockwise.usable_cores", lambda: 2)
     q = jax.ShapeDtypeStruct((16, 256, 6, 64), jnp.float32)  # 128 x 256 scores of 6 heads take 768 KiB a row
     for count, parts in ((1, 8), (8, 1)):
         with use_layout(Layout(make_mesh(devices=jax.devices()[:count]))):
@@ -156,8 +156,8 @@ def test_splash(case):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_cudnn_is_asked_for_what_the_form_says_or_refuses(case, monkeypatch):
     """With XLA's attention in the kernel's place: what is passed on means the same."""
-    monkeypatch.setattr("jaxtrain.ops.cudnn_attention.current_layout", lambda: _gpu())
-    monkeypatch.setattr("jaxtrain.ops.cudnn_attention.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("jaxtrain.ops.attention.cudnn.current_layout", lambda: _gpu())
+    monkeypatch.setattr("jaxtrain.ops.attention.cudnn.importlib.util.find_spec", lambda name: object())
     q, k, _, segments = inputs(dataclasses.replace(case, dtype="bfloat16"))
     why = refusal(q, k, segments, case.form)
     two_sided = case.form.window is not None and not case.form.causal

@@ -14,9 +14,9 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.loss_blocks import Logits, block_bytes, choose_blocks
-from jaxtrain.ops.cross_entropy import DeferredLogits, compute_logits, cross_entropy_sums
-from jaxtrain.tasks import build_task, language_modeling
+from jaxtrain.models.tasks import build_task, language_modeling
+from jaxtrain.ops.loss.blocks import Logits, block_bytes, choose_blocks
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, compute_logits, cross_entropy_sums
 
 B, L, D, V = 2, 21, 16, 300
 

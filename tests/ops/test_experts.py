@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.experts import Kernels, count_tokens, dense_experts, grouped_experts, route, router_loss
+from jaxtrain.ops.experts.compute import Kernels, count_tokens, dense_experts, grouped_experts, route, router_loss
 
 BATCH, LENGTH, WIDTH, HIDDEN = 2, 12, 8, 16
 # fp32 sums of up to 24 tokens x 16 products in another order: a few times 2^-24 = 6e-8, measured below 1e-6.

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.ops.linear import linear
-from jaxtrain.quantized import QuantizedKernel, quantize_kernel, round_to_int8
+from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel, round_to_int8
 
 
 def test_rounding_is_within_half_a_step():

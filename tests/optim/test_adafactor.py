@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from jaxtrain.config.schema import AdafactorConfig
-from jaxtrain.mesh import make_mesh
-from jaxtrain.optim import build_optimizer
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import Layout, optimizer_shardings, parameter_shardings, path_name
+from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.parallel.programs import collectives
-from jaxtrain.sharding import Layout, optimizer_shardings, parameter_shardings, path_name
 
 RATE = optax.constant_schedule(1e-2)
 

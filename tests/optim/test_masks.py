@@ -11,12 +11,12 @@ import jaxtrain as jt
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import AdamWConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.mlp import mlp
-from jaxtrain.models.resnet import resnet
-from jaxtrain.models.transformer import transformer
-from jaxtrain.optim import build_optimizer
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.shipped.mlp import mlp
+from jaxtrain.models.shipped.resnet import resnet
+from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.optim.masks import decay_mask, trainable_predicate
-from jaxtrain.sharding import path_name
+from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.train.assemble import build_step
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=11, max_sequence_length=6)

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from jaxtrain.config.schema import AdamWConfig, LionConfig
-from jaxtrain.optim import build_optimizer
 from jaxtrain.optim.moments import from_codes, largest_exponents, store_moments, to_codes
-from jaxtrain.optimizer_rules import moment_block
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.rules import moment_block
 
 
 @partial(jax.jit, static_argnames=("block", "signed"))

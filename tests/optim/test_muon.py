@@ -8,12 +8,12 @@ import pytest
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import AdamWConfig, MuonConfig
-from jaxtrain.models.axes import model_axes
-from jaxtrain.models.build import build_model
 from jaxtrain.models.model import parameter_shapes
-from jaxtrain.optim import build_optimizer
+from jaxtrain.models.shipped.axes import model_axes
+from jaxtrain.models.shipped.build import build_model
 from jaxtrain.optim.muon import newton_schulz
-from jaxtrain.optimizer_rules import Matrix, as_matrix
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.rules import Matrix, as_matrix
 
 RATE = 0.5
 EXPERTS = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, experts={"num_experts": 4, "experts_per_token": 2})

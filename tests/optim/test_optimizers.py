@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
-from jaxtrain.optim import build_optimizer
+from jaxtrain.optim.optimizers import build_optimizer
 
 RATE = 0.1
 KERNEL = np.array([[1.0, -2.0], [3.0, 4.0]])

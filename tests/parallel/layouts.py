@@ -16,12 +16,12 @@ from jaxtrain.config.data import DigitsData, TextData
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import AdamWConfig, OptimizerConfig, SGDConfig
 from jaxtrain.data import Batches, open_data
-from jaxtrain.mesh import make_mesh
-from jaxtrain.models.build import build_model
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
-from jaxtrain.optim import build_optimizer
-from jaxtrain.remat import Remat
-from jaxtrain.tasks import Task, classification, language_modeling
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import Task, classification, language_modeling
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.remat.policy import Remat
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep, make_train_step
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from layouts import CASES, ONE, TRANSFORMERS, Layout, load_batches, make_step
 
-from jaxtrain.loss_blocks import Logits
+from jaxtrain.models.tasks import language_modeling
+from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.parallel import programs
-from jaxtrain.tasks import language_modeling
 from jaxtrain.train.step import TrainStep
 
 VOCABULARY, ROWS, LENGTH = 256, 32, 32

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.models import ExpertsConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import make_mesh
-from jaxtrain.models import moe
-from jaxtrain.models.axes import EXPERTS
-from jaxtrain.ops.experts import Kernels, count_tokens, dense_experts, route, router_loss
-from jaxtrain.parallel.expert import expert_load, experts_mlp
-from jaxtrain.sharding import Layout, gather_parameters, parameter_shardings, parameter_spec, use_layout
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import Layout, gather_parameters, parameter_shardings, parameter_spec, use_layout
+from jaxtrain.models.shipped import moe
+from jaxtrain.models.shipped.axes import EXPERTS
+from jaxtrain.ops.experts.compute import Kernels, count_tokens, dense_experts, route, router_loss
+from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
 
 NUM_EXPERTS, BATCH, LENGTH, WIDTH, HIDDEN = 8, 8, 4, 8, 16
 # fp32 sums in another order: 32 tokens of products of size up to 10, a few times 2^-24 = 6e-8 of it; measured 4e-6.

@@ -12,7 +12,7 @@ import pytest
 from layouts import ADAMW, CASES, COMPILER, load_batches
 
 from jaxtrain import Evaluator, Parallelism, make_mesh, make_train_step
-from jaxtrain.optim import build_optimizer
+from jaxtrain.optim.optimizers import build_optimizer
 
 STAGES = (dict(pipe=2, data=2), Parallelism(schedule="interleaved_1f1b"))
 STAGES_ZERO = (dict(pipe=2, data=2), Parallelism(zero=1))

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from layouts import CASES, TRANSFORMERS, load_batches, make_step
 
-from jaxtrain.ops import attention, blockwise_attention, cudnn_attention, splash_attention
-from jaxtrain.ops.attention import BLOCKWISE, CUDNN, SPLASH
-from jaxtrain.ops.reference_attention import CAUSAL, reference_attention
+from jaxtrain.ops.attention import blockwise as blockwise_attention
+from jaxtrain.ops.attention import cudnn as cudnn_attention
+from jaxtrain.ops.attention import splash as splash_attention
+from jaxtrain.ops.attention import table as attention
+from jaxtrain.ops.attention.reference import CAUSAL, reference_attention
+from jaxtrain.ops.attention.table import BLOCKWISE, CUDNN, SPLASH
 
 WHOLE = {"data": 1, "pipe": 1}
 

@@ -13,11 +13,11 @@ import optax
 import pytest
 from layouts import CASES, EXPERTS, TRANSFORMERS, Layout, layout, with_optimizer
 
-from jaxtrain.mesh import make_mesh
-from jaxtrain.optim import build_optimizer
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, path_name, use_layout
+from jaxtrain.models.tasks import language_modeling
+from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.parallel.programs import collectives
-from jaxtrain.sharding import optimizer_shardings, parameter_shardings, path_name, use_layout
-from jaxtrain.tasks import language_modeling
 from jaxtrain.train.parallelism import make_layout
 
 MODEL = CASES["experts"].model("none")

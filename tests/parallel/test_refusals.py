@@ -11,9 +11,9 @@ from layouts import layout as layout_of
 
 from jaxtrain import from_functions
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import make_mesh
-from jaxtrain.models.build import build_model
-from jaxtrain.tasks import classification, language_modeling
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import make_train_step
 
@@ -161,8 +161,8 @@ def test_a_carry_of_integers_is_refused() -> None:
 
 def test_a_stage_that_permutes_is_refused() -> None:
     """It would wait for ever: a stage whose code moves data between devices by a permutation."""
+    from jaxtrain.layout.sharding import Layout
     from jaxtrain.parallel.stage import check_branches
-    from jaxtrain.sharding import Layout
 
     program = """
 %branch (p: f32[4]) -> f32[4] {

@@ -14,15 +14,15 @@ import jax
 import numpy as np
 import optax
 
-from jaxtrain import distributed
 from jaxtrain.config.models import TransformerConfig
-from jaxtrain.mesh import crossing_axes, make_mesh
-from jaxtrain.models.build import build_model
+from jaxtrain.layout.mesh import crossing_axes, make_mesh
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import language_modeling
 from jaxtrain.parallel.programs import collectives, crosses
+from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.plan.fp8_program import fp8_products
-from jaxtrain.plan.topology import compile_for, topology_devices
-from jaxtrain.remat import Remat
-from jaxtrain.tasks import language_modeling
+from jaxtrain.remat.policy import Remat
+from jaxtrain.runtime import distributed
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import make_train_step
 

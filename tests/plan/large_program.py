@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain import distributed
 from jaxtrain.config import load_config
-from jaxtrain.plan.exact import batch_shapes
-from jaxtrain.plan.hardware import parse_targets
-from jaxtrain.plan.topology import compile_for, topology_devices
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.compilers.exact import batch_shapes
+from jaxtrain.plan.compilers.topology import compile_for, topology_devices
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import build_step
 
 LENGTH = 8192

@@ -12,11 +12,11 @@ import re
 import sys
 from typing import Any
 
-from jaxtrain import distributed
 from jaxtrain.config import load_config
 from jaxtrain.config.schema import Config
-from jaxtrain.plan.exact import batch_shapes
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.plan.compilers.exact import batch_shapes
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.runtime import distributed
 
 # Plain attention and whole logits: each product is one matmul of the program.
 TINY = """

@@ -4,9 +4,9 @@ import dataclasses
 import re
 
 from jaxtrain.config import load_config
-from jaxtrain.plan import make
-from jaxtrain.plan.estimate import Estimate
-from jaxtrain.plan.hardware import parse_targets
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.search import make
+from jaxtrain.plan.search.estimate import Estimate
 
 
 def compiled(monkeypatch, overrides, times) -> tuple[Estimate, Estimate]:

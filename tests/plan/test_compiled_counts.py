@@ -11,11 +11,11 @@ from program_counts import compile_counts, tiny_config
 
 from jaxtrain.config import load_config
 from jaxtrain.config.models import TransformerConfig
-from jaxtrain.parallel.ring import score_elements
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.attention import attention_work
-from jaxtrain.plan.experts import exchanged_bytes
-from jaxtrain.plan.hardware import measured_cpu, parse_targets, target_of
+from jaxtrain.ops.attention.ring import score_elements
+from jaxtrain.plan.catalogue.hardware import measured_cpu, parse_targets, target_of
+from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.plan.work.attention import attention_work
+from jaxtrain.plan.work.experts import exchanged_bytes
 
 ROWS = json.loads((Path(__file__).parent / "compiled_counts.json").read_text())["rows"]
 # Of several axes, whose sums the file does not tell apart.

@@ -6,12 +6,12 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import make_mesh
-from jaxtrain.ops.reference_attention import AttentionForm
-from jaxtrain.parallel.context import choose_context
-from jaxtrain.plan.attention import attention_work, context_way
-from jaxtrain.plan.hardware import parse_targets
-from jaxtrain.sharding import Layout
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import Layout
+from jaxtrain.ops.attention.context import choose_context
+from jaxtrain.ops.attention.reference import AttentionForm
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.work.attention import attention_work, context_way
 
 WINDOW = ["model.sliding_window=128"]
 EXTRA = {"plain": [], "window": WINDOW, "softcap": ["model.attention_softcap=50.0"]}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.cost import (
+from jaxtrain.plan.cost.training import (
     INTERRUPTIONS_PER_NODE_HOUR,
     break_even_hours,
     spot_efficiency,

@@ -8,10 +8,10 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.exact import _USED
-from jaxtrain.plan.hardware import parse_targets
-from jaxtrain.plan.make import analytic_plan, check_exact, how_to_check, with_compiler
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.compilers.exact import _USED
+from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.plan.search.make import analytic_plan, check_exact, how_to_check, with_compiler
 
 has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'jaxtrain[aot-tpu]'")
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=8", "train.accumulation_steps=1"]

@@ -4,8 +4,8 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.hardware import parse_targets
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.search.analyse import analyse
 
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=64", "train.accumulation_steps=1"]
 MIXTRAL = ["model.size=mixtral_8x7b", "parallel.expert=2", "parallel.fsdp=4"]

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics import peaks
-from jaxtrain.plan import hardware_file
-from jaxtrain.plan.hardware import (
+from jaxtrain.plan.catalogue import hardware_file
+from jaxtrain.plan.catalogue.hardware import (
     Hardware,
     catalogue,
     find,
@@ -27,6 +26,7 @@ from jaxtrain.plan.hardware import (
     parse_targets,
     target_of,
 )
+from jaxtrain.runtime import peaks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CATALOGUE = catalogue()
@@ -200,7 +200,7 @@ def test_shape_of_a_slice_has_its_chips(entry):
 # Prints {topology: devices}, in a process of its own because a plugin cannot be unloaded.
 DEVICES = """
 import json, sys
-from jaxtrain.plan.topology import topology_devices
+from jaxtrain.plan.compilers.topology import topology_devices
 print(json.dumps({name: len(topology_devices(name)) for name in sys.argv[1:]}))
 """
 
@@ -337,8 +337,9 @@ def test_json():
 
 
 def test_reading_it_takes_no_jax_and_it_is_installed():
-    code = "import sys, jaxtrain.plan.hardware as h; h.catalogue(); print({'jax', 'numpy', 'flax'} & set(sys.modules))"
+    code = "import sys; from jaxtrain.plan.catalogue import hardware as h; h.catalogue(); "
+    code += "print({'jax', 'numpy', 'flax'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ran.stdout.strip(), ran.returncode) == ("set()", 0), ran.stderr
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    assert "hardware.yaml" in settings["package-data"]["jaxtrain.plan"]
+    assert "hardware.yaml" in settings["package-data"]["jaxtrain.plan.catalogue"]

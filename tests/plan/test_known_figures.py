@@ -8,15 +8,15 @@ import math
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.degrees import AXES
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.attention import attention_work
-from jaxtrain.plan.blocks import Cut, step_blocks
-from jaxtrain.plan.cost import steps_for
-from jaxtrain.plan.hardware import find, target_of
-from jaxtrain.plan.parameters import Tensors, model_tensors
-from jaxtrain.plan.state import place, state_bytes
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.layout.degrees import AXES
+from jaxtrain.plan.catalogue.hardware import find, target_of
+from jaxtrain.plan.cost.training import steps_for
+from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.plan.work.attention import attention_work
+from jaxtrain.plan.work.blocks import Cut, step_blocks
+from jaxtrain.plan.work.state import place, state_bytes
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.workload.parameters import Tensors, model_tensors
 
 GB, HOUR = 1e9, 3600
 ONE = dict.fromkeys(AXES, 1)

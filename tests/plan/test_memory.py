@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.hardware import find, target_of
+from jaxtrain.plan.catalogue.hardware import find, target_of
+from jaxtrain.plan.search.analyse import analyse
 
 ROWS = json.loads((Path(__file__).parent / "compiled.json").read_text())["rows"]
 _GIB = 2**30

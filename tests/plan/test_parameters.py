@@ -4,11 +4,11 @@ import jax
 import pytest
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.models.axes import model_axes
-from jaxtrain.models.build import build_model
-from jaxtrain.plan.parameters import model_tensors
-from jaxtrain.plan.workload import Workload
-from jaxtrain.sharding import path_name
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.shipped.axes import model_axes
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.plan.workload.record import Workload
 
 TOKENS = Workload("tokens", (64,), 512, None, 8, 1.0)
 IMAGES = Workload("examples", (32, 32, 3), None, 10, 8, 1.0)

@@ -8,15 +8,15 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.advice import advise
-from jaxtrain.plan.analyse import analyse, with_degrees
-from jaxtrain.plan.auto import chosen
-from jaxtrain.plan.exact import sharded_bytes
-from jaxtrain.plan.hardware import find, parse_targets, target_of
-from jaxtrain.plan.search import VARIED, describe_layout, largest_batch, layouts, search, why_not
-from jaxtrain.plan.workload import describe_workload
+from jaxtrain.plan.catalogue.hardware import find, parse_targets, target_of
+from jaxtrain.plan.compilers.exact import sharded_bytes
+from jaxtrain.plan.search.advice import advise
+from jaxtrain.plan.search.analyse import analyse, with_degrees
+from jaxtrain.plan.search.auto import chosen
+from jaxtrain.plan.search.layouts import VARIED, describe_layout, largest_batch, layouts, search, why_not
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.run.trainer import run_config
 from jaxtrain.train.assemble import build_step
-from jaxtrain.train.trainer import run_config
 
 H100X8 = target_of(find("h100"), 8)
 SMALL = (

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.hardware import parse_targets
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.search.analyse import analyse
 
 # id: (config, overrides, target, published seconds a step, the prediction over it: least, most)
 PUBLISHED = {

@@ -6,10 +6,10 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.frontier import frontier_table, remat_frontier
-from jaxtrain.plan.hardware import parse_targets
-from jaxtrain.plan.make import with_compiler
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.plan.search.frontier import frontier_table, remat_frontier
+from jaxtrain.plan.search.make import with_compiler
 
 # target -> the package with its compiler
 TARGETS = {"v5e-1": "libtpu", "h100": "jax_cuda12_plugin"}
@@ -88,7 +88,7 @@ def test_a_model_without_blocks_has_no_frontier():
 
 
 def test_advice_offers_to_offload_state_that_does_not_fit():
-    from jaxtrain.plan.make import analytic_plan
+    from jaxtrain.plan.search.make import analytic_plan
 
     overrides = ["data.sequence_length=4096", "train.global_batch_size=1", "parallel.fsdp=1", "parallel.data=1"]
     overrides += ["precision.policy=bf16_pure", "remat.policy=full", "train.accumulation_steps=1"]

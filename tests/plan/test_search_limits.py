@@ -1,8 +1,8 @@
 """Where the search of a plan ends, and how it names a pipeline that leaves its microbatches to the trainer."""
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.analyse import with_degrees
-from jaxtrain.plan.search import describe_layout, largest_batch
+from jaxtrain.plan.search.analyse import with_degrees
+from jaxtrain.plan.search.layouts import describe_layout, largest_batch
 
 
 def test_the_largest_batch_is_one_that_was_tried():

@@ -9,15 +9,17 @@ import re
 import pytest
 
 from jaxtrain.config.schema import Config, ParallelConfig, TrainConfig
-from jaxtrain.plan.cost import Cost, Spot
-from jaxtrain.plan.estimate import BlockTime, Estimate, Memory, StepTime, Traffic
-from jaxtrain.plan.exact import ExactMemory
-from jaxtrain.plan.hardware import Hardware, Target, find, target_of
-from jaxtrain.plan.page import write_page
-from jaxtrain.plan.page_plots import spread
-from jaxtrain.plan.rows import labels, merged
-from jaxtrain.plan.show import as_json, table
-from jaxtrain.plan.workload import Workload
+from jaxtrain.plan.catalogue.hardware import Hardware, Target, find, target_of
+from jaxtrain.plan.compilers.exact import ExactMemory
+from jaxtrain.plan.cost.training import Cost, Spot
+from jaxtrain.plan.memory.record import Memory
+from jaxtrain.plan.report.page import write_page
+from jaxtrain.plan.report.page_plots import spread
+from jaxtrain.plan.report.rows import labels, merged
+from jaxtrain.plan.report.show import as_json, table
+from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
+from jaxtrain.plan.workload.record import Workload
 
 GIB = 2**30
 SPOT = Spot(1.5, 1443.0, 1443.0, 0.98, 102.0, 1224.0, 4.4)

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.analyse import Terms, analyse
-from jaxtrain.plan.hardware import parse_targets
-from jaxtrain.plan.show import table
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.report.show import table
+from jaxtrain.plan.search.analyse import Terms, analyse
 
 # id: (interruptions of a node an hour, what the row says)
 ROWS = {"once a day": (1 / 24, r"\$[\d,]+ in "), "every second": (3600.0, "not sensible: interrupted every 1")}

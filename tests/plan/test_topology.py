@@ -15,7 +15,7 @@ from importlib import resources
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.topology import GPU_TYPES, TPU_TYPES, CompilerMissingError, topology_devices
+from jaxtrain.plan.compilers.topology import GPU_TYPES, TPU_TYPES, CompilerMissingError, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'jaxtrain[aot-tpu]'"
@@ -30,7 +30,7 @@ DESCRIBE = """
 import json, os, sys
 import jax  # which sets variables itself
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.topology import topology_devices
+from jaxtrain.plan.compilers.topology import topology_devices
 before = dict(os.environ)
 found = {}
 for name in sys.argv[1:]:
@@ -49,8 +49,8 @@ import sys, warnings
 warnings.simplefilter("error")
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtrain.mesh import make_mesh
-from jaxtrain.plan.topology import compile_for, topology_devices
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 jax.config.update("jax_compilation_cache_dir", sys.argv[2])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -65,7 +65,7 @@ print(jax.config.jax_persistent_cache_min_compile_time_secs)
 # Loads libtpu and holds it until the other process has loaded it too.
 HOLD = """
 import pathlib, sys, time
-from jaxtrain.plan.topology import topology_devices
+from jaxtrain.plan.compilers.topology import topology_devices
 topology_devices("v5e:2x4")
 mine, other = map(pathlib.Path, sys.argv[1:])
 mine.touch()
@@ -75,8 +75,8 @@ while not other.exists():
 # How slices are laid out, and that devices which are there can still be used.
 SLICES = """
 import jax, numpy as np
-from jaxtrain.mesh import crossing_axes, make_mesh, mesh_notes
-from jaxtrain.plan.topology import topology_devices
+from jaxtrain.layout.mesh import crossing_axes, make_mesh, mesh_notes
+from jaxtrain.plan.compilers.topology import topology_devices
 devices = topology_devices("v5e:2x4", num_slices=2)
 for degrees in (dict(fsdp=8), dict(data=1, fsdp=16), dict(pipe=2, tensor=8), dict(tensor=16, data=1)):
     mesh = make_mesh(**degrees, devices=devices)

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.analyse import analyse
-from jaxtrain.plan.hardware import parse_targets
+from jaxtrain.plan.catalogue.hardware import parse_targets
+from jaxtrain.plan.search.analyse import analyse
 
 SMALL = ["train.global_batch_size=8", "data.sequence_length=8192", "parallel.fsdp=1"]
 # Llama 3 8B: 32 layers of width 4096, 8 key-value heads of 128; activations and gradients in bf16.

@@ -14,13 +14,13 @@ from jaxtrain import Evaluator, quantize
 from jaxtrain.config import load_config
 from jaxtrain.data import Batches, open_data
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import make_mesh
-from jaxtrain.models.build import build_model
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import from_functions
 from jaxtrain.models.quantize import quantized_bytes
-from jaxtrain.quantized import QuantizedKernel
-from jaxtrain.remat import Remat
-from jaxtrain.tasks import language_modeling, regression
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import language_modeling, regression
+from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.remat.policy import Remat
 from jaxtrain.train.step import TrainStep, make_train_step
 
 STEPS, ROWS, LENGTH = 50, 8, 32

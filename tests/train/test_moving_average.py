@@ -10,11 +10,11 @@ import optax
 import pytest
 
 from jaxtrain.config.models import MLPConfig
-from jaxtrain.mesh import make_mesh
-from jaxtrain.models.build import build_model
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
-from jaxtrain.tasks import classification, regression
-from jaxtrain.train.evaluate import Evaluator
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import classification, regression
+from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.train.step import TrainStep, make_train_step
 
 CENTERS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)

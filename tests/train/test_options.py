@@ -12,7 +12,7 @@ import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.optim.muon import newton_schulz
-from jaxtrain.quantized import QuantizedKernel
+from jaxtrain.precision.quantized import QuantizedKernel
 
 MODEL = jt.from_functions(lambda key: {"w": jax.random.normal(key, (3, 2))}, lambda params, x: x @ params["w"])
 BATCH = {"inputs": np.ones((4, 3), np.float32), "targets": np.zeros((4, 2), np.float32)}

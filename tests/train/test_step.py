@@ -12,15 +12,15 @@ from flax import linen, nnx
 from jaxtrain.config import load_config
 from jaxtrain.config.models import MLPConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import make_mesh
-from jaxtrain.models.build import build_model
-from jaxtrain.models.linen_model import from_linen
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.models.from_linen import from_linen
+from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.model import Model, from_functions
-from jaxtrain.models.nnx_model import from_nnx
-from jaxtrain.optim import build_optimizer
-from jaxtrain.precision import LossScaling
-from jaxtrain.remat import Remat
-from jaxtrain.tasks import classification, language_modeling, regression
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import classification, language_modeling, regression
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.precision.policy import LossScaling
+from jaxtrain.remat.policy import Remat
 from jaxtrain.train.step import TrainStep, make_train_step
 
 RNG = np.random.default_rng(0)
@@ -138,7 +138,7 @@ def test_attention_to_a_part_of_the_rows_at_a_time_changes_no_number(monkeypatch
     values = np.random.default_rng(0).integers(0, 64, (8, 161)).astype(np.int32)
     found = []
     for cache, rows_at_once in ((2**40, 8), (1, 1)):  # bytes of scores that stay there: of all rows, not even of one
-        monkeypatch.setattr("jaxtrain.attention_blocks._SCORES_IN_CACHE", cache)
+        monkeypatch.setattr("jaxtrain.ops.attention.blocks._SCORES_IN_CACHE", cache)
         step = make_train_step(model, language_modeling(), optax.sgd(0.1), mesh=one_device())
         batch = {"inputs": values[:, :-1], "targets": values[:, 1:]}
         assert f"f32[{rows_at_once},1,2,128,128]" in step.compile(batch).as_text(), "other parts were taken"

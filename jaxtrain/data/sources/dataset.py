@@ -1,0 +1,233 @@
+"""What a run trains on, whatever its source: rows by index, their shapes, and what identifies them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.config import load_config
+from jaxtrain.config.data import (
+    DataConfig,
+    DigitsData,
+    ImageFolderData,
+    JsonlData,
+    MixtureData,
+    SyntheticData,
+    TableData,
+    TextData,
+    TokenData,
+)
+from jaxtrain.data.examples import Examples
+from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
+from jaxtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import grain
+
+    from jaxtrain.data.rows import Rows
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and validation rows, and what the rest of a run needs to know of them.
+
+    Attributes:
+        train: Finite rows, unshuffled; `train[i]` is a dict of NumPy arrays.
+        validation: The rows kept for evaluation, if any.
+        fingerprint: What identifies the stream of rows, fit for JSON; equal where the data is equal, at any path.
+        vocab_size: Token ids, for sources of tokens.
+        num_outputs: Classes, or columns to predict.
+        input_shape: Shape of one row's "inputs".
+        unit: "tokens" or "examples".
+        units_per_row: sequence_length for tokens, else 1.
+        tokenizer: What made the tokens, where that is known.
+        description: Lines for people.
+        reading: What inputs and classes were turned into numbers with, fit for JSON: the names of the classes in the
+            order of their numbers, and mean and deviation of the columns of a table. `open_data` takes it, so that
+            other rows get the same numbers. None for sources that need none.
+    """
+
+    train: "grain.MapDataset"
+    validation: "grain.MapDataset | None"
+    fingerprint: dict[str, Any]
+    vocab_size: int | None
+    num_outputs: int | None
+    input_shape: tuple[int, ...]
+    unit: str
+    units_per_row: int
+    tokenizer: Tokenizer | None
+    description: tuple[str, ...]
+    reading: dict[str, Any] | None = None
+
+
+def open_data(
+    config: DataConfig | Mapping[str, Any],
+    *,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    task: str | None = None,
+    reading: Mapping[str, Any] | None = None,
+) -> Data:
+    """Opens the data of a config.
+
+    Args:
+        config: Which data: a data group, or its keys as a mapping ({"kind": "digits"}).
+        sequence_length: Tokens a row where the config leaves it open.
+        seed: Decides random augmentation; the split into training and validation never depends on it.
+        task: The task of the run ("classification", "regression"), for tables whose targets could be either.
+        reading: `Data.reading` of the data a model was trained on: tables and image folders take its class numbers and
+            scales instead of their own. One of another kind of data is ignored.
+
+    Raises:
+        ConfigError: A wrong key or value in a mapping.
+        DataError: The data is missing, empty, corrupt, or too little for a row.
+    """
+    if isinstance(config, Mapping):
+        config = load_config({"data": config}).config.data
+    match config:
+        case TextData() | JsonlData():
+            length = _sequence_length(config.sequence_length, sequence_length)
+            part = _split(text_source(config), length, config.validation_fraction)
+            return _token_data([part], sequence_length=length, weights=None)
+        case TokenData():
+            from jaxtrain.data.sources.shards import shard_source
+
+            length = _sequence_length(config.sequence_length, sequence_length)
+            part = _split(shard_source(config), length, config.validation_fraction)
+            return _token_data([part], sequence_length=length, weights=None)
+        case MixtureData():
+            from jaxtrain.data.sources.mixture import open_mixture
+
+            length = _sequence_length(config.sequence_length, sequence_length)
+            fractions = [component.source.validation_fraction for component in config.components]
+            parts = [
+                _split(source, length, fraction)
+                for source, fraction in zip(open_mixture(config), fractions, strict=True)
+            ]
+            weights = [component.weight for component in config.components]
+            return _token_data(parts, sequence_length=length, weights=weights)
+        case SyntheticData(task="tokens"):
+            return _synthetic_tokens(config, _sequence_length(config.sequence_length, sequence_length))
+        case SyntheticData():
+            from jaxtrain.data.sources.synthetic import open_examples
+
+            return _example_data(open_examples(config))
+        case DigitsData():
+            from jaxtrain.data.sources.digits import open_digits
+
+            return _example_data(open_digits(config))
+        case ImageFolderData():
+            from jaxtrain.data.sources.images import open_image_folder
+
+            return _example_data(open_image_folder(config, seed=seed, reading=reading))
+        case TableData():
+            from jaxtrain.data.sources.tables import open_table
+
+            return _example_data(open_table(config, task=task, reading=reading))
+
+
+def _sequence_length(configured: int | None, default: int | None) -> int:
+    length = configured or default
+    if length is None:
+        raise DataError("data.sequence_length is null and the model has no max_sequence_length; set it, such as 256")
+    return length
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A token source and its two spans."""
+
+    source: TokenSource
+    train: Span
+    validation: Span | None
+
+
+def _split(source: TokenSource, sequence_length: int, validation_fraction: float) -> _Part:
+    train, validation = split_tokens(source, sequence_length=sequence_length, validation_fraction=validation_fraction)
+    return _Part(source, train, validation)
+
+
+def _synthetic_tokens(config: SyntheticData, sequence_length: int) -> Data:
+    from jaxtrain.data.sources.synthetic import markov_tokens
+
+    source = markov_tokens(config, sequence_length=sequence_length)
+    border = config.num_rows * sequence_length
+    # The parts share one token, the last target of training, so that both have all the rows asked for.
+    part = _Part(source, Span(0, border + 1), Span(border, source.num_tokens))
+    return _token_data([part], sequence_length=sequence_length, weights=None)
+
+
+def _token_data(parts: Sequence[_Part], *, sequence_length: int, weights: Sequence[float] | None) -> Data:
+    from jaxtrain.data.rows import ConcatenatedRows, TokenRows
+
+    def rows(source: TokenSource, span: Span) -> "Rows":
+        return TokenRows(source.segments, span=span, sequence_length=sequence_length)
+
+    train = [rows(part.source, part.train) for part in parts]
+    validation = [rows(part.source, part.validation) for part in parts if part.validation is not None]
+    identities = [
+        {**part.source.identity, "num_tokens": part.source.num_tokens, "split": _spans(part)} for part in parts
+    ]
+    fingerprint: dict[str, Any] = {"sequence_length": sequence_length, "num_rows": sum(map(len, train))}
+    if weights is None:
+        fingerprint |= identities[0]
+    else:
+        fingerprint |= {"kind": "mixture", "components": identities, "weights": list(weights)}
+    tokenizer = parts[0].source.tokenizer
+    vocab_size = max(part.source.vocab_size for part in parts)
+    shares = [None] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
+    lines = [_describe(part, share=share) for part, share in zip(parts, shares, strict=True)]
+    lines.append(
+        f"{sum(map(len, train)):,} training rows and {sum(map(len, validation)):,} validation rows "
+        f"of {sequence_length:,} tokens"
+    )
+    lines.append(f"tokenizer: {_kind(tokenizer)}, {vocab_size:,} ids")
+    return Data(
+        train=train[0] if weights is None else ConcatenatedRows(train, weights=weights),
+        validation=None if not validation else validation[0] if len(validation) == 1 else ConcatenatedRows(validation),
+        fingerprint=fingerprint,
+        vocab_size=vocab_size,
+        num_outputs=None,
+        input_shape=(sequence_length,),
+        unit="tokens",
+        units_per_row=sequence_length,
+        tokenizer=tokenizer,
+        description=tuple(lines),
+    )
+
+
+def _spans(part: _Part) -> list[list[int]]:
+    return [[span.start, span.stop] for span in (part.train, part.validation) if span is not None]
+
+
+def _describe(part: _Part, *, share: float | None) -> str:
+    documents = "" if part.source.num_documents is None else f"{part.source.num_documents:,} documents, "
+    weight = "" if share is None else f" ({share:.0%} of the rows)"
+    validation = 0 if part.validation is None else part.validation.stop - part.validation.start
+    return (
+        f"{part.source.label}{weight}: {documents}{part.source.num_tokens:,} tokens, "
+        f"{validation:,} of them for validation"
+    )
+
+
+def _kind(tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "none"
+    return "bytes" if isinstance(tokenizer, ByteTokenizer) else "byte-level BPE"
+
+
+def _example_data(examples: Examples) -> Data:
+    sizes = [len(examples.train), 0 if examples.validation is None else len(examples.validation)]
+    return Data(
+        train=examples.train,
+        validation=examples.validation,
+        fingerprint={**examples.identity, "num_rows": sizes[0], "num_validation_rows": sizes[1]},
+        vocab_size=None,
+        num_outputs=examples.num_outputs,
+        input_shape=examples.input_shape,
+        unit="examples",
+        units_per_row=1,
+        tokenizer=None,
+        description=(*examples.description, f"{sizes[0]:,} training rows and {sizes[1]:,} validation rows"),
+        reading=examples.reading,
+    )

@@ -1,0 +1,42 @@
+"""Several token sources under one tokenizer."""
+
+import itertools
+from collections.abc import Iterator
+
+from jaxtrain.config.data import JsonlData, MixtureData, TextData, TokenData
+from jaxtrain.data.documents import open_documents
+from jaxtrain.data.sources.shards import shard_source
+from jaxtrain.data.tokenizer import build_tokenizer, tokenizer_sha256
+from jaxtrain.data.tokens import TokenSource, text_source
+from jaxtrain.errors import DataError
+
+
+def open_mixture(config: MixtureData) -> list[TokenSource]:
+    """Opens the sources of a mixture with the mixture's tokenizer; BPE is trained on all its texts.
+
+    Token shards bring their tokenizer with them; where there is nothing but shards, theirs is used.
+
+    Raises:
+        DataError: A source cannot be read, or shards were made with another tokenizer.
+    """
+    sources = [component.source for component in config.components]
+    texts = [source for source in sources if isinstance(source, TextData | JsonlData)]
+    shards = {i: shard_source(source) for i, source in enumerate(sources) if isinstance(source, TokenData)}
+    tokenizer = build_tokenizer(config.tokenizer, _read(texts)) if texts else None
+    expected = tokenizer_sha256(tokenizer) if tokenizer else None
+    for shard in shards.values():
+        found = shard.identity["tokenizer_sha256"]
+        expected = expected or found
+        if found != expected:
+            raise DataError(
+                f"{shard.label} was made with another tokenizer than the rest of the mixture; "
+                f"set data.tokenizer.kind=file data.tokenizer.path={shard.label}/tokenizer.json, or prepare it again"
+            )
+    return [
+        shards[i] if isinstance(source, TokenData) else text_source(source, tokenizer=tokenizer)
+        for i, source in enumerate(sources)
+    ]
+
+
+def _read(texts: list[TextData | JsonlData]) -> Iterator[str]:
+    return itertools.chain.from_iterable(open_documents(text).read() for text in texts)

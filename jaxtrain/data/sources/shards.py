@@ -1,0 +1,215 @@
+"""Token shards on disk: written once by `jaxtrain data prepare`, memory-mapped by every run after.
+
+A folder holds shard-00000.bin, ... (token ids, little-endian uint16 or uint32, nothing else), metadata.json
+(`ShardMetadata`) and tokenizer.json.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from jaxtrain.config.base import Group
+from jaxtrain.config.data import JsonlData, TextData, TokenData
+from jaxtrain.config.local_path import local_path
+from jaxtrain.data.documents import open_documents
+from jaxtrain.data.files import require_file, require_folder
+from jaxtrain.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_sha256
+from jaxtrain.data.tokens import TokenSource, check_tokens, encode_stream, token_dtype
+from jaxtrain.errors import DataError
+
+METADATA = "metadata.json"
+TOKENIZER = "tokenizer.json"
+
+# Blocks hashed of each shard: enough to tell data sets apart, without reading terabytes at every start.
+_SAMPLED_BLOCKS = 16
+_BLOCK_BYTES = 4096
+
+
+class Shard(Group):
+    """One file of tokens."""
+
+    file: str
+    """Name in the folder."""
+    num_tokens: int
+    """Tokens in it."""
+    sha256: str
+    """Hash of its content."""
+
+
+class ShardMetadata(Group):
+    """What metadata.json says of a folder of shards."""
+
+    format_version: Literal[1] = 1
+    """Version of this layout."""
+    dtype: Literal["uint16", "uint32"]
+    """Type of a token, little-endian."""
+    vocab_size: int
+    """Ids are below this."""
+    end_of_text: int | None
+    """Id after each document."""
+    num_tokens: int
+    """Tokens in all shards."""
+    num_documents: int
+    """Documents in all shards."""
+    tokenizer_sha256: str
+    """Hash of the tokenizer that made the ids."""
+    shards: tuple[Shard, ...]
+    """The files, in the order of the stream."""
+
+
+def prepare_tokens(config: TextData | JsonlData, output: Path, *, tokens_per_shard: int = 2**27) -> dict[str, Any]:
+    """Encodes a text source into shards; the folder appears complete or not at all.
+
+    Args:
+        config: Which text, and its tokenizer.
+        output: Folder to make.
+        tokens_per_shard: Tokens in each file but the last.
+
+    Returns:
+        The metadata, and "output": the folder.
+
+    Raises:
+        DataError: The text cannot be read, there is none, or the folder exists.
+    """
+    output = local_path(output, what="output", error=DataError).expanduser()
+    if output.exists():
+        raise DataError(f"output {output} exists; give another folder, or remove it")
+    if tokens_per_shard < 1:
+        raise DataError(f"tokens_per_shard is {tokens_per_shard}; give at least 1")
+    documents = open_documents(config)
+    tokenizer = build_tokenizer(config.tokenizer, documents.read())
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        counted = _Counted(encode_stream(documents.read(), tokenizer))
+        shards = _write_shards(counted, partial, tokens_per_shard=tokens_per_shard)
+        if not shards:
+            raise DataError(f"{documents.label} holds no document; give a file with text")
+        tokenizer.save(partial / TOKENIZER)
+        metadata = ShardMetadata(
+            dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            num_tokens=sum(shard.num_tokens for shard in shards),
+            num_documents=counted.num_documents,
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            shards=tuple(shards),
+        )
+        (partial / METADATA).write_text(metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {**metadata.model_dump(mode="json"), "output": str(output)}
+
+
+class _Counted:
+    """Flattens chunks of documents into arrays of tokens, counting the documents that pass."""
+
+    def __init__(self, chunks: Iterable[list[np.ndarray]]):
+        self._chunks = chunks
+        self.num_documents = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for chunk in self._chunks:
+            self.num_documents += len(chunk)
+            yield np.concatenate(chunk)
+
+
+def _write_shards(arrays: Iterable[np.ndarray], folder: Path, *, tokens_per_shard: int) -> list[Shard]:
+    shards: list[Shard] = []
+    pending: list[np.ndarray] = []
+    room = tokens_per_shard
+
+    def flush() -> None:
+        nonlocal room
+        name = f"shard-{len(shards):05d}.bin"
+        digest = hashlib.sha256()
+        with (folder / name).open("wb") as file:
+            for part in pending:
+                file.write(part.data)
+                digest.update(part.data)
+            # On disk before the rename makes the folder visible, so that a power cut leaves no hollow shard.
+            file.flush()
+            os.fsync(file.fileno())
+        shards.append(Shard(file=name, num_tokens=tokens_per_shard - room, sha256=digest.hexdigest()))
+        pending.clear()
+        room = tokens_per_shard
+
+    for array in arrays:
+        while len(array):
+            pending.append(array[:room])
+            array = array[len(pending[-1]) :]
+            room -= len(pending[-1])
+            if room == 0:
+                flush()
+    if pending:
+        flush()
+    return shards
+
+
+def shard_source(config: TokenData) -> TokenSource:
+    """Maps the shards of a folder into memory and checks every id.
+
+    Raises:
+        DataError: A file is missing, of another size than recorded, or holds an id outside the vocabulary.
+    """
+    folder = require_folder(config.path, what="data.path")
+    metadata = _read_metadata(folder)
+    segments = []
+    identity = []
+    dtype = np.dtype(metadata.dtype).newbyteorder("<")
+    for shard in metadata.shards:
+        path = require_file(folder / shard.file, what="token shard")
+        size = path.stat().st_size
+        if size != shard.num_tokens * dtype.itemsize:
+            raise DataError(
+                f"token shard {path} has {size} bytes, {METADATA} says {shard.num_tokens * dtype.itemsize}; "
+                "copy it again, or write the folder again with: jaxtrain data prepare"
+            )
+        segment = np.memmap(path, dtype=dtype, mode="r")
+        if metadata.vocab_size <= np.iinfo(dtype).max:
+            check_tokens(segment, metadata.vocab_size, str(path))
+        segments.append(segment)
+        identity.append([shard.file, size, shard.sha256, _sampled_sha256(path, size)])
+    tokenizer = load_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None
+    return TokenSource(
+        segments=tuple(segments),
+        vocab_size=metadata.vocab_size,
+        tokenizer=tokenizer,
+        label=str(folder),
+        num_documents=metadata.num_documents,
+        identity={"kind": "tokens", "shards": identity, "tokenizer_sha256": metadata.tokenizer_sha256},
+    )
+
+
+def _read_metadata(folder: Path) -> ShardMetadata:
+    path = folder / METADATA
+    if not path.exists():
+        raise DataError(f"data.path {folder} has no {METADATA}; make the folder with: jaxtrain data prepare")
+    try:
+        metadata = ShardMetadata.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(
+            f"{path} is not what jaxtrain data prepare writes: {where + ': ' if where else ''}{first['msg']}; "
+            "write the folder again"
+        ) from None
+    if not metadata.shards:
+        raise DataError(f"{path} lists no shards; write the folder again with: jaxtrain data prepare")
+    return metadata
+
+
+def _sampled_sha256(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for offset in np.linspace(0, max(0, size - _BLOCK_BYTES), _SAMPLED_BLOCKS).astype(int).tolist():
+            file.seek(offset)
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()

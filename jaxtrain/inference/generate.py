@@ -1,0 +1,209 @@
+"""Text generation with a KV cache: one prefill, then a scanned loop, compiled once for prompts of similar lengths.
+
+Shapes: B prompts, P longest prompt, T new tokens, V vocabulary.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import Model
+from jaxtrain.precision.policy import Policy, cast_floats, get_policy
+from jaxtrain.train.given_state import check_not_donated
+from jaxtrain.train.step import TrainStep
+
+# Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
+_SHORTEST_PROMPT = 16
+# Devices flush smaller float32 numbers to zero, and a division by zero has no largest logit.
+_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: only the k most likely tokens; None: all.
+        top_p: only the most likely tokens whose probabilities sum to p (nucleus, Holtzman et al. 2019); None: all.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}; use 0 (greedy) or a finite number above it")
+        if self.top_k is not None and (not _is_number(self.top_k, Integral) or self.top_k < 1):
+            raise ConfigError(f"top_k is {self.top_k}; use a whole number of 1 or more")
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
+            raise ConfigError(f"top_p is {self.top_p}; use a number above 0, up to 1")
+
+
+def _is_number(value: Any, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def choose(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each row: int32 [B].
+
+    Of equal logits the one of the lower token ranks first, for `top_k` and `top_p` as for greedy choice.
+    """
+    if sampling.temperature < _SMALLEST_TEMPERATURE:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    # The largest becomes 0 before the division: a small temperature can then reach -inf, which is probability 0.
+    logits_BV = logits_BV.astype(jnp.float32)
+    logits_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / sampling.temperature
+    if sampling.top_k is not None:
+        tokens_BK = jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[1]
+        logits_BV = _only(logits_BV, tokens_BK, jnp.ones(tokens_BK.shape, bool))
+    if sampling.top_p is not None:
+        tokens_BV = jnp.argsort(logits_BV, axis=-1, stable=True, descending=True)
+        ordered_BV = jax.nn.softmax(jnp.take_along_axis(logits_BV, tokens_BV, axis=-1), axis=-1)
+        before_BV = jnp.cumsum(ordered_BV, axis=-1) - ordered_BV
+        # The first token always stays: nothing stands before it, and a tiny top_p is 0 on the device.
+        logits_BV = _only(logits_BV, tokens_BV, (before_BV < sampling.top_p).at[:, 0].set(True))
+    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+def _only(logits_BV: jax.Array, tokens_BK: jax.Array, stays_BK: jax.Array) -> jax.Array:
+    """The logits with -inf for every token that is not listed as one that stays."""
+    stays_BV = jnp.put_along_axis(jnp.zeros(logits_BV.shape, bool), tokens_BK, stays_BK, axis=-1, inplace=False)
+    return jnp.where(stays_BV, logits_BV, -jnp.inf)
+
+
+def make_generator(
+    model: Model, *, new_tokens: int, sampling: Sampling, policy: str | Policy = "fp32", mesh: Mesh | None = None
+) -> Callable[[Any, Any, Any, jax.Array], jax.Array]:
+    """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
+
+    Prompts are padded on the right to P; each row goes on from its own length. The cache overwrites the padding's
+    entries before anything can see them.
+
+    Args:
+        model: has a decoder.
+        new_tokens: T.
+        sampling: how tokens are chosen.
+        policy: number formats, as a name or a `Policy`.
+        mesh: where the parameters lie; the tokens come out whole on every device of it, and so in every process.
+
+    Raises:
+        ConfigError: the model cannot generate, or `new_tokens` is below 1.
+    """
+    decoder = model.decoder
+    if decoder is None:
+        raise ConfigError(f"model {model.name} does not generate text")
+    new_tokens = _checked_new_tokens(new_tokens)
+    dtypes = get_policy(policy)
+
+    def generate(params: Any, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
+        params = cast_floats(params, dtypes.compute_dtype)
+        batch, longest = prompts_BP.shape
+        cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
+        positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
+        logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
+        last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        first = choose(last, jax.random.fold_in(key, 0), sampling)
+
+        def advance(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
+            token, cache = carry
+            logits, cache = decoder.decode(params, token[:, None], (lengths_B + index)[:, None], cache)
+            new = choose(logits[:, 0], jax.random.fold_in(key, index + 1), sampling)
+            return (new, cache), token
+
+        (last_token, _), tokens = jax.lax.scan(advance, (first, cache), jnp.arange(new_tokens - 1))
+        return jnp.concatenate([jnp.moveaxis(tokens, 0, 1), last_token[:, None]], axis=1)
+
+    return jax.jit(generate, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+
+
+def generate_text(
+    step: TrainStep,
+    params: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+) -> list[str]:
+    """Continue prompts.
+
+    The step keeps the compiled program: another call with as many prompts of a similar length, the same `new_tokens`
+    and the same `sampling` compiles nothing.
+
+    Args:
+        step: gives model, precision and layout.
+        params: as in the state, on any mesh.
+        tokenizer: the run's.
+        prompts: a list of texts; all are continued in one batch.
+        new_tokens: tokens to add to each, at most.
+        sampling: how tokens are chosen.
+        seed: of the random choices.
+
+    Returns:
+        Prompt and continuation, cut at the end-of-text token, for each prompt.
+
+    Raises:
+        ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
+            `new_tokens` is below 1, or prompt and continuation exceed its positions.
+    """
+    if step.model.decoder is None:
+        raise ConfigError(f"model {step.model.name} does not generate text")
+    if isinstance(prompts, str | bytes):
+        raise ConfigError(f"prompts is one text, {prompts[:20]!r}; use a list of texts: [{prompts[:20]!r}]")
+    new_tokens = _checked_new_tokens(new_tokens)
+    check_not_donated(params)
+    if not len(prompts):
+        return []
+    encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
+    start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
+    given = [ids.tolist() for ids in encoded]
+    encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
+    longest, limit = max(map(len, encoded)), step.model.decoder.max_length
+    if longest + new_tokens > limit:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's {limit} positions; "
+            f"ask for at most {max(limit - longest, 0)} new tokens or shorten the prompt"
+        )
+    prompts_BP = np.zeros((len(encoded), _padded_length(longest, limit - new_tokens)), np.int32)
+    for row, ids in enumerate(encoded):
+        prompts_BP[row, : len(ids)] = ids
+    lengths_B = np.array([len(ids) for ids in encoded], np.int32)
+    generator = step.generators.get((new_tokens, sampling))
+    if generator is None:
+        generator = make_generator(
+            step.model, new_tokens=new_tokens, sampling=sampling, policy=step.policy, mesh=step.mesh
+        )
+        step.generators[new_tokens, sampling] = generator
+    with step.context():
+        new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
+    texts = []
+    for ids, new in zip(given, new_BT, strict=True):
+        stop = np.flatnonzero(new == tokenizer.end_of_text)
+        texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
+    return texts
+
+
+def _checked_new_tokens(new_tokens: int) -> int:
+    if not _is_number(new_tokens, Integral) or new_tokens < 1:
+        raise ConfigError(f"new_tokens is {new_tokens}; use a whole number of 1 or more")
+    return operator.index(new_tokens)
+
+
+def _padded_length(longest: int, room: int) -> int:
+    """The compiled length of prompts of `longest` tokens, at most `room`."""
+    length = _SHORTEST_PROMPT
+    while length < longest:
+        length *= 2
+    return min(length, room)

@@ -1,0 +1,1 @@
+"""Where arrays are: degrees, mesh, rules, shardings, regions that a program handles itself."""

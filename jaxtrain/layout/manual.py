@@ -1,0 +1,133 @@
+"""Code that schedules its own communication, inside a step whose other axes the compiler handles."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxtrain.layout.sharding import Layout, logical_spec, use_layout
+
+Specs = Any
+
+
+def run_manually(
+    function: Callable[..., Any],
+    layout: Layout,
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...] = (),
+    *,
+    in_specs: tuple[Specs, ...],
+    constant_specs: tuple[Specs, ...] = (),
+    out_specs: Specs,
+    check_vma: bool = True,
+) -> Any:
+    """`function(*arguments, *constants)` on the local shards of every mesh axis, differentiable in `arguments`.
+
+    Inside another manual region (a pipeline stage, accumulation over `data`) only the remaining axes are entered, and
+    the backward pass computes the forward again: `jax.shard_map` cannot be differentiated inside `jax.shard_map`
+    (jax 0.10.2 to 0.12.0: its residuals name an axis that the outer one holds already).
+
+    Args:
+        function: of local shards; `jax.lax` collectives over any axis of the mesh work in it, except those that an
+            enclosing region holds and branches on.
+        layout: of the code that calls this.
+        arguments: trees of float arrays that gradients flow to.
+        constants: trees of arrays without gradients (positions, segments).
+        in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree of them) for each; axes that `layout.manual`
+            already holds must not appear.
+        check_vma: let jax follow over which axes values vary. Without it every axis of more than one device must be in
+            every spec, or gradients of what is not spread over it miss a sum.
+    """
+    axes = frozenset(layout.mesh.axis_names)
+    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
+    inside = dataclasses.replace(layout, manual=axes)
+
+    def local(*args: Any) -> Any:
+        with use_layout(inside):
+            return function(*args)
+
+    def enter(f: Callable[..., Any], ins: Specs, outs: Specs) -> Callable[..., Any]:
+        return jax.shard_map(
+            f, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=axes - layout.manual, check_vma=check_vma
+        )
+
+    forward = enter(local, (*in_specs, *constant_specs), out_specs)
+    if not layout.manual:
+        return forward(*arguments, *constants)
+
+    @jax.custom_vjp
+    def call(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Any:
+        return forward(*arguments, *constants)
+
+    def call_forward(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Any, Any]:
+        return _opaque(forward)(*arguments, *constants), (arguments, constants)
+
+    def call_backward(saved: tuple[Any, Any], gradient: Any) -> tuple[Any, None]:
+        arguments, constants = saved
+
+        def pull(arguments: Any, constants: Any, gradient: Any) -> Any:
+            return jax.vjp(lambda *args: local(*args, *constants), *arguments)[1](gradient)
+
+        specs = (tuple(in_specs), tuple(constant_specs), out_specs)
+        return _opaque(enter(pull, specs, tuple(in_specs)))(arguments, constants, gradient), None
+
+    call.defvjp(call_forward, call_backward)
+    return call(arguments, constants)
+
+
+def on_shards(function: Callable[..., Any], layout: Layout, in_specs: Specs, out_specs: Specs) -> Callable[..., Any]:
+    """The function on the local shards of every mesh axis that no enclosing region holds; not differentiable.
+
+    For the two halves of a `jax.custom_vjp`, which run on shards one after the other without being differentiated.
+
+    Args:
+        function: of local shards; collectives as in `run_manually`.
+        layout: of the code that calls this.
+        in_specs, out_specs: a `PartitionSpec` (or tree of them) for each argument and result.
+    """
+    axes = frozenset(layout.mesh.axis_names)
+    inside = dataclasses.replace(layout, manual=axes)
+
+    def local(*args: Any) -> Any:
+        with use_layout(inside):
+            return function(*args)
+
+    # Unchecked: the check serves differentiation, and would ask for casts of every scan's first carry.
+    entered = jax.shard_map(
+        local,
+        mesh=jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes - layout.manual,
+        check_vma=False,
+    )
+    return _opaque(entered) if layout.manual else entered
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one operation that a scan cannot take loop constants out of.
+
+    Those would leave a region inside another one with a spec that names the outer axes too, which does not lower
+    (jax 0.10.2 to 0.12.0); a `custom_vmap` is the public wrapper that partial evaluation does not look into.
+    """
+    whole = jax.custom_batching.custom_vmap(function)
+
+    @whole.def_vmap
+    def _(*_: Any) -> Any:
+        raise NotImplementedError("run_manually inside another manual region cannot be mapped over by jax.vmap")
+
+    return whole
+
+
+def spec_of(layout: Layout, *names: str | None) -> PartitionSpec:
+    """The spec of an activation's logical axes, for `in_specs` and `out_specs`."""
+    return logical_spec(names, layout)
+
+
+def divides(layout: Layout, x: Any, *names: str | None) -> bool:
+    """Whether the dims of an activation divide by the mesh axes of their logical names."""
+    degrees = [math.prod(layout.degree(axis) for axis in layout.rules[name]) if name else 1 for name in names]
+    return all(size % degree == 0 for size, degree in zip(x.shape, degrees, strict=False))

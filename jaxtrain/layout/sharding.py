@@ -1,0 +1,302 @@
+"""Logical axes to mesh axes: the only place that builds a PartitionSpec for a parameter.
+
+A model names the axes of its parameters in a path table and of its activations by `constrain`; `Rules` say which
+mesh axes a name is spread over. Parameters are *stored* over `fsdp` and *gathered* for compute, a layer at a time.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.layout.rules import (
+    DEFAULT_RULES,
+    AxesTable,
+    check_replicated_share,
+    entry_axes,
+    entry_degree,
+    logical_entries,
+    parameter_entries,
+)
+from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, the rules, and the path table of the model on it.
+
+    Attributes:
+        mesh: six axes, always all present.
+        axes: parameter path -> logical axes.
+        rules: logical axis -> mesh axes.
+        stack: top-level path of the parameters that are stacked layer by layer; their first dim goes to `pipe`.
+        context_attention: how attention works on a sequence spread over `context`: ring, all_to_all, gather or auto.
+        state_axes: mesh axes that optimizer state is spread over besides those of its parameters (ZeRO over `data`).
+        manual: mesh axes that the code being traced handles itself (inside `jax.shard_map`); they leave every spec.
+    """
+
+    mesh: Mesh
+    axes: AxesTable = field(default_factory=dict)
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DEFAULT_RULES)
+    stack: str | None = None
+    context_attention: str = "auto"
+    state_axes: tuple[str, ...] = ()
+    manual: frozenset[str] = frozenset()
+
+    def degree(self, axis: str) -> int:
+        """Size of a mesh axis that the compiler handles; 1 for one that the traced code handles itself."""
+        return 1 if axis in self.manual else self.mesh.shape[axis]
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """`degree` of every axis."""
+        return {axis: self.degree(axis) for axis in self.mesh.shape}
+
+    def named(self, spec: PartitionSpec) -> NamedSharding:
+        """A sharding usable where this layout is traced."""
+        return NamedSharding(jax.sharding.get_abstract_mesh() if self.manual else self.mesh, spec)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A tree path as text: `blocks/attention/query/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec:
+    """The mesh axes of each logical name.
+
+    Raises:
+        ConfigError: a name without a rule, or two dims on one mesh axis.
+    """
+    return PartitionSpec(*logical_entries(names, layout.degrees, layout.rules))
+
+
+def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
+    """How a parameter is stored: `rules.parameter_entries` on a layout.
+
+    Args:
+        path: `blocks/attention/query/kernel`.
+        shape: the parameter's shape.
+        layout: mesh, rules and table.
+        also: further mesh axes to spread it over where a dim divides (ZeRO puts optimizer state on `data`).
+
+    Raises:
+        ConfigError: the row has another rank, or a dim does not divide by an axis that changes the computation.
+    """
+    entries = parameter_entries(
+        path, shape, degrees=layout.degrees, axes=layout.axes, rules=layout.rules, stack=layout.stack, also=also
+    )
+    return PartitionSpec(*entries)
+
+
+def parameter_shardings(params: Any, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
+    """Storage shardings of a tree of parameters (arrays or shapes), leaf for leaf; `also` as in `parameter_spec`."""
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        return layout.named(parameter_spec(path_name(path), leaf.shape, layout, also=also))
+
+    return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def optimizer_shardings(optimizer_state: Any, params: Any, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
+    """Shardings of optimizer state: a leaf that mirrors a parameter lies as it does, another by the default rule.
+
+    Optimizers keep trees of the parameters' structure inside their states, so a leaf belongs to the parameter whose
+    path ends its own; one number a block of the last dim lies as the blocks do, and sums over one dim (Adafactor's) as
+    the other dims, so that a stack of layers meets its statistics where it is. Other shapes take the default (largest
+    dim that divides).
+    """
+    shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    unknown = Layout(layout.mesh, {}, layout.rules)
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        parts = path_name(path).split("/")
+        for start in range(len(parts)):
+            owner = "/".join(parts[start:])
+            shape = shapes.get(owner)
+            if shape == leaf.shape:
+                return NamedSharding(layout.mesh, parameter_spec(owner, leaf.shape, layout, also=also))
+            if shape and leaf.shape and shape[:-1] == leaf.shape[:-1] and shape[-1] % leaf.shape[-1] == 0:
+                spec = parameter_spec(owner, shape, layout, also=also)
+                entries = block_entries((*spec, *[None] * len(shape))[: len(shape)], leaf.shape[-1], layout.degrees)
+                return NamedSharding(layout.mesh, PartitionSpec(*entries))
+            if shape and len(leaf.shape) == len(shape) - 1:
+                spec = parameter_spec(owner, shape, layout, also=also)
+                entries = kept_entries(
+                    (*spec, *[None] * len(shape))[: len(shape)],
+                    shape,
+                    leaf.shape,
+                    degrees=layout.degrees,
+                    counting=counting_dims(owner, shape, layout.axes, stack=layout.stack),
+                )
+                if entries is not None:
+                    return NamedSharding(layout.mesh, PartitionSpec(*entries))
+        return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))
+
+    return jax.tree_util.tree_map_with_path(sharding, optimizer_state)
+
+
+def check_replicated(params: Any, shardings: Any, mesh: Mesh, max_fraction: float) -> None:
+    """Fail when more than `max_fraction` of the parameter bytes stay whole on every `fsdp` shard.
+
+    Raises:
+        ConfigError: names the largest of them.
+    """
+    if mesh.shape["fsdp"] == 1:
+        return
+    whole: dict[str, int] = {}
+    total = 0
+    for (path, leaf), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+    ):
+        size = leaf.size * leaf.dtype.itemsize
+        total += size
+        if not any("fsdp" in entry_axes(entry) for entry in sharding.spec):
+            whole[path_name(path)] = size
+    check_replicated_share(whole, total, mesh.shape["fsdp"], max_fraction)
+
+
+# The layout of the step that is being traced. Set by `use_layout` around a trace, never globally.
+_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxtrain_layout", default=None)
+
+
+@contextlib.contextmanager
+def use_layout(layout: Layout | None) -> Iterator[None]:
+    """Give `constrain` and `gather_parameters` a layout while a model is traced."""
+    token = _layout.set(layout)
+    try:
+        yield
+    finally:
+        _layout.reset(token)
+
+
+def current_layout() -> Layout | None:
+    """The layout of the step that is being traced."""
+    return _layout.get()
+
+
+def platform() -> str:
+    """The platform of the step that is being traced, else of the process."""
+    layout = _layout.get()
+    return jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform
+
+
+def row_numbers(count: int) -> jax.Array:
+    """Where the rows of an activation [count, ...] stand in their (micro)batch over all devices: int32 [count]."""
+    layout = _layout.get()
+    manual = layout is not None and "data" in layout.manual
+    return jnp.arange(count) + (jax.lax.axis_index("data") * count if manual else 0)
+
+
+def shard_key(key: jax.Array) -> jax.Array:
+    """The key of this shard of `data` in code that handles the axis itself; elsewhere the key as it is.
+
+    There a shape is that of a shard's rows, so that equal keys would draw equal numbers for different rows.
+    """
+    layout = _layout.get()
+    if layout is None or "data" not in layout.manual or layout.mesh.shape["data"] == 1:
+        return key
+    return jax.random.fold_in(key, jax.lax.axis_index("data"))
+
+
+def splits_sequence() -> bool:
+    """Whether the sequence dim of activations is spread over a mesh axis that the compiler handles."""
+    layout = _layout.get()
+    if layout is None:
+        return False
+    return any(layout.degree(axis) > 1 for name in ("sequence", "residual_sequence") for axis in layout.rules[name])
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Lay an activation out as its logical axes say; outside a sharded step, the array itself."""
+    layout = _layout.get()
+    if layout is None or layout.mesh.size == 1 or layout.manual == frozenset(layout.mesh.axis_names):
+        return x
+    spec = list(logical_spec(names, layout))
+    # A dim that does not divide (a batch of one in sampling) stays whole: this changes speed, never results.
+    spec = [entry if x.shape[d] % entry_degree(entry, layout.mesh.shape) == 0 else None for d, entry in enumerate(spec)]
+    return jax.lax.with_sharding_constraint(x, layout.named(PartitionSpec(*spec)))
+
+
+def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:
+    def keep(entry: Any) -> Any:
+        names = tuple(name for name in entry_axes(entry) if name != "fsdp")
+        return names[0] if len(names) == 1 else names or None
+
+    return PartitionSpec(*(keep(entry) for entry in spec))
+
+
+def gather_parameters(
+    params: Any, *, prefix: str = "", num_layers: int | None = None, skip: tuple[str, ...] = ()
+) -> Any:
+    """Parameters whole over `fsdp` for compute; their gradients go back to the stored layout.
+
+    Called inside a scanned block it gathers one layer at a time, in the forward and again in the backward pass.
+
+    Args:
+        params: a tree of parameters.
+        prefix: path of the tree inside the model ("blocks").
+        num_layers: given when the leaves are one layer of parameters stored with a leading dim of this size.
+        skip: top-level sub-trees of `params` that are left as stored (they are gathered inside their own scans).
+    """
+    layout = _layout.get()
+    if layout is None or layout.mesh.shape["fsdp"] == 1:
+        return params
+
+    def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        name = path_name(path)
+        if name.split("/")[0] in skip:
+            return leaf
+        full = f"{prefix}/{name}" if prefix else name
+        if num_layers is None:
+            stored = parameter_spec(full, leaf.shape, layout)
+        else:
+            stored = PartitionSpec(*parameter_spec(full, (num_layers, *leaf.shape), layout)[1:])
+        whole, lies = (layout.named(spec) for spec in (_without_fsdp(stored), stored))
+        return _gather(leaf, whole, lies, sum_whole=num_layers is None or not any(whole.spec))
+
+    return jax.tree_util.tree_map_with_path(gather, params)
+
+
+def constrain_parameters(tree: Any) -> Any:
+    """Parameters, or their gradients, laid out as `gather_parameters` gives them: whole over `fsdp`."""
+    layout = _layout.get()
+    if layout is None or layout.mesh.size == 1:
+        return tree
+
+    def constrain_one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        spec = _without_fsdp(parameter_spec(path_name(path), leaf.shape, layout))
+        return jax.lax.with_sharding_constraint(leaf, layout.named(spec))
+
+    return jax.tree_util.tree_map_with_path(constrain_one, tree)
+
+
+def _gather(x: jax.Array, whole: NamedSharding, stored: NamedSharding, *, sum_whole: bool) -> jax.Array:
+    """Gather in the forward pass; bring the gradient back to the stored layout in the backward pass.
+
+    `sum_whole` sums a gradient first and slices it then (a reduce-scatter in the end). That of an embedding is a
+    scatter, which the partitioner cannot split as it is stored without gathering what it scatters; that of a norm's
+    scale or a router, which no other axis spreads, it would split over `tensor` and then permute to `fsdp`, which a
+    pipeline stage must not do.
+    """
+
+    @jax.custom_vjp
+    def gather(x: jax.Array) -> jax.Array:
+        # As stored first, or the compiler gathers what x was cast from: twice the bytes, and a copy in float32.
+        return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
+
+    def forward(x: jax.Array) -> tuple[jax.Array, None]:
+        return gather(x), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        if sum_whole:
+            gradient = jax.lax.with_sharding_constraint(gradient, whole)
+        return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+    gather.defvjp(forward, backward)
+    return gather(x)

@@ -1,0 +1,147 @@
+"""A Flax Linen module as a `Model`."""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import flax.errors
+import jax
+from flax import linen
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.model import Model, ModelState, Params
+
+# How modules are asked to train: the argument, and its value in training; it is the opposite in evaluation.
+_TRAINING_ARGUMENTS = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+
+
+def _changes_in_training(module: linen.Module) -> bool:
+    """Whether a layer computes something else in training than in evaluation."""
+    if isinstance(module, linen.MultiHeadDotProductAttention):
+        return module.dropout_rate > 0
+    return isinstance(module, linen.BatchNorm) or (isinstance(module, linen.Dropout) and module.rate > 0)
+
+
+def _shape(value: Any) -> Any:
+    """Structure of a variable's value, with the shapes and dtypes in it; a sown value is a tuple."""
+    return jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), value), jax.tree.structure(value)
+
+
+def from_linen(
+    module: linen.Module,
+    example_inputs: Any,
+    *,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    name: str | None = None,
+) -> Model:
+    """A model from a Linen module.
+
+    Args:
+        module: its `__call__` takes inputs and says by which keyword it is told to train: `train`, `training` or
+            `is_training`, `deterministic` or `use_running_average`; all that it takes are given. Where `__call__`
+            takes none, the module's own fields of these names are set. A module without dropout and batch norm needs
+            none.
+        example_inputs: inputs (arrays or `ShapeDtypeStruct`s) of the right shape, for `init`.
+        axes: parameter path -> logical axes; None: those of the parameters' partitioning metadata
+            (`with_logical_partitioning`, `with_partitioning`), and the default sharding for parameters without.
+        name: for people; None: the class name.
+
+    Returns:
+        The record; collection "params" is its params, every other collection its model_state, but for what each call
+        adds to (`self.sow`): that is dropped.
+
+    Raises:
+        ConfigError: no module of Linen, or it holds dropout or batch norm, and nothing tells it whether it is trained.
+    """
+    if not isinstance(module, linen.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        made = f"{module.__name__}()" if isinstance(module, type) else "Module()"
+        raise ConfigError(
+            f"from_linen takes a module of flax.linen, not {given}; write from_linen({made}, example_inputs)"
+        )
+    taken = inspect.signature(type(module).__call__).parameters
+    arguments = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in taken}
+    own_fields = {field.name for field in dataclasses.fields(module)}
+    fields = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in own_fields and not arguments}
+
+    def module_for(train: bool) -> linen.Module:
+        values: dict[str, Any] = {name: value == train for name, value in fields.items()}
+        return module.clone(**values) if values else module
+
+    def arguments_for(train: bool) -> dict[str, Any]:
+        return {name: value == train for name, value in arguments.items()}
+
+    def create(key: jax.Array) -> dict[str, Any]:
+        inputs = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), example_inputs)
+        keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+        return dict(module_for(False).init(keys, inputs, **arguments_for(False)))
+
+    def init(key: jax.Array) -> tuple[Params, ModelState]:
+        # Boxes with partitioning names are taken off: the axes table holds the names.
+        variables = linen.meta.unbox(create(key))
+        return variables.pop("params", {}), without_sown(variables)
+
+    changing: list[str] = []
+
+    def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if _changes_in_training(context.module):
+            changing.append(type(context.module).__name__)
+        return call(*args, **kwargs)
+
+    with linen.intercept_methods(watch):
+        shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+    if changing and not arguments and not fields:
+        raise ConfigError(
+            f"{type(module).__name__} holds {changing[0]}, but nothing tells it whether it is trained: its __call__ "
+            "takes neither train nor deterministic; add `train: bool` to __call__ and pass "
+            + ("use_running_average=not train" if changing[0] == "BatchNorm" else "deterministic=not train")
+        )
+
+    # The structure of the state never changes: what grows with a call, as sown values do, is no state.
+    def after_call(variables: Any) -> Any:
+        inputs = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), example_inputs)
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        mutable = [name for name in variables if name != "params"]
+        return module_for(False).apply(variables, inputs, rngs=rngs, mutable=mutable, **arguments_for(False))[1]
+
+    unboxed = linen.meta.unbox(shapes)
+    before = flatten_dict({name: value for name, value in unboxed.items() if name != "params"})
+    after = flatten_dict(jax.eval_shape(after_call, unboxed)) if before else {}
+    state_paths = {path for path, value in before.items() if _shape(value) == _shape(after.get(path))}
+
+    def without_sown(variables: Mapping[str, Any]) -> ModelState:
+        return unflatten_dict({path: value for path, value in flatten_dict(variables).items() if path in state_paths})
+
+    def apply(
+        params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        keywords = arguments_for(train)
+        # Flax takes "params" for every stream that is not given by its name ("noise", "droppath").
+        rngs = {"params": jax.random.fold_in(key, 1), "dropout": key} if key is not None else None
+        variables = {"params": params, **model_state}
+        if not train:
+            try:
+                return module_for(train).apply(variables, inputs, rngs=rngs, **keywords), model_state
+            except flax.errors.InvalidRngError as error:
+                raise ConfigError(
+                    f"{type(module).__name__} draws random numbers in evaluation, where there are none "
+                    f"({str(error).split('(http')[0].strip()}); draw them only where it is told to train"
+                ) from None
+        outputs, changed = module_for(train).apply(variables, inputs, rngs=rngs, mutable=list(model_state), **keywords)
+        return outputs, {**model_state, **without_sown(changed)}
+
+    if axes is None:
+        specs = linen.get_partition_spec(shapes.get("params", {}))
+        named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        axes = {path_name(path): tuple(spec) for path, spec in named if spec}
+    return Model(name or type(module).__name__, init, apply, axes)

@@ -1,0 +1,216 @@
+"""A Flax NNX module as a `Model`: split once, so that no NNX object crosses a `jit` boundary."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import shard_key
+from jaxtrain.models.layers import Linear
+from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params
+
+Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
+
+
+def to_dict(state: nnx.State) -> dict[str, Any]:
+    """A state as a plain nested dict of arrays, every key a string."""
+    nested: dict[str, Any] = {}
+    for path, variable in nnx.to_flat_state(state):
+        node = nested
+        for part in path[:-1]:
+            node = node.setdefault(str(part), {})
+        node[str(path[-1])] = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    return nested
+
+
+def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
+    """A state of the template's variables with the values of a nested dict, as `to_dict` made it."""
+    flat = []
+    for path, variable in nnx.to_flat_state(template):
+        node: Any = nested
+        for part in path:
+            node = node[str(part)]
+        # An array that is a plain attribute has no variable around it.
+        flat.append((path, variable.replace(node) if isinstance(variable, nnx.Variable) else node))
+    return nnx.from_flat_state(flat)
+
+
+def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
+    """Random streams of a module (dropout), each from its own fold of the step's key.
+
+    A stream keeps its shape: stacked layers (`nnx.split_rngs`, `nnx.vmap`, `nnx.scan`) hold a key and a count each.
+    """
+    key = jax.random.key(0) if key is None else key
+    flat = []
+    for index, (path, variable) in enumerate(nnx.to_flat_state(template)):
+        like = variable.get_value()
+        if isinstance(variable, nnx.RngKey):
+            value = jax.random.fold_in(key, index)
+            value = jax.random.split(value, like.shape) if like.shape else value
+        else:
+            value = jax.numpy.zeros(like.shape, like.dtype)
+        flat.append((path, variable.replace(value)))
+    return nnx.from_flat_state(flat)
+
+
+def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
+    """The axes table that the partitioning metadata of variables (`nnx.with_partitioning`) gives."""
+    return {
+        "/".join(map(str, path)): tuple(variable.get_value())
+        for path, variable in nnx.to_flat_state(nnx.get_partition_spec(template))
+        if variable.get_value()
+    }
+
+
+def building(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """`make`, with names of axes that are no mesh axes and with plain arrays as attributes.
+
+    Flax would look for each name in a mesh as it makes the variable.
+    """
+
+    def made(rngs: nnx.Rngs) -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            module = make(rngs)
+        if isinstance(module, nnx.Module):
+            _mark_arrays(module)
+        return module
+
+    return made
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    """Make data of the arrays that are plain attributes.
+
+    Flax does so itself outside a trace; inside one it takes them for static, and they would outlive their trace.
+
+    Raises:
+        ConfigError: an array in a container that Flax takes for static.
+    """
+    for path, node in list(nnx.iter_graph(module)):
+        if not isinstance(node, nnx.Pytree):
+            continue
+        for name, value in list(vars(node).items()):
+            if isinstance(value, Tracer):
+                setattr(node, name, nnx.data(value))
+            elif isinstance(value, tuple | list | dict) and any(
+                isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value, is_leaf=_is_node)
+            ):
+                where = "/".join(map(str, (*path, name)))
+                raise ConfigError(
+                    f"{where} of the module is a {type(value).__name__} that holds an array; wrap the array in "
+                    "nnx.Variable (or nnx.Param), and the container in nnx.List or nnx.Dict"
+                )
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Variable | nnx.Pytree)
+
+
+def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
+    """`Model.linears` of a module that stands in its model's place."""
+    return {
+        "/".join(map(str, (*path, "kernel"))): (node.num_input_dims, node.num_output_dims)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, Linear) and node.low_precision
+    }
+
+
+def _check_maker(make: Any) -> None:
+    """Raise where `make` is no function of the random streams.
+
+    Raises:
+        ConfigError: what was given, and how to write it.
+    """
+    kind = make if isinstance(make, type) else type(make)
+    write = f"write from_nnx(lambda rngs: {kind.__name__}(..., rngs=rngs))"
+    if isinstance(make, nnx.Module):
+        raise ConfigError(
+            f"from_nnx takes a function that builds the module, not an instance of {kind.__name__}; {write}"
+        )
+    if not callable(make):
+        raise ConfigError(f"from_nnx takes a function rngs -> module, not {kind.__name__} {str(make)[:60]!r}")
+    try:
+        # Flax's metaclass hides what a class takes.
+        signature = inspect.signature(functools.partial(make.__init__, None) if isinstance(make, type) else make)
+    except ValueError:  # a callable of C code: calling it will tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        name = getattr(make, "__name__", kind.__name__)
+        write = f"write from_nnx(lambda rngs: {name}(..., rngs=rngs))"
+        raise ConfigError(
+            f"from_nnx calls {name} with the random streams alone, but it takes {signature}; {write}"
+        ) from None
+
+
+def from_nnx(
+    make: Callable[[nnx.Rngs], nnx.Module],
+    *,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    call: Call | None = None,
+    name: str | None = None,
+    gathers_itself: tuple[str, ...] = (),
+) -> Model:
+    """A model from a function that builds an NNX module.
+
+    Args:
+        make: rngs -> module; called once abstractly here and once inside the sharded init.
+        axes: parameter path -> logical axes (see `Model.axes`); None: those of the parameters' partitioning metadata
+            (`nnx.with_partitioning`), and the default sharding for parameters without.
+        call: (module, inputs, key, train) -> outputs; None: `module(inputs)`. Either is called after `module.train()`
+            or `module.eval()`, with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is
+            that of all shards.
+        name: for people; None: the class name.
+        gathers_itself: see `Model.gathers_itself`.
+
+    Returns:
+        The record; `nnx.Param`s are its params, every other variable but random streams its model_state, and so are
+        arrays that are plain attributes.
+
+    Raises:
+        ConfigError: `make` is a module, takes more than the random streams, or returns no module; or the module holds
+            an array in a plain container.
+
+    Example:
+        >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
+    """
+    _check_maker(make)
+    make = building(make)
+    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    if not isinstance(abstract, nnx.Module):
+        raise ConfigError(f"from_nnx takes a function that returns an nnx.Module, not {type(abstract).__name__}")
+    graph, param_template, rng_template, state_template = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+    state_paths = {path for path, _ in nnx.to_flat_state(state_template)}
+
+    def init(key: jax.Array) -> tuple[Params, ModelState]:
+        module = make(nnx.Rngs(key))
+        _, params, _, model_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        return to_dict(params), to_dict(model_state)
+
+    def apply(
+        params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        # What the module draws itself is never drawn by row.
+        own_key = shard_key(key) if key is not None and isinstance(call, DrawsByRow) else key
+        streams = _reseed(rng_template, own_key)
+        module = nnx.merge(graph, from_dict(param_template, params), streams, from_dict(state_template, model_state))
+        module.train() if train else module.eval()
+        if call is not None:
+            outputs = call(module, inputs, key, train)
+        else:
+            outputs = module(inputs)  # type: ignore[operator]  # a user's module is callable
+        after = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
+        # Variables that a call adds (what it sows) are dropped: the structure of the state never changes.
+        kept = [(path, variable) for path, variable in after if path in state_paths]
+        return outputs, to_dict(nnx.from_flat_state(kept))
+
+    linears = linear_kernels(abstract)
+    whole = DrawsByRow(apply) if isinstance(call, DrawsByRow) else apply
+    axes = metadata_axes(param_template) if axes is None else axes
+    return Model(name or type(abstract).__name__, init, whole, axes, gathers_itself, linears=linears)

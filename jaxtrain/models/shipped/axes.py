@@ -1,0 +1,70 @@
+"""The axes tables of the shipped models: parameter path -> logical axes. No jax here, for the planner."""
+
+from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.layout.rules import FamilyTable
+
+Axes = dict[str, tuple[str | None, ...]]
+
+# Rows that a variant does not have (biases, positions, gate) match nothing.
+TRANSFORMER: Axes = {
+    "embedding": ("vocab", "embed"),
+    "positions": (None, "embed"),
+    "blocks/*norm/scale": ("layers", "embed"),
+    "blocks/*norm/bias": ("layers", "embed"),
+    "blocks/attention/query/kernel": ("layers", "embed", "heads", "head_dim"),
+    "blocks/attention/query/bias": ("layers", "heads", "head_dim"),
+    "blocks/attention/key/kernel": ("layers", "embed", "kv_heads", "head_dim"),
+    "blocks/attention/key/bias": ("layers", "kv_heads", "head_dim"),
+    "blocks/attention/value/kernel": ("layers", "embed", "kv_heads", "head_dim"),
+    "blocks/attention/value/bias": ("layers", "kv_heads", "head_dim"),
+    "blocks/attention/output/kernel": ("layers", "heads", "head_dim", "embed"),
+    "blocks/attention/output/bias": ("layers", "embed"),
+    "blocks/mlp/up/kernel": ("layers", "embed", "mlp"),
+    "blocks/mlp/up/bias": ("layers", "mlp"),
+    "blocks/mlp/gate/kernel": ("layers", "embed", "mlp"),
+    "blocks/mlp/gate/bias": ("layers", "mlp"),
+    "blocks/mlp/down/kernel": ("layers", "mlp", "embed"),
+    "blocks/mlp/down/bias": ("layers", "embed"),
+    "output_norm/scale": ("embed",),
+    "output_norm/bias": ("embed",),
+    "output": ("embed", "vocab"),
+}
+
+# In place of the rows of the MLP of a transformer.
+EXPERTS: Axes = {
+    "blocks/mlp/router/kernel": ("layers", "embed", None),
+    "blocks/mlp/up/kernel": ("layers", "experts", "embed", "mlp"),
+    "blocks/mlp/gate/kernel": ("layers", "experts", "embed", "mlp"),
+    "blocks/mlp/down/kernel": ("layers", "experts", "mlp", "embed"),
+}
+
+# Kernels store input channels over fsdp and split output channels over tensor; the stem has too few inputs for it.
+RESNET: Axes = {
+    "stem/kernel": (None, None, None, "channels_out"),
+    "*_first/convs/*/kernel": (None, None, "channels_in", "channels_out"),
+    "*_first/shortcut/kernel": (None, None, "channels_in", "channels_out"),
+    "*_rest/convs/*/kernel": ("layers", None, None, "channels_in", "channels_out"),
+    "*_rest/*": ("layers", "channels_in"),
+    "head_kernel": ("channels_in", None),
+}
+
+
+def mlp_axes(num_hidden: int) -> Axes:
+    """Layers alternate between splitting their outputs and their inputs over tensor (Shoeybi et al. 2019)."""
+    axes: Axes = {"output/kernel": ("embed", None), "output/bias": (None,)}
+    for index in range(num_hidden):
+        split_outputs = index % 2 == 0
+        axes[f"layers/{index}/kernel"] = ("embed", "mlp") if split_outputs else ("mlp", "embed")
+        axes[f"layers/{index}/bias"] = ("mlp",) if split_outputs else ("embed",)
+    return axes
+
+
+def model_axes(config: ModelConfig) -> Axes:
+    """The table of the model that a config describes."""
+    match config:
+        case TransformerConfig():
+            return FamilyTable(TRANSFORMER if config.experts is None else {**TRANSFORMER, **EXPERTS})
+        case ResNetConfig():
+            return FamilyTable(RESNET)
+        case MLPConfig():
+            return mlp_axes(len(config.hidden_dims))

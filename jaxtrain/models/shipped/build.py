@@ -1,0 +1,65 @@
+"""A model from its config group. A new kind of model adds one line to the table."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtrain.config import load_config
+from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.remat import BLOCK_INPUT
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import Model, Rebuild
+from jaxtrain.models.shipped.mlp import mlp
+from jaxtrain.models.shipped.resnet import resnet
+from jaxtrain.models.shipped.transformer import transformer
+from jaxtrain.remat.policy import Remat
+
+# kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
+_BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {
+    "transformer": lambda config, shape, vocab, outputs, remat: transformer(config, vocab_size=vocab, remat=remat),
+    "resnet": lambda config, shape, vocab, outputs, remat: resnet(
+        config, input_shape=shape, num_classes=outputs, remat=remat
+    ),
+    "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
+}
+
+# Tensors of models without named ones.
+_OFFLOADED = (("resnet", BLOCK_INPUT),)
+
+
+def build_model(
+    config: ModelConfig | Mapping[str, Any],
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    remat: Remat | None = None,
+) -> Model:
+    """The model that a config group describes, with what it leaves out taken from the data.
+
+    Args:
+        config: a model group, or its keys as a mapping ({"kind": "mlp"}).
+        input_shape: shape of one row's inputs.
+        vocab_size, num_outputs: what the data has.
+        remat: what the backward pass keeps.
+
+    Raises:
+        ConfigError: a wrong key or value in a mapping, a size that neither the config nor the data gives, or inputs
+            of the wrong kind.
+    """
+    if isinstance(config, Mapping):
+        config = load_config({"model": config}).config.model
+    given, remat = remat, remat or Remat()
+    wrong = [name for name in remat.offload if config.kind != "transformer" and (config.kind, name) not in _OFFLOADED]
+    if wrong:
+        known = ", ".join(name for kind, name in _OFFLOADED if kind == config.kind) or "none"
+        raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")
+    group = config
+
+    def build(remat: Remat) -> Model:
+        return build_model(group, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat)
+
+    model = _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)
+    if config.kind == "mlp":
+        return model  # it has no blocks to keep less of
+    return dataclasses.replace(model, remat=given, rebuild=Rebuild(model.apply, model.parts, build))

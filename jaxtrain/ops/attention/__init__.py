@@ -1,0 +1,1 @@
+"""Attention: the table of implementations, and each of them."""

@@ -1,0 +1,311 @@
+"""Self-attention of a sequence that is spread over mesh axis `context`: three ways, one signature.
+
+Shapes: B batch, L sequence (global outside, local shard inside), S all key positions, H query heads, G key-value
+heads, K head dim.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.manual import run_manually, spec_of
+from jaxtrain.layout.sharding import Layout
+from jaxtrain.ops.attention.reference import CAUSAL, AttentionForm, attention_mask
+from jaxtrain.ops.attention.ring import AXIS, ring_attention
+from jaxtrain.runtime.choices import note_choice
+
+# (q_BLHK, k_BSGK, v_BSGK, mask_BLS) -> out_BLHK, as `jaxtrain.ops.attention.reference.attention`.
+LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q_BLHK, k_BLGK, v_BLGK, segments_BL or None) -> out_BLHK, of whole sequences.
+WholeAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+
+def _repeat_heads(x_BLGK: jax.Array, multiple: int) -> jax.Array:
+    """Key-value heads, each repeated just enough that their count divides by `multiple`."""
+    groups = x_BLGK.shape[2]
+    repeats = math.lcm(groups, multiple) // groups
+    return x_BLGK if repeats == 1 else jnp.repeat(x_BLGK, repeats, axis=2)
+
+
+def _whole(x_BL: jax.Array) -> jax.Array:
+    """All positions, in order, from every device's shard."""
+    return jax.lax.all_gather(x_BL, AXIS, axis=1, tiled=True)
+
+
+def _mask(
+    query_positions_L: jax.Array,
+    key_positions_S: jax.Array,
+    query_segments_BL: jax.Array | None,
+    key_segments_BS: jax.Array | None,
+    form: AttentionForm,
+) -> jax.Array:
+    """bool [B or 1, L, S], as `LocalAttention` wants it."""
+    return attention_mask(
+        query_positions_L[None],
+        key_positions_S[None],
+        causal=form.causal,
+        window=form.window,
+        query_segments_BL=query_segments_BL,
+        key_segments_BS=key_segments_BS,
+    )
+
+
+def _ring(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    *,
+    form: AttentionForm,
+    local_attention: LocalAttention,
+    whole_attention: WholeAttention,
+) -> jax.Array:
+    """Keys and values travel from device to device; the blocks are its own, and know neither window nor softcap."""
+    del local_attention, whole_attention
+    return ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, causal=form.causal)
+
+
+def _all_to_all(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    *,
+    form: AttentionForm,
+    local_attention: LocalAttention,
+    whole_attention: WholeAttention,
+) -> jax.Array:
+    """Each device exchanges its part of the sequence for all of it on fewer heads, and back.
+
+    Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509).
+    """
+    size = jax.lax.axis_size(AXIS)
+
+    def to_heads(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
+
+    k_BSGK, v_BSGK = (to_heads(_repeat_heads(x, size)) for x in (k_BLGK, v_BLGK))
+    del form, local_attention
+    segments_BS = None if segments_BL is None else _whole(segments_BL)
+    out_BSHK = whole_attention(to_heads(q_BLHK), k_BSGK, v_BSGK, segments_BS)
+    return jax.lax.all_to_all(out_BSHK, AXIS, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _gather(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    *,
+    form: AttentionForm,
+    local_attention: LocalAttention,
+    whole_attention: WholeAttention,
+) -> jax.Array:
+    """Every device holds all keys and values, and the scores of its own queries with them."""
+    del whole_attention
+    k_BSGK, v_BSGK = _whole(k_BLGK), _whole(v_BLGK)
+    segments_BS = None if segments_BL is None else _whole(segments_BL)
+    length = q_BLHK.shape[1]
+    positions_L = jax.lax.axis_index(AXIS) * length + jnp.arange(length, dtype=jnp.int32)
+    order_S = jnp.arange(k_BSGK.shape[1], dtype=jnp.int32)
+    mask_BLS = _mask(positions_L, order_S, segments_BL, segments_BS, form)
+    return local_attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to attend over a spread sequence.
+
+    Attributes:
+        attend: of local shards (q, k, v, segments, *, form, local_attention, whole_attention).
+        plain: knows neither window nor softcap.
+        with_pipe: may run inside a pipeline. A collective-permute that only some stages reach waits forever, because
+            its rendezvous is among all devices; the other collectives have groups.
+        splits_heads: the heads must divide by `context` as well.
+        halves: a causal sequence is cut into two chunks a device.
+    """
+
+    attend: Callable[..., jax.Array]
+    with_pipe: bool
+    splits_heads: bool
+    halves: bool
+    plain: bool = False
+
+
+# In the order in which "auto" tries them: ring moves least and needs least memory, gather runs on any heads.
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    "ring": Implementation(_ring, with_pipe=False, splits_heads=False, halves=True, plain=True),
+    "all_to_all": Implementation(_all_to_all, with_pipe=True, splits_heads=True, halves=False),
+    "gather": Implementation(_gather, with_pipe=True, splits_heads=False, halves=False),
+}
+
+
+def _nearest(value: int, divisor: int) -> str:
+    """The multiples of `divisor` on either side of `value`, as text."""
+    low = value // divisor * divisor
+    return " or ".join(str(n) for n in (low, low + divisor) if n)
+
+
+def _problem(name: str, layout: Layout, *, num_heads: int, num_kv_heads: int, form: AttentionForm) -> str | None:
+    """Why an implementation cannot run on this mesh with these heads; None: it can."""
+    way, mesh = IMPLEMENTATIONS[name], layout.mesh.shape
+    if way.plain and (form.window is not None or form.softcap is not None):
+        return (
+            f"parallel.context_attention={name} knows neither model.sliding_window nor model.attention_softcap; "
+            "use all_to_all, gather or auto"
+        )
+    if num_heads % num_kv_heads:
+        return f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}"
+    if not way.with_pipe and mesh["pipe"] > 1:
+        return (
+            f"parallel.context_attention={name} cannot run with parallel.pipe={mesh['pipe']}; "
+            "use all_to_all, gather or auto"
+        )
+    tensor = _head_parts(layout)
+    if num_heads % tensor:
+        return (
+            f"model.num_heads={num_heads} does not divide by parallel.tensor={tensor}; "
+            f"make it {_nearest(num_heads, tensor)}, or use parallel.tensor={math.gcd(num_heads, tensor)}"
+        )
+    parts = tensor * mesh[AXIS]
+    if way.splits_heads and num_heads % parts:
+        other = "gather" if mesh["pipe"] > 1 else "ring"
+        return (
+            f"parallel.context_attention={name}: model.num_heads={num_heads} does not divide by "
+            f"parallel.context={mesh[AXIS]} x parallel.tensor={tensor}; make it {_nearest(num_heads, parts)}, "
+            f"or use parallel.context={math.gcd(num_heads // tensor, mesh[AXIS])} or parallel.context_attention={other}"
+        )
+    return None
+
+
+def _head_parts(layout: Layout) -> int:
+    """Parts that the heads are split into by the compiler's axes."""
+    (entry,) = spec_of(layout, "activation_heads")
+    return math.prod(layout.degree(axis) for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+
+
+def choose_context(layout: Layout, num_heads: int, num_kv_heads: int, form: AttentionForm = CAUSAL) -> str:
+    """The implementation that runs: ring, all_to_all or gather.
+
+    Args:
+        layout: its `context_attention` names one, or is auto: the first of `IMPLEMENTATIONS` that can run.
+        num_heads, num_kv_heads: of the model.
+        form: who sees whom.
+
+    Raises:
+        ConfigError: an unknown name, or an implementation that cannot run on this mesh with these heads.
+    """
+    wanted = layout.context_attention
+    if wanted != "auto" and wanted not in IMPLEMENTATIONS:
+        raise ConfigError(f"unknown parallel.context_attention={wanted!r}; known: auto, {', '.join(IMPLEMENTATIONS)}")
+    problem = None
+    for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
+        problem = _problem(name, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, form=form)
+        if problem is None:
+            return name
+    raise ConfigError(str(problem))
+
+
+def check_context(
+    layout: Layout, *, num_heads: int, num_kv_heads: int, sequence_length: int, form: AttentionForm = CAUSAL
+) -> None:
+    """Fail before anything is traced if attention cannot run on a sequence spread over `context`.
+
+    Args:
+        layout: mesh and implementation.
+        num_heads, num_kv_heads: of the model.
+        sequence_length: tokens a row.
+        form: who sees whom.
+
+    Raises:
+        ConfigError: sizes that do not divide, or a ring inside a pipeline; names sizes that work.
+    """
+    size = layout.mesh.shape[AXIS]
+    if size == 1:
+        return
+    name = choose_context(layout, num_heads, num_kv_heads, form)
+    halves = form.causal and IMPLEMENTATIONS[name].halves
+    chunks = size * 2 if halves else size
+    if sequence_length % chunks:
+        shown = f"2 x parallel.context={size} (causal ring attention)" if halves else f"parallel.context={size}"
+        fits_gather = halves and sequence_length % size == 0
+        other = "context_attention=gather" if fits_gather else f"context={math.gcd(sequence_length, size)}"
+        raise ConfigError(
+            f"data.sequence_length={sequence_length} does not divide by {shown}; "
+            f"make it {_nearest(sequence_length, chunks)}, or use parallel.{other}"
+        )
+
+
+def context_attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None = None,
+    *,
+    form: AttentionForm,
+    layout: Layout,
+    local_attention: LocalAttention,
+    whole_attention: WholeAttention,
+) -> jax.Array:
+    """Self-attention of arrays whose sequence is spread over `context` in true order, and heads over `tensor`.
+
+    Called where the compiler handles `context`, at the top of a step or inside a region that is manual over other
+    axes; it enters what is left of the mesh. A batch that does not divide by its axes is worked on whole.
+
+    Args:
+        q_BLHK: queries, any float dtype.
+        k_BLGK, v_BLGK: keys and values; H must be a multiple of G.
+        segments_BL: packed documents; a query sees only its own. None: all are one.
+        form: who sees whom.
+        layout: of the code that calls this; names the implementation (see `choose_context`).
+        local_attention: `jaxtrain.ops.attention.reference.attention` or one like it.
+        whole_attention: what attends over whole sequences where a device has some of the heads (all_to_all).
+
+    Returns:
+        [B, L, H, K] in the dtype of q, laid out like q.
+
+    Raises:
+        ConfigError: see `check_context`.
+    """
+    assert AXIS not in layout.manual, "context_attention enters `context` itself"
+    batch, length, heads, _ = q_BLHK.shape
+    groups = k_BLGK.shape[2]
+    if layout.mesh.shape[AXIS] == 1:
+        return whole_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL)
+    check_context(layout, num_heads=heads, num_kv_heads=groups, sequence_length=length, form=form)
+    name = choose_context(layout, heads, groups, form)
+    note_choice("attention over context", name, [])
+    attend = IMPLEMENTATIONS[name].attend
+    spec = _fitting_spec(layout, batch)
+    # Keys and values lie as the queries do, so that a device's query heads meet their own key-value heads.
+    k_BLGK, v_BLGK = (_repeat_heads(x, _head_parts(layout)) for x in (k_BLGK, v_BLGK))
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        with jax.named_scope(f"context_{name}"):
+            return attend(
+                q, k, v, segments, form=form, local_attention=local_attention, whole_attention=whole_attention
+            )
+
+    constants: tuple[Any, ...] = () if segments_BL is None else (segments_BL,)
+    return run_manually(
+        local,
+        layout,
+        (q_BLHK, k_BLGK, v_BLGK),
+        constants,
+        in_specs=(spec, spec, spec),
+        constant_specs=tuple(PartitionSpec(*spec[:2]) for _ in constants),
+        out_specs=spec,
+    )
+
+
+def _fitting_spec(layout: Layout, batch: int) -> PartitionSpec:
+    """The spec of queries [B, L, H, K]; a batch that does not divide stays whole, as in `constrain`."""
+    spec = spec_of(layout, "batch", "sequence", "activation_heads", None)
+    axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
+    return spec if batch % math.prod(layout.degree(axis) for axis in axes) == 0 else PartitionSpec(None, *spec[1:])

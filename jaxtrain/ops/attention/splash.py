@@ -1,0 +1,130 @@
+"""Attention by the splash kernel on TPUs (Pallas, shipped with jax): memory linear in the sequence.
+
+Shapes as in `attention.py`: B batch, L positions, H query heads, G key-value heads, K head dim.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.layout.manual import divides, run_manually, spec_of
+from jaxtrain.layout.sharding import current_layout, platform
+from jaxtrain.ops.attention.reference import AttentionForm
+from jaxtrain.remat.policy import KERNEL_RESIDUALS
+
+_QUERIES = ("batch", "sequence", "activation_heads", None)
+_KEYS = ("batch", "sequence", "activation_kv_heads", None)
+_SEGMENTS = ("batch", "sequence")
+
+# The kernel's tiles are lanes of a TPU register wide; larger tiles read keys and values from memory less often.
+_LANES = 128
+_LARGEST_BLOCK = 512
+# Mosaic refuses head dims that fill neither a register nor half of one.
+_HEAD_DIMS = 64
+
+
+def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None) -> str | None:
+    """Why the kernel cannot take these queries where the step runs, or None."""
+    if platform() != "tpu":
+        return f"the platform is {platform()}"
+    layout = current_layout()
+    if layout is not None and not (divides(layout, q_BLHK, *_QUERIES) and divides(layout, k_BLGK, *_KEYS)):
+        return "batch or heads do not divide by the mesh"
+    length, head_dim = q_BLHK.shape[1], q_BLHK.shape[3]
+    if length % _LANES:
+        return f"the sequence is {length} long, it takes multiples of {_LANES}"
+    if head_dim % _HEAD_DIMS:
+        return f"the head dim is {head_dim}, it takes multiples of {_HEAD_DIMS}"
+    return None
+
+
+def splash_attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    form: AttentionForm,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of a sequence to itself: [B, L, H, K] in the dtype of q; softmax in float32 inside.
+
+    Args:
+        q_BLHK, k_BLGK, v_BLGK: H must be a multiple of G.
+        segments_BL: packed documents that do not see each other; None: one a row.
+        form: who sees whom.
+        interpret: run the kernel's steps as plain operations, on any platform, for tests.
+    """
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        # The kernel does not scale scores. In the dtype of q: a power of two for head dims of 64 and 256, else one
+        # rounding of the queries.
+        scaled = q * jnp.asarray(1 / math.sqrt(q.shape[-1]), q.dtype)
+        kernel: Any = _kernel(q.shape[2], q.shape[1], form, interpret=interpret)
+        heads_first = [x.transpose(0, 2, 1, 3) for x in (scaled, k, v)]
+        rows = heads_first if segments is None else [*heads_first, segments]
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+            return kernel(q, k, v, *map(_segment_ids, segments))
+
+        out = jax.vmap(attend)(*rows)
+        return out.transpose(0, 2, 1, 3)
+
+    constants = () if segments_BL is None else (segments_BL,)
+    layout = current_layout()
+    if layout is None or layout.mesh.size == 1 or layout.manual == frozenset(layout.mesh.axis_names):
+        return local(q_BLHK, k_BLGK, v_BLGK, *constants)
+    queries, keys = spec_of(layout, *_QUERIES), spec_of(layout, *_KEYS)
+    # Unchecked: a Pallas call does not say over which axes its result varies. Every axis of more than one device is in
+    # the specs (`refusal` asks for heads that divide), so no gradient waits for a sum.
+    return run_manually(
+        local,
+        layout,
+        (q_BLHK, k_BLGK, v_BLGK),
+        constants,
+        in_specs=(queries, keys, keys),
+        constant_specs=tuple(spec_of(layout, *_SEGMENTS) for _ in constants),
+        out_specs=queries,
+        check_vma=False,
+    )
+
+
+def _segment_ids(segments_L: jax.Array) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return splash_attention_kernel.SegmentIds(segments_L, segments_L)
+
+
+def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool) -> Any:
+    """The kernel for one row: q [H, L, K], k and v [G, L, K] -> [H, L, K]."""
+    # Imported here: Pallas costs 0.3 s of start-up that only TPUs need.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (length, length)
+    if form.window is not None:
+        mask = masks.LocalMask(shape, (form.window - 1, 0 if form.causal else form.window - 1), 0)
+    else:
+        mask = masks.CausalMask(shape) if form.causal else masks.FullMask(shape)
+    block = max(size for size in range(_LANES, min(length, _LARGEST_BLOCK) + 1, _LANES) if length % size == 0)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+        block_kv_compute=block,
+        block_kv_dkv_compute=block,
+    )
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        attn_logits_soft_cap=form.softcap,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=KERNEL_RESIDUALS,
+        interpret=interpret,
+    )

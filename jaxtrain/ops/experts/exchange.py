@@ -1,0 +1,122 @@
+"""Experts spread over the mesh axis `expert`: tokens travel to their experts and back.
+
+Shapes: B batch, L sequence, N tokens of a device, S shards of experts, D embed, F hidden width, E experts, K experts
+a token.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxtrain.layout.manual import run_manually, spec_of
+from jaxtrain.layout.sharding import Layout, current_layout
+from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts
+
+
+def expert_load(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
+    """Share of the routed slots that each expert got, over all devices: float32 [E], sums to 1, no gradient."""
+    counts_E = count_tokens(ids_BLK, num_experts)
+    layout = current_layout()
+    if layout is not None:
+        # The compiler sums over the axes that it handles; of those that the code handles, `pipe` splits no batch.
+        split = (*layout.rules["batch"], *layout.rules["sequence"])
+        axes = tuple(axis for axis in split if axis in layout.manual and layout.mesh.shape[axis] > 1)
+        counts_E = jax.lax.psum(counts_E, axes) if axes else counts_E
+    load_E = counts_E.astype(jnp.float32) / jnp.sum(counts_E).astype(jnp.float32)
+    return jax.lax.stop_gradient(load_E)
+
+
+def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
+    """Sum over a token's experts of weight times output, wherever the experts are.
+
+    No token is dropped, at the price of static shapes: every device sends a buffer of all its tokens to every shard of
+    experts (rows of tokens without an expert there are zero), so that each exchange moves what an all-gather would,
+    and a shard makes room for S * N * min(K, E / S) rows, of which N * K are filled on average. A ragged all-to-all
+    would move at most min(K, S) / S as much.
+
+    Args:
+        x_BLD: tokens, laid out as "batch" and "sequence".
+        weights_BLK: float32, differentiable, as from `route`.
+        ids_BLK: int32, experts of each token, distinct.
+        kernels: the dtype of x; E over `expert`, F over `tensor`.
+
+    Returns:
+        [B, L, D] in the dtype of x, laid out as x.
+    """
+    layout = current_layout()
+    if layout is None or all(layout.degree(axis) == 1 for axis in layout.mesh.axis_names):
+        return _flat(x_BLD, weights_BLK, ids_BLK, kernels).astype(x_BLD.dtype)
+    shards = layout.degree("expert")
+    tokens = PartitionSpec(*_dividing(spec_of(layout, "batch", "sequence"), x_BLD.shape, layout), None)
+    into, out_of = spec_of(layout, "experts", None, "mlp"), spec_of(layout, "experts", "mlp", None)
+    kernel_specs = (into, None if kernels.gate is None else into, out_of)
+    token_axes = {axis for entry in tokens for axis in _axes(entry)}
+    summed = tuple(axis for axis in ("expert", "tensor") if layout.degree(axis) > 1 and axis not in token_axes)
+
+    def local(x_BLD: Any, weights_BLK: Any, kernels: tuple[Any, ...], ids_BLK: Any, shard_1: Any) -> Any:
+        kernels = Kernels(*kernels)
+        if "expert" in token_axes:
+            y_BLD = _exchanged(x_BLD, weights_BLK, ids_BLK, kernels, shards)
+        else:  # every shard of experts has these tokens
+            y_BLD = _flat(x_BLD, weights_BLK, _local_ids(ids_BLK, shard_1[0], kernels), kernels)
+        y_BLD = y_BLD.astype(x_BLD.dtype)
+        return jax.lax.psum(y_BLD, summed) if summed else y_BLD
+
+    return run_manually(
+        local,
+        layout,
+        (x_BLD, weights_BLK, tuple(kernels)),
+        (ids_BLK, jnp.arange(shards)),
+        in_specs=(tokens, tokens, kernel_specs),
+        constant_specs=(tokens, spec_of(layout, "experts")),
+        out_specs=tokens,
+    )
+
+
+def _dividing(spec: PartitionSpec, shape: tuple[int, ...], layout: Layout) -> list[Any]:
+    """The spec with dims that do not divide left whole, as `constrain` leaves them (a batch of one in sampling)."""
+    sizes = [math.prod(layout.mesh.shape[axis] for axis in _axes(entry)) for entry in spec]
+    return [entry if shape[d] % sizes[d] == 0 else None for d, entry in enumerate(spec)]
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one dim of a spec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _flat(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
+    """`grouped_experts` of local tokens: float32 [B, L, D]."""
+    x_ND, weights_NK, ids_NK = (a.reshape(-1, a.shape[-1]) for a in (x_BLD, weights_BLK, ids_BLK))
+    return grouped_experts(x_ND, weights_NK, ids_NK, kernels).reshape(x_BLD.shape)
+
+
+def _local_ids(ids: jax.Array, shard: jax.Array | int, kernels: Kernels) -> jax.Array:
+    """Ids as the given shard counts its experts; the number of its experts for one that is elsewhere."""
+    num_local = kernels.up.shape[0]
+    local = ids - shard * num_local
+    return jnp.where((local >= 0) & (local < num_local), local, num_local)
+
+
+def _exchanged(
+    x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels, shards: int
+) -> jax.Array:
+    """Send each token once to every shard that has an expert of it, apply them there, and sum what comes back."""
+    num_dims, choices = x_BLD.shape[-1], ids_BLK.shape[-1]
+    x_ND, ids_NK = x_BLD.reshape(-1, num_dims), ids_BLK.reshape(-1, choices)
+    weights_NK = weights_BLK.reshape(-1, choices)
+
+    def exchange(a_SN: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(a_SN, "expert", split_axis=0, concat_axis=0)
+
+    with jax.named_scope("dispatch"):
+        ids_SNK = _local_ids(ids_NK, jnp.arange(shards)[:, None, None], kernels)
+        here_SNK = ids_SNK < kernels.up.shape[0]
+        x_SND = exchange(jnp.where(jnp.any(here_SNK, axis=-1, keepdims=True), x_ND, 0))
+        weights_SNK, ids_SNK = exchange(jnp.where(here_SNK, weights_NK, 0)), exchange(ids_SNK)
+    y_SND = _flat(x_SND, weights_SNK, ids_SNK, kernels)
+    with jax.named_scope("return"):
+        y_SND = exchange(y_SND.astype(x_BLD.dtype))
+        return jnp.sum(y_SND.astype(jnp.float32), axis=0).reshape(x_BLD.shape)

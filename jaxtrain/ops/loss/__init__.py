@@ -1,0 +1,1 @@
+"""Cross entropy: with the logits at once, or a block of them at a time."""

@@ -1,0 +1,1 @@
+"""Hardware: what there is, what it can do, what it costs."""

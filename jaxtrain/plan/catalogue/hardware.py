@@ -1,0 +1,340 @@
+"""The hardware that a plan can be made for: the catalogue, what `--on h100x8,v5e-16` asks for, and the list of it all.
+
+The figures, each with its source, are data: hardware.yaml beside this file. Nothing here imports jax, so that a list
+and a wrong name are answered at once.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.catalogue.hardware_file import read_entries
+from jaxtrain.plan.compilers.topology import GPU_TYPES
+
+_ALIASES = {
+    "a100": "a100-80",
+    "a100-40gb": "a100-40",
+    "a100-80gb": "a100-80",
+    "h100-sxm": "h100",
+    "h200-sxm": "h200",
+    "ironwood": "v7x",
+    "tpu7x": "v7x",
+    "trillium": "v6e",
+    "v100": "v100-16",
+    "v5litepod": "v5e",
+}
+# Chips of a slice: its shape in the names that libtpu takes. Those with a 3D torus have no shape of one chip.
+_SLICES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_SLICES_3D = {
+    **{4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"},
+    **{1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16", 6144: "16x16x24"},
+}
+_SLICES = {"v5e": _SLICES_2D, "v6e": _SLICES_2D, "v5p": _SLICES_3D, "tpu7x": _SLICES_3D}
+_DEVICES_PER_CHIP = {"tpu7x": 2}
+
+_WRITE = "write NAME, NAMExN or NAME-N, as in h100x8,v5e-16,rtx4090"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device, a device being what jax counts as one: figures of a TPU v3 or TPU7x chip are halved.
+
+    The figures of the catalogue's `cpu` are None until `measured_cpu` gives them.
+
+    Attributes:
+        name: as in `h100`.
+        title: as in "NVIDIA H100 SXM 80 GB".
+        kind: `gpu`, `tpu` or `cpu`.
+        memory_bytes: what allocators can see, where that is known.
+        memory_bandwidth: bytes/s.
+        peak_flops: dense FLOP/s (int8: OP/s) by number format (`hardware_file.FORMATS`); one that it lacks is left out.
+        island: devices joined by the fast link: of a node, or of the largest TPU slice.
+        link_bandwidth: bytes/s of one device in one direction, over all its NVLink, ICI or PCIe links together.
+        network_bandwidth: bytes/s of one device between nodes or slices, when all devices of a node send.
+        board_watts: None where it is not published.
+        on_demand_usd_hour: of one device.
+        spot_usd_hour: of one device.
+        purchase_usd: of one device, where one can buy it.
+        shapes: device counts that it is rented in.
+        compiler: the type that `plan.topology` compiles for, if it does.
+        device_kinds: `device.device_kind` in jax.
+        sources: figure -> where it is from and when, of every figure that is not None.
+    """
+
+    name: str
+    title: str
+    kind: str
+    memory_bytes: int
+    memory_bandwidth: float
+    peak_flops: dict[str, float]
+    island: int
+    link_bandwidth: float
+    network_bandwidth: float
+    board_watts: float | None
+    on_demand_usd_hour: float | None
+    spot_usd_hour: float | None
+    purchase_usd: float | None
+    shapes: tuple[int, ...]
+    compiler: str | None
+    device_kinds: tuple[str, ...]
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Some devices of one kind, and the islands (nodes, TPU slices) that they take.
+
+    Counts are of devices as jax counts them: `v5p-8` is 8 chips, where Google's own names for v4 and v5p count cores,
+    two a chip, and `v7x-8` is 4 chips of two devices.
+    """
+
+    hardware: Hardware
+    num_devices: int
+    num_hosts: int
+
+    @property
+    def name(self) -> str:
+        """What `parse_targets` reads as this target: `h100x8`, `v5e-16`, `rtx4090`."""
+        return _target_name(self.hardware, self.num_devices)
+
+    @property
+    def topology(self) -> str | None:
+        """The name that `topology_devices` takes, with `num_slices=num_hosts` for TPUs; None without a compiler."""
+        compiler = self.hardware.compiler
+        if compiler is None:
+            return None
+        per_host = min(self.num_devices, self.hardware.island)
+        if compiler in GPU_TYPES:
+            return f"{compiler}:{self.num_hosts}x{per_host}"
+        shape = _SLICES[compiler].get(per_host // _DEVICES_PER_CHIP.get(compiler, 1))
+        return None if shape is None else f"{compiler}:{shape}"
+
+
+def catalogue(path: str | Path | None = None) -> dict[str, Hardware]:
+    """The hardware by name.
+
+    Args:
+        path: a file of the user's with the keys of hardware.yaml, laid over it: it may hold some entries of it with
+            some of their keys, and entries of its own with all of them. What it sets has it as the source, unless it
+            names another.
+
+    Raises:
+        ConfigError: an unknown key or a value that cannot be, in one line that names the file and the entry.
+    """
+    entries = dict(_shipped_entries())
+    if path is not None:
+        below = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
+        entries |= {
+            name: Hardware(**{**values, "name": name}) for name, values in read_entries(Path(path), below).items()
+        }
+    return entries
+
+
+def find(name: str, hardware: Mapping[str, Hardware] | None = None) -> Hardware:
+    """The entry of a name or an alias (`a100`, `trillium`).
+
+    Raises:
+        ConfigError: an unknown name; says the nearest ones.
+    """
+    known = catalogue() if hardware is None else hardware
+    asked = name.strip().lower()
+    if asked in known or _ALIASES.get(asked) in known:
+        return known[asked if asked in known else _ALIASES[asked]]
+    close = difflib.get_close_matches(asked, [*known, *(a for a in _ALIASES if _ALIASES[a] in known)], 3, 0.5)
+    nearest = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+    raise ConfigError(f"no hardware {name!r}: {nearest} (jaxtrain plan --list shows the figures)")
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """The entry of a device that jax names so, or None."""
+    return next((entry for entry in _shipped_entries().values() if device_kind in entry.device_kinds), None)
+
+
+def target_of(hardware: Hardware, num_devices: int) -> Target:
+    """So many devices of some hardware.
+
+    Raises:
+        ConfigError: a count that cannot be had; says the nearest that can.
+    """
+    island = hardware.island
+    if num_devices < 1:
+        raise ConfigError(f"{num_devices} devices of {hardware.name}: ask for 1 or more")
+    fits = hardware.kind == "cpu" or num_devices % island == 0
+    if hardware.kind == "tpu" and not fits and num_devices not in hardware.shapes:
+        raise ConfigError(
+            f"no slice of {hardware.name} has {num_devices} devices: use {_nearest(hardware, num_devices)}"
+        )
+    if hardware.kind == "gpu" and not fits and num_devices > island:
+        raise ConfigError(
+            f"{num_devices} {hardware.name} are not whole nodes of {island}: use {_nearest(hardware, num_devices)}"
+        )
+    # A machine has as many CPU devices as one asks jax for.
+    num_hosts = 1 if hardware.kind == "cpu" else math.ceil(num_devices / island)
+    return Target(hardware, num_devices, num_hosts)
+
+
+def parse_targets(text: str, hardware: Mapping[str, Hardware] | None = None) -> list[Target]:
+    """What `--on` asks for.
+
+    Args:
+        text: separated by commas: `NAME` (one device), `NAMExN` or `NAME-N` (N devices), `MxNAME` and `MxNAMExN` (M
+            times as many).
+        hardware: the catalogue; default: the shipped one.
+
+    Raises:
+        ConfigError: an unknown name, or a count that cannot be had; says the nearest ones.
+    """
+    known = catalogue() if hardware is None else hardware
+    items = [item for item in "".join(text.lower().split()).split(",") if item]
+    if not items:
+        raise ConfigError(f"no hardware in {text!r}; {_WRITE}")
+    return [_parse_target(item, known) for item in items]
+
+
+def measured_cpu(
+    peak_flops: dict[str, float], memory_bandwidth: float, memory_bytes: int, num_devices: int
+) -> Hardware:
+    """The entry `cpu` with what was measured on this machine.
+
+    Args:
+        peak_flops: FLOP/s by number format of one device while the others work too.
+        memory_bandwidth: bytes/s of one device, likewise.
+        memory_bytes: of one device.
+        num_devices: devices that jax makes of the machine.
+    """
+    measured = "measured on this machine"
+    moved = f"{measured}: data between the devices of a CPU moves through its memory"
+    sources = {key: measured for key in ("memory_bytes", "memory_bandwidth", "peak_flops")}
+    sources |= {"link_bandwidth": moved, "network_bandwidth": moved}
+    sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
+    shipped = catalogue()["cpu"]
+    return dataclasses.replace(
+        shipped,
+        peak_flops=dict(peak_flops),
+        memory_bandwidth=memory_bandwidth,
+        memory_bytes=memory_bytes,
+        link_bandwidth=memory_bandwidth,
+        network_bandwidth=memory_bandwidth,
+        island=num_devices,
+        shapes=(num_devices,),
+        board_watts=65.0 / num_devices,
+        sources=shipped.sources | sources,
+    )
+
+
+def price_date(hardware: Hardware) -> str | None:
+    """Year and month (`2025-06`) of the price of an hour, from its source."""
+    for key in ("on_demand_usd_hour", "spot_usd_hour"):
+        date = re.search(r"\d{4}-\d{2}", hardware.sources.get(key, ""))
+        if date:
+            return date[0]
+    return None
+
+
+def hardware_table(hardware: Iterable[Hardware]) -> str:
+    """The list that `jaxtrain plan --list` prints."""
+    head = (
+        ("", "memory", "memory", "bf16", "fp8", "link", "network", "", "on-demand", "spot", "price", ""),
+        ("name", "GiB", "TB/s", "TFLOP/s", "TFLOP/s", "GB/s", "GB/s", "watts", "$/h", "$/h", "of", "compiler"),
+    )
+    rows = [*head, *map(_row, hardware)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    legend = (
+        "",
+        "Figures and prices are of one device as jax counts devices; link and network in one direction; -: not had or",
+        "not published. A number counts devices too: v5p-8 is 8 chips (Google's v5p-16, which counts cores), v7x-8 is",
+        "4 chips. compiler: plans are also checked by the hardware's own. The cpu is measured when one plans for it.",
+    )
+    return "\n".join([*lines, *legend])
+
+
+def hardware_json(hardware: Iterable[Hardware]) -> list[dict[str, Any]]:
+    """Everything known of some hardware, in types that JSON has."""
+    entries = []
+    for entry in hardware:
+        values = dataclasses.asdict(entry) | {"price_date": price_date(entry)}
+        entries.append({key: list(value) if isinstance(value, tuple) else value for key, value in values.items()})
+    return entries
+
+
+def _row(entry: Hardware) -> tuple[str, ...]:
+    def number(value: float | None, unit: float, form: str) -> str:
+        return "-" if value is None else format(value / unit, form)
+
+    return (
+        entry.name,
+        number(entry.memory_bytes, 2**30, ".2f"),
+        number(entry.memory_bandwidth, 1e12, ".2f"),
+        number(entry.peak_flops.get("bf16"), 1e12, ".0f"),
+        number(entry.peak_flops.get("fp8"), 1e12, ".0f"),
+        number(entry.link_bandwidth, 1e9, ".0f"),
+        number(entry.network_bandwidth, 1e9, ".1f"),
+        number(entry.board_watts, 1, ".0f"),
+        number(entry.on_demand_usd_hour, 1, ".2f"),
+        number(entry.spot_usd_hour, 1, ".2f"),
+        price_date(entry) or "-",
+        "-" if entry.compiler is None else "yes",
+    )
+
+
+def _target_name(hardware: Hardware, num_devices: int) -> str:
+    if hardware.kind == "tpu":
+        return f"{hardware.name}-{num_devices}"
+    return hardware.name if num_devices == 1 else f"{hardware.name}x{num_devices}"
+
+
+def _nearest(hardware: Hardware, num_devices: int) -> str:
+    """The counts next to one that cannot be had, as names."""
+    islands = num_devices // hardware.island * hardware.island
+    counts = {islands, islands + hardware.island} - {0}
+    if hardware.kind == "tpu":
+        counts.update(hardware.shapes)
+    below = sorted(count for count in counts if count < num_devices)[-1:]
+    above = sorted(count for count in counts if count > num_devices)[:1]
+    return " or ".join(_target_name(hardware, count) for count in below + above)
+
+
+def _parse_target(item: str, known: Mapping[str, Hardware]) -> Target:
+    times, rest = 1, item
+    named = _split_count(item, known)
+    several = re.fullmatch(r"(\d+)x(.+)", item)
+    if named is None and several is not None:
+        times, rest = int(several[1]), several[2]
+        named = _split_count(rest, known)
+    if named is None:
+        find(re.sub(r"([x-]\d+)+$", "", rest), known)
+        raise ConfigError(f"cannot read the hardware {item!r}; {_WRITE}")
+    hardware, count = named
+    if hardware.kind == "tpu" and times > 1 and count > 1 and count % hardware.island:
+        target_of(hardware, count)
+        raise ConfigError(
+            f"{item}: several slices are planned for only when each is the largest, {hardware.name}-{hardware.island}"
+        )
+    return target_of(hardware, times * count)
+
+
+def _split_count(item: str, known: Mapping[str, Hardware]) -> tuple[Hardware, int] | None:
+    """Name and count; the longest name first, because `a100-40` is a card and not forty of them."""
+    for name in sorted({*known, *_ALIASES}, key=len, reverse=True):
+        count = re.fullmatch(rf"{re.escape(name)}(?:[x-](\d+))?", item)
+        if count and (name in known or _ALIASES[name] in known):
+            return find(name, known), int(count[1] or 1)
+    return None
+
+
+@functools.cache
+def _shipped_entries() -> dict[str, Hardware]:
+    with resources.as_file(resources.files("jaxtrain.plan.catalogue") / "hardware.yaml") as path:
+        return {name: Hardware(name=name, **values) for name, values in read_entries(path, {}).items()}

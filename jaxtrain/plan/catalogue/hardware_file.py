@@ -1,0 +1,149 @@
+"""hardware.yaml, and a file laid over it, read strictly: every key known, every figure possible and with a source."""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.yaml_file import read_yaml
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.compilers.topology import GPU_TYPES, TPU_TYPES
+
+FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+KINDS = ("gpu", "tpu", "cpu")
+
+_COMPILERS = (*TPU_TYPES, *GPU_TYPES)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_price(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_positive(value) and value == int(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_peaks(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) <= set(FORMATS) and all(map(_is_positive, value.values()))
+
+
+def _is_shapes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_count, value)) and value == sorted(set(value))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_sources(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) <= set(_FIGURES) and all(map(_is_text, value.values()))
+
+
+# What a value must be, how that is said, and whether it may be null.
+_Check = tuple[Callable[[Any], bool], str, bool]
+_BANDWIDTH = (_is_positive, "bytes/s, as in 450e9", False)
+_PRICE = (_is_price, "US dollars, as in 2.5, or null", True)
+# Each of these needs a source.
+_FIGURES: dict[str, _Check] = {
+    "memory_bytes": (_is_count, "a count of bytes, as in 85899345920", False),
+    "memory_bandwidth": _BANDWIDTH,
+    "peak_flops": (_is_peaks, f"FLOP/s by format ({', '.join(FORMATS)}), as in {{bf16: 989e12}}", False),
+    "island": (_is_count, "a count of devices, as in 8", False),
+    "link_bandwidth": _BANDWIDTH,
+    "network_bandwidth": _BANDWIDTH,
+    "board_watts": (_is_positive, "watts, as in 700, or null", True),
+    "on_demand_usd_hour": _PRICE,
+    "spot_usd_hour": _PRICE,
+    "purchase_usd": _PRICE,
+    "shapes": (_is_shapes, "counts of devices, the smallest first, as in [1, 8]", False),
+}
+_KEYS: dict[str, _Check] = {
+    "title": (_is_text, "text", False),
+    "kind": (lambda value: value in KINDS, f"one of {', '.join(KINDS)}", False),
+    **_FIGURES,
+    "compiler": (lambda value: value in _COMPILERS, f"one of {', '.join(_COMPILERS)}, or null", True),
+    "device_kinds": (_is_texts, "a list of text", False),
+    "sources": (_is_sources, f"text by figure ({', '.join(_FIGURES)})", False),
+}
+# Not known of a cpu before it is measured.
+_MEASURED = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
+
+
+def read_entries(path: Path, below: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The entries of a file, each laid over the one of its name.
+
+    Args:
+        path: the file.
+        below: entries by name, as fields of `Hardware`.
+
+    Returns:
+        name -> fields of `Hardware`, of the entries that the file has something of.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be, an incomplete entry, a figure without a source.
+    """
+    values, lines = read_yaml(path)
+    entries = {}
+    for name, entry in values.items():
+        where = f"{path}:{lines.get((str(name),), 1)}: {name}"
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+            raise ConfigError(f"{where}: a name is of small letters, digits and single dashes, as in h100-pcie")
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{where}: an entry is a mapping of figures, as in on_demand_usd_hour: 2.5")
+        for key in entry:
+            if key not in _KEYS:
+                nearest = difflib.get_close_matches(str(key), _KEYS, 1, 0.0)[0]
+                raise ConfigError(f"{where}: no key {key!r}; the nearest is {nearest}")
+        if name not in below and (missing := [key for key in _KEYS if key not in entry]):
+            close = difflib.get_close_matches(name, below, 1, 0.6)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{where} is not in the catalogue, so it needs {', '.join(missing)} too{meant}")
+        kind = entry.get("kind", below.get(name, {}).get("kind"))
+        read = {key: _value(key, value, kind == "cpu", where) for key, value in entry.items()}
+        entries[name] = _with_sources(read, below.get(name), where, path.name)
+    return entries
+
+
+def _value(key: str, value: Any, is_cpu: bool, where: str) -> Any:
+    """A value in the type that `Hardware` has for it."""
+    check, what, may_be_null = _KEYS[key]
+    if value is None and (may_be_null or (is_cpu and key in _MEASURED)):
+        return None
+    if value is None or not check(value):
+        raise ConfigError(f"{where}: {key}: {value!r} is not {what}")
+    if key in ("memory_bytes", "island"):
+        return int(value)
+    if key == "peak_flops":
+        return {number_format: float(peak) for number_format, peak in value.items()}
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if key in _FIGURES else value
+
+
+def _with_sources(read: dict[str, Any], below: dict[str, Any] | None, where: str, file_name: str) -> dict[str, Any]:
+    """What was read over what is below it, and a source for each figure."""
+    sources = read.get("sources", {})
+    if below is not None:
+        # The source of the figure below would be wrong of the one that takes its place.
+        sources = below["sources"] | {key: file_name for key in read if key in _FIGURES} | sources
+        if "peak_flops" in read:
+            read = read | {"peak_flops": below["peak_flops"] | read["peak_flops"]}
+        read = below | read
+    figures = [key for key in _FIGURES if read[key] not in (None, {})]
+    if lacking := [key for key in figures if key not in sources]:
+        raise ConfigError(f"{where}: sources: say where {', '.join(lacking)} is from, and when")
+    return read | {"sources": {key: sources[key] for key in figures}}

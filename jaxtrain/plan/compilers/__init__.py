@@ -1,0 +1,1 @@
+"""Compilers of hardware that is not here."""

@@ -1,0 +1,1 @@
+"""Dollars and hours of a training run."""

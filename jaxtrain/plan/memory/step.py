@@ -1,0 +1,261 @@
+"""Memory of a step on one device by part, without compiling: state exactly, the rest by what compilers keep.
+
+The constants count bytes that XLA keeps for each element of a tensor. They were fitted to what compilers said of the
+layouts in `tests/plan/compiled.json`, which the model meets within 15 %.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.layout.rules import entry_axes
+from jaxtrain.ops.loss.blocks import block_bytes
+from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.memory.record import Memory
+from jaxtrain.plan.work.blocks import Cut, cut_logits
+from jaxtrain.plan.work.experts import ExpertWork
+from jaxtrain.plan.work.offload import state_on_its_way
+from jaxtrain.plan.work.state import COMPUTE_BYTES, PARAM_BYTES, Placed, StateBytes, local_size
+from jaxtrain.plan.workload.record import Workload
+from jaxtrain.remat.segments import segment_layers
+from jaxtrain.runtime.distributed import GPU_MEMORY_FRACTION
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes of one device that live inside a step, by what they are."""
+
+    kept: float
+    """Activations from the forward pass for the backward pass."""
+    block: float
+    """The most that one block needs at once in its backward pass."""
+    head: float
+    """Logits, or what the loss holds of them at once; the gradient of whole ones takes their place."""
+    moved: float = 0.0
+    """Activations that wait in the host's memory for the backward pass."""
+
+
+def step_memory(
+    config: Config,
+    workload: Workload,
+    target: Target,
+    placed: Sequence[Placed],
+    state: StateBytes,
+    cut: Cut,
+    schedule: Schedule | None,
+) -> Memory:
+    """The peak of one device.
+
+    Args:
+        config: the run.
+        workload: its rows.
+        target: hardware and count.
+        placed: parameters on the mesh.
+        state: bytes of the train state.
+        cut: what a device works on.
+        schedule: of the pipeline.
+    """
+    match config.model:
+        case TransformerConfig():
+            work = _transformer(config.model, config, workload, cut, schedule, target.hardware.kind)
+        case ResNetConfig():
+            work = _resnet(config.model, config, workload, cut)
+        case MLPConfig():
+            work = _mlp(config.model, config, workload, cut)
+    gradients, cast, gathered = _parameters(config, placed, cut)
+    in_head = work.head > work.block
+    offload = config.optimizer.offload
+    # The update comes when activations are gone.
+    on_its_way = state_on_its_way(config, placed, state, dict(cut.degrees)) if offload else 0
+    parts = {
+        "parameters": state.params,
+        "optimizer state": 0 if offload else state.optimizer,
+        "optimizer state being updated": max(0, round(on_its_way - work.kept - max(work.block, work.head))),
+        "moving average": state.average,
+        "model state": state.model_state,
+        "gradients": round(gradients),
+        "parameters in compute dtype": round(cast),
+        "gathered parameters": round(gathered),
+        "activations": round(work.kept),
+        "block being computed": 0 if in_head else round(work.block),
+        "logits": round(work.head) if in_head else 0,
+        "batch": round(cut.microbatches * cut.rows * workload.row_bytes / cut.degrees["context"]),
+    }
+    hardware = target.hardware
+    capacity = hardware.memory_bytes or None
+    reserved = 0 if capacity is None or hardware.kind == "cpu" else round(_RESERVED[hardware.kind] * capacity)
+    host = {"optimizer state": state.optimizer if offload else 0, "activations": round(work.moved)}
+    return Memory(
+        {name: size for name, size in parts.items() if size},
+        state.total - host["optimizer state"],
+        capacity,
+        reserved,
+        {name: size for name, size in host.items() if size},
+    )
+
+
+# Of the capacity: what jax leaves to CUDA's context, cuBLAS and NCCL. libtpu's capacity is what programs get.
+_RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION, "tpu": 0.0}
+
+
+def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[float, float, float]:
+    """Gradients, parameters cast to the compute dtype, and what is gathered from `fsdp` at once."""
+    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    stored = PARAM_BYTES.get(config.precision.policy, _FP32)
+    trained = [one for one in placed if one.trained]
+    local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
+    spread = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
+    gradients = stored * local
+    if cut.microbatches > 1:
+        # The sum over microbatches, and the gradient of one as it comes and in float32.
+        gradients = _FP32 * (spread if config.parallel.zero == 2 else local) + (_FP32 + size / 2) * local
+    # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
+    outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)
+    cast = 0.0 if size == stored else size * outside
+    gathered = 0.0
+    if degrees["fsdp"] > 1:
+        alone = {**degrees, "fsdp": 1}
+        for one in placed:
+            if not any("fsdp" in entry_axes(entry) for entry in one.entries):
+                continue
+            whole = local_size(one.shape, one.entries, alone)
+            # Of a stack one layer at a time, the next one on its way, and the gradient of one.
+            layers = one.shape[0] // degrees["pipe"] if one.stacked else 1
+            gathered += size * whole / layers * (3 if one.stacked else 1)
+    return gradients, cast, gathered
+
+
+# Bytes for each score (a pair of a query and a key of one head) beside its weight in the compute dtype: float32 scores
+# and gradients in the backward pass of a block, and what remat "none" keeps of them from the forward pass. The TPU's
+# compiler fuses more.
+_SCORE_WORK = {"gpu": 9, "tpu": 4, "cpu": 9}
+_SCORE_KEPT = {"gpu": 9, "tpu": 6, "cpu": 9}
+# Tensors of the width of the residual stream that the backward pass of a block works on beside matmul results.
+_STREAMS = 6
+
+
+def _masked_copies(work: ExpertWork) -> float:
+    """Hidden rows for each token that are masked once for each local expert, in the backward pass of a layer.
+
+    Four copies are what CPU programs hold at once with several local experts (`tests/plan/compiled_counts.json`).
+    """
+    return 4 * work.multiplied if work.multiplied > work.rows else 0.0
+
+
+def _transformer(
+    model: TransformerConfig, config: Config, workload: Workload, cut: Cut, schedule: Schedule | None, kind: str
+) -> Work:
+    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    tensor, context = degrees["tensor"], degrees["context"]
+    length = workload.input_shape[0]
+    t, d = cut.rows * length / context, model.embed_dim
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    k = model.head_dim or d // heads
+    rows = 1.0 if cut.experts is None else cut.experts.rows
+    hidden = rows * (model.mlp_dim or 4 * d) / tensor
+    matrices = 2 if model.activation == "swiglu" else 1
+    residual = tensor if config.parallel.sequence_parallel else 1
+    layers = model.num_layers // degrees["pipe"]
+
+    stream = size * t * d / residual
+    queries = size * t * (heads + 2 * groups) * k / tensor
+    assert cut.attention is not None
+    scores = cut.rows * cut.attention.pairs_at_once * heads / tensor
+    kernel = cut.attention.name not in ("reference", "context")
+    # A kernel keeps row statistics of its softmax in place of scores; "dots" keeps the result beside them where a
+    # kernel names both.
+    statistics = _FP32 * t * heads / tensor if kernel else 0.0
+    named = size * t * heads * k / tensor + statistics if cut.attention.keeps_output else 0.0
+    outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
+    inner = size * t * (heads * k / tensor + 2 * hidden)
+    sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
+    widths = {name: width / tensor for name, width in sizes.items()}
+    widths |= {"attention_projection": d / residual, "mlp_hidden": hidden, "mlp_output": d / residual}
+    widths["block_input"] = d / residual
+    remat = config.remat
+    moved = size * t * sum(widths[name] for name in remat.offload)
+    match remat.policy:
+        case "full" | "sqrt":
+            kept = 0.0 if "block_input" in remat.offload else stream
+        case "dots":
+            kept = stream + outputs + named
+        case "names":
+            kept = (0.0 if "block_input" in remat.offload else stream) + size * t * sum(widths[n] for n in remat.names)
+        case _:
+            kept = 8 * stream + outputs + inner + (statistics if kernel else (_SCORE_KEPT[kind] + size) * scores)
+    # What is not kept is computed again, all of one block at once.
+    again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
+    # Of what is offloaded, that of one layer is on its way.
+    block = again + moved + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
+    if cut.experts is not None:
+        block += size * t * (4 * rows * d + _masked_copies(cut.experts) * (model.mlp_dim or 4 * d) / tensor)
+    if cut.attention.name == "blockwise":
+        block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
+    chunk = layers // (1 if schedule is None else schedule.num_chunks)
+    moved *= chunk
+    kept *= segment_layers(chunk).live if remat.policy == "sqrt" else chunk
+    if schedule is not None:
+        # Stage inputs of the microbatches under way, beside all that one stage keeps while it runs backward.
+        kept += schedule.peak_live() * stream
+    assert workload.vocab_size is not None
+    vocabulary = workload.vocab_size / tensor
+    cut_as = cut_logits(config, t, d, vocabulary)
+    return Work(kept, block, block_bytes(cut_as, math.ceil(t), d, math.ceil(vocabulary), itemsize=size), moved)
+
+
+# Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the
+# result and what the compiler does not recompute of its norm; inside, all that autodiff asks for.
+_KEPT_OUTSIDE, _KEPT_SCANNED = {2: 4.2, 4: 6.4}, {2: 10.4, 4: 13.3}
+
+
+def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> Work:
+    size = COMPUTE_BYTES[config.precision.policy]
+    first, rest, residuals, largest = resnet_activations(model, workload)
+    kept = _KEPT_OUTSIDE[size] * first + size * residuals
+    if config.remat.policy == "none":
+        kept = _KEPT_OUTSIDE[size] * first + _KEPT_SCANNED[size] * rest
+    elif "block_input" in config.remat.offload:
+        kept = _KEPT_OUTSIDE[size] * first
+    # With stacks the backward pass begins at the last blocks, which are small; without, the largest weighs.
+    moved = size * residuals if "block_input" in config.remat.offload else 0.0
+    return Work(cut.rows * kept, 0.0 if rest else cut.rows * largest * _KEPT_OUTSIDE[size], 0.0, cut.rows * moved)
+
+
+def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, int, int, int]:
+    """Elements an image: of convolutions outside the scanned stacks, inside, their block inputs, the largest block."""
+    height, width, _ = workload.input_shape
+    remaining = (height, width)
+
+    def halve(sides: tuple[int, int]) -> tuple[int, int]:
+        return math.ceil(sides[0] / 2), math.ceil(sides[1] / 2)
+
+    first = rest = residuals = largest = 0
+    remaining = halve(remaining) if model.stem == "imagenet" else remaining
+    first += math.prod(remaining) * model.width
+    remaining = halve(remaining) if model.stem == "imagenet" else remaining
+    inputs = model.width
+    for stage, count in enumerate(model.stage_blocks):
+        inner = model.width * 2**stage
+        outer = 4 * inner if model.bottleneck else inner
+        before, remaining = math.prod(remaining), halve(remaining) if stage else remaining
+        after = math.prod(remaining)
+        block = after * (2 * inner + outer if model.bottleneck else inner + outer)
+        first += block + (after * outer if inputs != outer or stage else 0)
+        first += (before - after) * inner if model.bottleneck else 0  # the stride sits on the second convolution
+        rest += (count - 1) * block
+        residuals += (count - 1) * after * outer
+        largest = max(largest, block)
+        inputs = outer
+    return first, rest, residuals, largest
+
+
+def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> Work:
+    size, tensor = COMPUTE_BYTES[config.precision.policy], cut.degrees["tensor"]
+    kept = 2 * size * cut.rows * sum(model.hidden_dims) / tensor
+    widest = max([*model.hidden_dims, math.prod(workload.input_shape)])
+    return Work(kept, 2 * size * cut.rows * widest / tensor, 0.0)

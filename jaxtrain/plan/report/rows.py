@@ -1,0 +1,357 @@
+"""What a plan says in words: rows of labels and cells, for the table of a terminal and of a page alike. No jax here."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
+from jaxtrain.plan.cost.training import Cost
+from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.time.record import StepTime, Traffic
+
+_UNKNOWN = "not known"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a label and a cell for each column, empty where it does not apply."""
+
+    label: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows that belong together, under a title."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """A row of one estimate: its cell, and its part of the whole where it is a part of one."""
+
+    text: str
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class _Units:
+    """Units that all estimates of a table share, so that a column compares with the next."""
+
+    memory_name: str
+    memory_bytes: int
+    milliseconds_decimals: int
+    is_single: bool
+
+    def memory(self, count: float) -> str:
+        size = count / self.memory_bytes
+        return f"< 0.01 {self.memory_name}" if 0 < size < 0.005 else f"{size:,.2f} {self.memory_name}"
+
+    def milliseconds(self, seconds: float) -> str:
+        return f"{1e3 * seconds:,.{self.milliseconds_decimals}f} ms" if math.isfinite(seconds) else _UNKNOWN
+
+
+def labels(estimates: Sequence[Estimate]) -> list[str]:
+    """A name for each estimate: its target, with the layout and then a number where that alone is not unique."""
+    names = [estimate.target.name for estimate in estimates]
+    counts = Counter(names)
+    names = [
+        f"{name} {layout(estimate)}" if counts[name] > 1 else name
+        for name, estimate in zip(names, estimates, strict=True)
+    ]
+    counts, seen = Counter(names), Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if counts[name] > 1:
+            names[index] = f"{name} #{seen[name]}"
+    return names
+
+
+def headings(estimates: Sequence[Estimate], names: Sequence[str]) -> tuple[str, ...]:
+    """What stands over the columns that `sections` gives."""
+    return (*names, "share") if len(estimates) == 1 else tuple(names)
+
+
+def layout(estimate: Estimate) -> str:
+    """Mesh axes with their degrees, without those of 1."""
+    split = [f"{axis} {degree}" for axis, degree in estimate.degrees.items() if degree > 1]
+    return ", ".join(split) if split else "not split" if estimate.target.num_devices > 1 else "one device"
+
+
+def sections(estimates: Sequence[Estimate], *, like: Sequence[Estimate] = ()) -> list[Section]:
+    """The rows of a table.
+
+    Args:
+        estimates: a column each; a single one has a second column of shares.
+        like: estimates whose units to use, when these are some of them.
+    """
+    units = _units(like or estimates)
+    makers = {
+        "setup": _run_facts,
+        "memory of one device, at its peak": _memory_facts,
+        "step, predicted": _time_facts,
+        "whole run": _cost_facts,
+    }
+    found = []
+    for title, maker in makers.items():
+        facts = [maker(estimate, units) for estimate in estimates]
+        rows = []
+        for label in merged(facts):
+            cells = [one[label].text if label in one else "" for one in facts]
+            if len(estimates) == 1:
+                share = facts[0][label].share
+                cells.append("" if share is None else f"{100 * share:.1f} %")
+            rows.append(Row(label, tuple(cells)))
+        found.append(Section(title, tuple(rows)))
+    return found
+
+
+def remarks(estimates: Sequence[Estimate]) -> list[tuple[str, list[str]]]:
+    """Advice, assumptions and notes as lines, each said once and with the targets that it is about, if not all."""
+    kinds = {
+        "advice": lambda one: one.advice,
+        "assumptions": lambda one: one.time.assumptions if one.time else (),
+        "notes": lambda one: (*one.notes, *one.workload.notes),
+    }
+    found = []
+    for title, lines_of in kinds.items():
+        about: dict[str, list[str]] = {}
+        for name, estimate in zip(labels(estimates), estimates, strict=True):
+            for line in dict.fromkeys(lines_of(estimate)):
+                about.setdefault(line, []).append(name)
+        lines = [
+            line if len(names) == len(estimates) else f"{', '.join(names)}: {line}" for line, names in about.items()
+        ]
+        if lines:
+            found.append((title, lines))
+    return found
+
+
+def merged(lists: Iterable[Iterable[str]]) -> list[str]:
+    """All names once; one that only some lists have comes after what is before it there."""
+    names: list[str] = []
+    for some in lists:
+        place = 0
+        for name in some:
+            if name in names:
+                place = names.index(name) + 1
+            else:
+                names.insert(place, name)
+                place += 1
+    return names
+
+
+def verdict(estimate: Estimate) -> str:
+    """Whether it fits, with what it takes and what there is."""
+    return _verdict(estimate, _units([estimate]))
+
+
+def bubble_seconds(time: StepTime) -> float:
+    """What a step idles in its pipeline: what neither the blocks nor exposed traffic takes."""
+    rest = time.seconds - time.compute_seconds - sum(one.exposed_seconds for one in time.traffic)
+    return max(rest, 0.0) if time.bubble_fraction and math.isfinite(rest) else 0.0
+
+
+def _units(estimates: Sequence[Estimate]) -> _Units:
+    most = max(max(one.memory.total_bytes, one.exact.peak_bytes if one.exact else 0) for one in estimates)
+    name, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    steps = [one.time.seconds for one in estimates if one.time and math.isfinite(one.time.seconds)]
+    longest = max(steps, default=0.0)
+    return _Units(name, size, 0 if longest >= 10 else 1 if longest >= 0.1 else 3, len(estimates) == 1)
+
+
+def _run_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
+    config, target, degrees = estimate.config, estimate.target, estimate.degrees
+    parallel, train, workload = config.parallel, config.train, estimate.workload
+    hosts = f"{target.num_hosts} host{'s' if target.num_hosts > 1 else ''}"
+    if target.hardware.kind == "tpu" and target.num_hosts > 1:
+        hosts = f"{target.num_hosts} slices"
+    elif target.hardware.kind == "tpu":
+        hosts = "1 slice"
+    rows = {
+        "hardware": target.hardware.title,
+        "devices": f"{target.num_devices:,} on {hosts}",
+        "layout": layout(estimate),
+    }
+    if parallel.zero:
+        rows["ZeRO"] = f"stage {parallel.zero}"
+    if degrees.get("pipe", 1) > 1:
+        accumulation = train.accumulation_steps
+        microbatches = parallel.microbatches or (accumulation if accumulation > 1 else 2 * degrees["pipe"])
+        chunks = f", {parallel.chunks or 2} chunks a stage" if parallel.schedule == "interleaved_1f1b" else ""
+        rows["pipeline"] = f"{parallel.schedule}, {microbatches} microbatches{chunks}"
+    elif train.accumulation_steps > 1:
+        rows["accumulation"] = f"{train.accumulation_steps} microbatches"
+    named = f": {', '.join(config.remat.names)}" if config.remat.policy == "names" else ""
+    offloaded = [*config.remat.offload, *(["optimizer state"] if config.optimizer.offload else [])]
+    moved = f"; on the host: {', '.join(offloaded)}" if offloaded else ""
+    rows["remat"] = f"{config.remat.policy}{named}{moved}"
+    rows["precision"] = config.precision.policy
+    rows["optimizer"] = config.optimizer.kind
+    rows["parameters"] = f"{format_count(estimate.num_parameters)} ({estimate.num_parameters:,})"
+    if workload.tokens is not None:
+        rows["batch"] = f"{workload.rows:,} rows of {workload.sequence_length:,} tokens"
+    else:
+        rows["batch"] = f"{workload.rows:,} {workload.unit}"
+    return {label: _Fact(text) for label, text in rows.items()}
+
+
+def _memory_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
+    memory, exact = estimate.memory, estimate.exact
+    total, capacity = memory.total_bytes, memory.capacity_bytes
+
+    def part(count: int) -> _Fact:
+        return _Fact(f"{units.memory(count):>12}", count / total if total else None)
+
+    rows = {name: part(count) for name, count in memory.parts.items()}
+    rows["total"] = part(total)
+    rows["of it between steps"] = part(memory.state_bytes)
+    for name, count in memory.host_parts.items():
+        rows[f"on the host: {name}"] = _Fact(f"{units.memory(count):>12}")
+    rows["of capacity"] = _Fact(
+        _UNKNOWN if not capacity else f"{100 * total / capacity:.1f} % of {_capacity(capacity)}"
+    )
+    if exact is not None:
+        how = "compiled in" if exact.temporary_bytes is not None else "ran out of memory after"
+        took = f"{how} {format_duration(exact.compile_seconds)}"
+        peak = f"analytic {units.memory(total)}, compiler {units.memory(exact.peak_bytes)} ({took})"
+    else:
+        missing = f": {estimate.exact_missing}" if estimate.exact_missing else ""
+        peak = f"{units.memory(total)}, analytic only{missing}"
+    rows["peak"] = _Fact(peak)
+    rows["verdict"] = _Fact(_verdict(estimate, units))
+    return rows
+
+
+def _capacity(count: float) -> str:
+    # Of a device and not of the model: in MiB where small models are, it would be a row of digits.
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else format_bytes(count)
+
+
+def _verdict(estimate: Estimate, units: _Units) -> str:
+    memory, exact = estimate.memory, estimate.exact
+    needed = memory.total_bytes if exact is None else exact.peak_bytes
+    if estimate.fits is None or memory.capacity_bytes is None:
+        return f"takes {units.memory(needed)}; the capacity is {_UNKNOWN}"
+    fits = "fits" if estimate.fits else "does not fit"
+    if exact is not None:
+        capacity = exact.capacity_bytes or memory.capacity_bytes - memory.reserved_bytes
+        return f"{fits}: {units.memory(needed)} of {_capacity(capacity)}, by the compiler"
+    left = _capacity(memory.capacity_bytes - memory.reserved_bytes)
+    if memory.reserved_bytes:
+        return f"{fits}: {units.memory(needed)} of {left} ({_capacity(memory.reserved_bytes)} more is reserved)"
+    return f"{fits}: {units.memory(needed)} of {left}"
+
+
+def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
+    time = estimate.time
+    if time is None:
+        reason = f"{_UNKNOWN}: no peak for {estimate.config.precision.policy} on this hardware"
+        return {"step time": _Fact(reason)}
+    ms = units.milliseconds
+    span = f"{ms(time.low_seconds).removesuffix(' ms')} to {ms(time.high_seconds).removesuffix(' ms')}"
+    rows = {"step time": _Fact(f"{ms(time.seconds)} ({span})")}
+    rate = estimate.tokens_per_second or estimate.rows_per_second
+    if rate is not None:
+        devices = estimate.target.num_devices
+        each = f" ({format_count(rate / devices)} a device)" if devices > 1 else ""
+        rows[f"{estimate.workload.unit}/s"] = _Fact(format_count(rate) + each)
+    rows["MFU"] = _Fact(_utilization(time))
+    rows["bound by"] = _Fact(time.bound)
+    whole = time.seconds if 0 < time.seconds < math.inf else None
+    if units.is_single:
+        # Side by side they would be as many rows again; the page has them as bars.
+        for block in time.blocks:
+            text = f"{ms(block.seconds):>12}, bound by {block.bound}, {_three_digits(block.intensity)} FLOPs a byte"
+            rows[block.name] = _Fact(text, block.seconds / whole if whole else None)
+    for traffic in time.traffic:
+        label = f"traffic over {traffic.axis}"
+        label = f"{label}: {traffic.kind}" if label in rows else label
+        share = traffic.exposed_seconds / whole if whole else None
+        rows[label] = _Fact(_traffic(traffic, units), share)
+    if time.bubble_fraction:
+        lost = bubble_seconds(time)
+        text = f"{100 * time.bubble_fraction:.1f} % of the pipeline, {ms(lost)}"
+        rows["pipeline bubble"] = _Fact(text, lost / whole if whole else None)
+    return rows
+
+
+def _utilization(time: StepTime) -> str:
+    likely = time.model_flops_utilization
+    if likely is None:
+        return _UNKNOWN
+    slow, fast = (
+        100 * likely * time.seconds / seconds if seconds else math.nan
+        for seconds in (time.high_seconds, time.low_seconds)
+    )
+    span = f" ({slow:.1f} to {fast:.1f} %)" if math.isfinite(slow) and math.isfinite(fast) else ""
+    return f"{100 * likely:.1f} %{span}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _traffic(traffic: Traffic, units: _Units) -> str:
+    sent = traffic.bytes / 2**30
+    size = f"{sent:,.2f} GiB" if sent >= 0.1 else f"{1024 * sent:,.2f} MiB"
+    ms = units.milliseconds
+    text = f"{size}, {ms(traffic.seconds)}, {ms(traffic.exposed_seconds)} exposed"
+    return f"{text}; {traffic.link} link: {traffic.kind}" if units.is_single else text
+
+
+def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
+    cost = estimate.cost
+    if cost is None:
+        return {"cost": _Fact(f"{_UNKNOWN}" + ("" if estimate.time else " without a step time"))}
+    rows = {
+        "steps": f"{cost.steps:,}",
+        "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
+        "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
+        "on demand": dollars(cost.on_demand_usd),
+        "spot": _UNKNOWN,
+    }
+    spot = cost.spot
+    if spot is not None and not spot.is_sensible:
+        between = format_duration(3600 * spot.hours / spot.interruptions)
+        rows["spot"] = f"not sensible: interrupted every {between}"
+    elif spot is not None:
+        rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
+        recommended = format_duration(spot.recommended_interval_seconds)
+        asked = format_duration(spot.checkpoint_interval_seconds)
+        rows["spot checkpoints"] = f"every {asked}" + ("" if asked == recommended else f" (best: {recommended})")
+        rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {spot.interruptions:,.1f} interruptions"
+    if cost.energy_kwh is None:
+        rows["energy"] = _UNKNOWN
+    else:
+        rows["energy"] = f"{_three_digits(cost.energy_kwh)} kWh, {dollars(cost.energy_usd)}"
+    rows["buying the devices"] = dollars(cost.purchase_usd)
+    rows["break-even"] = _break_even(cost)
+    return {label: _Fact(text) for label, text in rows.items()}
+
+
+def _break_even(cost: Cost) -> str:
+    if cost.break_even_hours is not None:
+        return f"after {cost.break_even_hours:,.0f} hours of rent"
+    if cost.purchase_usd is None or cost.on_demand_usd is None:
+        return _UNKNOWN
+    return "never: power costs more than rent"
+
+
+def hours(count: float) -> str:
+    """A time of hours; in minutes and seconds where it is less than one."""
+    if count < 1:
+        return format_duration(3600 * count)
+    return f"{count:,.1f} hours" if count >= 10 else f"{count:.3g} hours"
+
+
+def dollars(usd: float | None) -> str:
+    """An amount of US dollars, with cents where they count."""
+    if usd is None:
+        return _UNKNOWN
+    if 0 < usd < 0.005:
+        return "under $0.01"
+    return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"

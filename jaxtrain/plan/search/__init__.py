@@ -1,0 +1,1 @@
+"""From a config and hardware to an estimate, advice, and the best layout."""

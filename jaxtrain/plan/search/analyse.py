@@ -1,0 +1,254 @@
+"""A config on hardware: memory, time and cost, from arithmetic alone. Milliseconds, and no jax."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.remat import BLOCK_INPUT, check_remat
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
+from jaxtrain.layout.rules import check_replicated_share, entry_axes, nearest_multiples
+from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
+from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.cost.training import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
+from jaxtrain.plan.memory.step import step_memory
+from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.time.step import has_fp8, step_time
+from jaxtrain.plan.work.attention import AttentionWork, attention_work
+from jaxtrain.plan.work.blocks import Cut
+from jaxtrain.plan.work.experts import ExpertWork, expert_work
+from jaxtrain.plan.work.state import Placed, place, state_bytes
+from jaxtrain.plan.workload.describe import RowSizes, describe_workload
+from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.plan.workload.record import Workload
+
+# What cloud disks and object stores take of one host. Saves are written while training goes on, so this is the most
+# that one can cost.
+_SAVE_BYTES_PER_SECOND = 1e9
+# A new machine, the program compiled or read from the cache, the state read.
+_RESTART_SECONDS = 300.0
+_LEAST_SAVE_SECONDS = 5.0
+# Float32 scores are written, masked, reduced and normalised: 16 bytes for each. The exponentials of a CPU take four
+# times as long as those bytes (sequences of 1,024 tokens on 2 cores of an AMD EPYC).
+_SCORE_BYTES = {"cpu": 64}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a cost depends on besides hardware and time.
+
+    Attributes:
+        steps: optimizer steps; None: those of the config.
+        usd_per_kwh: of electricity.
+        interruptions_per_node_hour: how often spot devices are taken away.
+        checkpoint_interval_seconds: on spot devices; None: the one that wastes least.
+    """
+
+    steps: int | None = None
+    usd_per_kwh: float = 0.12
+    interruptions_per_node_hour: float = INTERRUPTIONS_PER_NODE_HOUR
+    checkpoint_interval_seconds: float | None = None
+
+
+def with_degrees(config: Config, num_devices: int) -> Config:
+    """The config with every degree a number.
+
+    Raises:
+        ConfigError: degrees that do not multiply to the device count.
+    """
+    degrees = resolve_degrees(config_degrees(config.parallel), num_devices)
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
+
+
+def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes: RowSizes | None = None) -> Estimate:
+    """Memory, time and cost of a config on a target.
+
+    Args:
+        config: the run; `auto` degrees take the target's devices.
+        target: hardware and count.
+        terms: of the cost; None: the usual ones.
+        sizes: of data that takes the place of the config's.
+
+    Raises:
+        ConfigError: a layout that the model or the batch cannot take, or sizes that only the data knows.
+    """
+    if config.precision.policy == "fp8" and config.model.kind == "resnet":
+        raise ConfigError(
+            "precision.policy=fp8 is for linear layers, and a resnet has none: nothing would run in it; "
+            "use precision.policy=bf16"
+        )
+    check_remat(config.remat.policy, config.remat.names, config.remat.offload)
+    config = with_degrees(config, target.num_devices)
+    if target.hardware.kind == "cpu":
+        config = _on_one_memory(config)
+    workload = describe_workload(config, sizes)
+    tensors = model_tensors(config.model, workload)
+    degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
+    schedule = _schedule(config, degrees)
+    attention = attention_work(config, target, workload.input_shape[0])
+    cut = cut_batch(config, workload, schedule, attention, expert_work(config, target))
+    placed = place(config, tensors, degrees)
+    _check_replicated(config, placed, degrees["fsdp"])
+    state = state_bytes(config, tensors, placed, degrees)
+    memory = step_memory(config, workload, target, placed, state, cut, schedule)
+    time = step_time(config, workload, target, placed, state, cut, schedule, memory.host_parts)
+    alone: dict[str, int] = {axis: 1 for axis in AXES}
+    saved = state_bytes(config, tensors, place(config, tensors, alone), alone).total
+    cost = None if time is None else run_cost(config, target, saved, time.seconds, terms or Terms())
+    return Estimate(
+        config=config,
+        target=target,
+        degrees=degrees,
+        workload=workload,
+        num_parameters=tensors.num_parameters,
+        memory=memory,
+        time=time,
+        cost=cost,
+        notes=_notes(config, target, workload, cut, has_time=time is not None),
+    )
+
+
+def _check_replicated(config: Config, placed: Sequence[Placed], fsdp: int) -> None:
+    """Raise where the step would refuse that so many parameters are not sharded over `fsdp`."""
+    if fsdp == 1:
+        return
+    sizes = {one.path: math.prod(one.shape) for one in placed}
+    sharded = {one.path for one in placed if any("fsdp" in entry_axes(entry) for entry in one.entries)}
+    replicated = {path: size for path, size in sizes.items() if path not in sharded}
+    check_replicated_share(replicated, sum(sizes.values()), fsdp, config.parallel.max_replicated_fraction)
+
+
+def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
+    """The pipeline's table, as `train/parallelism.py` makes it.
+
+    Raises:
+        ConfigError: an axis that the model cannot use, or layers that do not divide.
+    """
+    model, parallel, stages = config.model, config.parallel, degrees["pipe"]
+    transformer = isinstance(model, TransformerConfig)
+    for axis, has in (
+        ("pipe", transformer),
+        ("context", transformer),
+        ("expert", isinstance(model, TransformerConfig) and model.experts is not None),
+    ):
+        if degrees[axis] > 1 and not has:
+            raise ConfigError(
+                f"parallel.{axis}={degrees[axis]}, but this {model.kind} has nothing to spread there; use 1"
+            )
+    if stages == 1:
+        if parallel.microbatches is not None:
+            raise ConfigError(
+                f"parallel.microbatches={parallel.microbatches} is for pipelines, but parallel.pipe=1; "
+                "use train.accumulation_steps"
+            )
+        return None
+    assert isinstance(model, TransformerConfig)
+    if parallel.microbatches is not None and config.train.accumulation_steps not in (1, parallel.microbatches):
+        raise ConfigError(
+            f"parallel.microbatches={parallel.microbatches} and train.accumulation_steps="
+            f"{config.train.accumulation_steps} differ; a pipeline's microbatches are its accumulation: set one of them"
+        )
+    chunks = parallel.chunks or (2 if parallel.schedule == "interleaved_1f1b" else 1)
+    if model.num_layers % (stages * chunks):
+        raise ConfigError(
+            f"{model.num_layers} layers do not divide by pipe x chunks = {stages * chunks}; "
+            f"use {nearest_multiples(model.num_layers, stages * chunks)} layers or another parallel.pipe"
+        )
+    return make_schedule(parallel.schedule, stages, microbatches_of(config), chunks)
+
+
+def microbatches_of(config: Config) -> int:
+    """Microbatches of a step, of accumulation or of a pipeline."""
+    parallel, accumulation = config.parallel, config.train.accumulation_steps
+    if parallel.pipe == 1:
+        return accumulation
+    return num_microbatches(parallel.microbatches, int(parallel.pipe), accumulation_steps=accumulation)
+
+
+def _on_one_memory(config: Config) -> Config:
+    """The config as a CPU runs it, whose device memory is the host's: what is offloaded stays where it is."""
+    remat, optimizer = config.remat, config.optimizer
+    kept = tuple(name for name in remat.offload if name != BLOCK_INPUT)
+    remat = remat.model_copy(update={"names": (*remat.names, *kept), "offload": ()})
+    if kept and remat.policy == "full":
+        remat = remat.model_copy(update={"policy": "names"})
+    return config.model_copy(update={"remat": remat, "optimizer": optimizer.model_copy(update={"offload": False})})
+
+
+def cut_batch(
+    config: Config,
+    workload: Workload,
+    schedule: Schedule | None,
+    attention: AttentionWork | None,
+    experts: ExpertWork | None,
+) -> Cut:
+    """What one device gets of a batch.
+
+    Raises:
+        ConfigError: the batch or the sequence does not divide.
+    """
+    degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
+    microbatches = config.train.accumulation_steps if schedule is None else schedule.num_microbatches
+    shards = degrees["data"] * degrees["fsdp"] * degrees["expert"]
+    if workload.rows % (shards * microbatches):
+        raise ConfigError(
+            f"train.global_batch_size={workload.rows} does not divide by data x fsdp x expert x microbatches = "
+            f"{shards * microbatches}; use {nearest_multiples(workload.rows, shards * microbatches)}"
+        )
+    length = workload.sequence_length
+    parts = degrees["context"] * (degrees["tensor"] if config.parallel.sequence_parallel else 1)
+    if length is not None and length % parts:
+        raise ConfigError(
+            f"data.sequence_length={length} does not divide by the axes that spread it, {parts}; "
+            f"use {nearest_multiples(length, parts)}"
+        )
+    scaled = config.precision.policy == "fp8"
+    return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
+
+
+def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
+    """The cost of a whole run at a step time, with checkpoints of so many bytes."""
+    hardware = target.hardware
+    return training_cost(
+        step_seconds=step_seconds,
+        steps=terms.steps or config.train.steps,
+        num_devices=target.num_devices,
+        num_nodes=target.num_hosts,
+        watts=hardware.board_watts,
+        on_demand_usd_hour=hardware.on_demand_usd_hour,
+        spot_usd_hour=hardware.spot_usd_hour,
+        purchase_usd=hardware.purchase_usd,
+        interruptions_per_node_hour=terms.interruptions_per_node_hour,
+        # All hosts write at once, each its part; what is replicated is written once.
+        save_seconds=max(_LEAST_SAVE_SECONDS, saved_bytes / target.num_hosts / _SAVE_BYTES_PER_SECOND),
+        restart_seconds=_RESTART_SECONDS,
+        checkpoint_interval_seconds=terms.checkpoint_interval_seconds,
+        usd_per_kwh=terms.usd_per_kwh,
+    )
+
+
+def _notes(config: Config, target: Target, workload: Workload, cut: Cut, *, has_time: bool) -> tuple[str, ...]:
+    notes = list(workload.notes)
+    if not has_time:
+        notes.append(
+            f"{target.hardware.title} has no published rate for precision.policy={config.precision.policy}: no time"
+        )
+    if config.precision.policy == "fp8":
+        if not has_fp8(target):
+            notes.append(
+                f"{target.hardware.title} has no fp8 units that jaxtrain uses: precision.policy=fp8 gives the same "
+                "numbers through bf16 matmuls, with the rounding on top; bf16 is faster"
+            )
+        elif isinstance(config.model, TransformerConfig) and config.model.experts is not None:
+            notes.append("precision.policy=fp8: the experts' matmuls run in bf16")
+    if cut.experts is not None and isinstance(config.model, TransformerConfig) and config.model.experts is not None:
+        chosen = config.model.experts.experts_per_token
+        if cut.experts.multiplied > chosen:
+            notes.append(
+                f"experts: jax has no kernel for grouped matmuls on this {target.hardware.kind}, and every row meets "
+                f"every expert of its device: {cut.experts.multiplied / chosen:g} times the FLOPs of the "
+                f"{chosen} experts that a token chooses"
+            )
+    return tuple(notes)

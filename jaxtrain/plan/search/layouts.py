@@ -1,0 +1,267 @@
+"""Layouts of a config on a target, ranked by predicted time; the largest batch that fits. No jax here.
+
+Every layout is a config, tried in the analytic model; what does not fit, or cannot be, is kept with its reason.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.degrees import AXES
+from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.search.analyse import Terms, analyse, microbatches_of
+from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.workload.describe import RowSizes
+
+# What a search may vary; precision and optimizer change the numbers of a run, and are left alone unless asked for.
+VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
+ASKED_FOR = ("precision", "optimizer")
+_PRECISIONS = ("bf16", "bf16_pure")
+_OPTIMIZERS = ("adamw", "lion", "adafactor")
+# Below this a device has too few tokens to spread its sequence, and the axis only costs.
+_LONG_SEQUENCE = 4096
+_MOST_PIPE = 32
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout that cannot be: its degrees and options, and why."""
+
+    layout: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gives.
+
+    Attributes:
+        ranked: layouts that fit, fastest first; of unknown capacity they count as fitting.
+        too_large: layouts that do not fit, the smallest first.
+        refused: layouts that the model or the batch cannot take.
+        vary: what was varied.
+    """
+
+    ranked: tuple[Estimate, ...]
+    too_large: tuple[Estimate, ...]
+    refused: tuple[Refused, ...]
+    vary: tuple[str, ...] = VARIED
+
+    @property
+    def tried(self) -> int:
+        """Layouts that were looked at."""
+        return len(self.ranked) + len(self.too_large) + len(self.refused)
+
+
+def search(
+    config: Config,
+    target: Target,
+    *,
+    vary: Sequence[str] = VARIED,
+    terms: Terms | None = None,
+    sizes: RowSizes | None = None,
+) -> Found:
+    """Try every layout.
+
+    Args:
+        config: the run; what is varied is replaced, everything else stays.
+        target: hardware and count.
+        vary: out of `VARIED` and `ASKED_FOR`.
+        terms: of the cost.
+        sizes: of data that takes the place of the config's.
+
+    Raises:
+        ConfigError: an unknown thing to vary, or sizes that only the data knows.
+    """
+    for name in vary:
+        if name not in (*VARIED, *ASKED_FOR):
+            raise ConfigError(f"cannot search over {name!r}; known: {', '.join((*VARIED, *ASKED_FOR))}")
+    ranked, too_large, refused = [], [], []
+    for candidate in layouts(config, target.num_devices, vary):
+        try:
+            estimate = analyse(candidate, target, terms, sizes=sizes)
+        except ConfigError as error:
+            refused.append(Refused(describe_layout(candidate, vary), str(error)))
+            continue
+        (too_large if estimate.fits is False else ranked).append(estimate)
+    ranked.sort(key=lambda one: (_seconds(one), one.memory.total_bytes))
+    too_large.sort(key=lambda one: one.memory.total_bytes)
+    return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
+
+
+def _seconds(estimate: Estimate) -> float:
+    return float("inf") if estimate.time is None else estimate.time.seconds
+
+
+def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[Config]:
+    """Every config that differs from this one in what is varied."""
+    model = config.model
+    stages = _divisors(num_devices) if isinstance(model, TransformerConfig) else [1]
+    pipes = [degree for degree in stages if degree <= _MOST_PIPE]
+    meshes = list(_meshes(config, num_devices, pipes)) if "mesh" in vary else [{}]
+    for mesh in meshes:
+        pipe, data = mesh.get("pipe", config.parallel.pipe), mesh.get("data", config.parallel.data)
+        for options in _options(config, vary, pipe=pipe if isinstance(pipe, int) else 1, replicas=data != 1):
+            yield _replaced(config, mesh, options)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _meshes(config: Config, num_devices: int, pipes: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Degrees that multiply to the number of devices, on axes that the model has."""
+    model = config.model
+    transformer = isinstance(model, TransformerConfig)
+    length = model.max_sequence_length if isinstance(model, TransformerConfig) else 0
+    length = getattr(config.data, "sequence_length", None) or length
+    experts = model.experts.num_experts if isinstance(model, TransformerConfig) and model.experts is not None else 1
+    for pipe in pipes:
+        for tensor in _divisors(num_devices // pipe) if transformer else [1]:
+            left = num_devices // pipe // tensor
+            for context in _divisors(left) if length >= _LONG_SEQUENCE else [1]:
+                for expert in [d for d in _divisors(left // context) if experts % d == 0]:
+                    rest = left // context // expert
+                    for fsdp in _divisors(rest):
+                        degrees = (pipe, rest // fsdp, fsdp, expert, context, tensor)
+                        yield dict(zip(AXES, degrees, strict=True))
+
+
+def _options(config: Config, vary: Sequence[str], *, pipe: int, replicas: bool) -> Iterator[dict[str, Any]]:
+    """Options besides the mesh, as paths of the config."""
+    choices: dict[str, Sequence[Any]] = {}
+    if "zero" in vary:
+        choices["parallel.zero"] = (0, 1) if replicas else (0,)
+    transformer = isinstance(config.model, TransformerConfig)
+    if "remat" in vary:
+        choices["remat.policy"] = ("none", "dots", "full") if transformer else ("none", "full")
+    if "microbatches" in vary:
+        choices["microbatches"] = (pipe * 2, pipe * 4, pipe * 8) if pipe > 1 else (1, 2, 4, 8, 16)
+    if "schedule" in vary and pipe > 1:
+        choices["parallel.schedule"] = ("1f1b", "interleaved_1f1b")
+    if "precision" in vary:
+        choices["precision.policy"] = _PRECISIONS
+    if "optimizer" in vary:
+        choices["optimizer.kind"] = _OPTIMIZERS
+    for values in itertools.product(*choices.values()):
+        yield dict(zip(choices, values, strict=True))
+
+
+def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> Config:
+    """The config with these degrees and options."""
+    parallel: dict[str, Any] = dict(mesh)
+    train: dict[str, Any] = {}
+    updates: dict[str, Any] = {}
+    pipe = mesh.get("pipe", config.parallel.pipe)
+    for name, value in options.items():
+        group, _, key = name.partition(".")
+        if name == "microbatches":
+            if pipe == 1:
+                parallel["microbatches"], train["accumulation_steps"] = None, value
+            else:
+                parallel["microbatches"], train["accumulation_steps"] = value, 1
+        elif group == "parallel":
+            parallel[key] = value
+        elif group == "optimizer":
+            updates["optimizer"] = with_optimizer(config, value)
+        else:
+            updates[group] = getattr(config, group).model_copy(update={key: value})
+    if pipe == 1 and "schedule" not in options:
+        parallel["microbatches"] = None
+    # A degree that a layout names is chosen, as if the user had written it.
+    updates["parallel"] = config.parallel.model_copy(update=parallel)
+    updates["train"] = config.train.model_copy(update=train)
+    return config.model_copy(update=updates)
+
+
+def with_optimizer(config: Config, kind: str) -> Any:
+    """The optimizer group of another kind, with what all kinds share."""
+    if kind == config.optimizer.kind:
+        return config.optimizer
+    kinds = {
+        "adamw": AdamWConfig,
+        "muon": MuonConfig,
+        "lion": LionConfig,
+        "adafactor": AdafactorConfig,
+        "sgd": SGDConfig,
+    }
+    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze", "offload")
+    return kinds[kind](**{name: getattr(config.optimizer, name) for name in shared})
+
+
+def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
+    """A layout in a line: degrees above 1, the options that matter on it, and what else a search varied."""
+    parallel, remat = config.parallel, config.remat.policy
+    degrees = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) != 1] or ["one device"]
+    options = [f"remat={remat}"]
+    if parallel.zero and parallel.data != 1:
+        options.append(f"zero={parallel.zero}")
+    if parallel.pipe != 1:
+        options.append(f"{parallel.schedule} with {microbatches_of(config)} microbatches")
+    elif config.train.accumulation_steps > 1:
+        options.append(f"accumulation={config.train.accumulation_steps}")
+    if "precision" in vary:
+        options.append(config.precision.policy)
+    if "optimizer" in vary:
+        options.append(config.optimizer.kind)
+    return ", ".join([*degrees, *options])
+
+
+def why_not(found: Found) -> list[str]:
+    """Why the rest does not fit, in a few lines: the nearest to fitting, and the reasons by how often they came."""
+    lines = []
+    if found.too_large:
+        nearest = found.too_large[0]
+        assert nearest.memory.capacity_bytes is not None
+        room = nearest.memory.capacity_bytes - nearest.memory.reserved_bytes
+        lines.append(
+            f"{len(found.too_large)} layouts need more memory than the {room / 2**30:.1f} GiB there are; the smallest "
+            f"{nearest.memory.total_bytes / 2**30:.1f} GiB: {describe_layout(nearest.config, found.vary)}"
+        )
+        heaviest = Counter(
+            max(one.memory.parts, key=lambda name: one.memory.parts[name]) for one in found.too_large
+        ).most_common(3)
+        lines.append("their largest part: " + ", ".join(f"{name} ({count})" for name, count in heaviest))
+    # Reasons that differ in numbers only are one, shown by its first.
+    kinds = Counter(re.sub(r"\d+", "N", one.reason) for one in found.refused)
+    for kind, count in kinds.most_common(3):
+        example = next(one.reason for one in found.refused if re.sub(r"\d+", "N", one.reason) == kind)
+        lines.append(f"{count} refused: {example.split(';')[0]}")
+    return lines
+
+
+def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int = 2**20) -> int | None:
+    """The largest global batch that fits, by doubling and bisecting.
+
+    Args:
+        config: the run; its batch is where the search starts.
+        fits: whether a config fits, by the analytic model or by compiling; a compiler never runs out of memory itself.
+        most: rows from which on no more are tried.
+
+    Returns:
+        Rows, a multiple of what the layout needs; None where not even the least batch fits.
+    """
+
+    def at(multiple: int) -> bool:
+        rows = multiple * least
+        return fits(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})}))
+
+    parallel = config.parallel
+    least = int(parallel.data) * int(parallel.fsdp) * int(parallel.expert) * microbatches_of(config)
+    if not at(1):
+        return None
+    low, high = 1, 2
+    while at(high):
+        if high * least >= most:
+            return high * least
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle) else (low, middle)
+    return low * least

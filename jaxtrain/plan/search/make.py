@@ -1,0 +1,99 @@
+"""A plan: the analytic estimate, the compiler's word beside it, and advice where it does not fit."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.compilers.exact import ExactMemory
+from jaxtrain.plan.search.advice import advise
+from jaxtrain.plan.search.analyse import Terms, analyse
+from jaxtrain.plan.search.estimate import Estimate
+
+# The line of a traceback that names what was raised.
+_RAISED = re.compile(r"[\w.]*(Error|Exception)\b")
+NO_COMPILER = "no compiler for it that runs without the hardware"
+
+
+def analytic_plan(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+    """The analytic estimate, with advice where it does not fit.
+
+    Raises:
+        ConfigError: a layout that the config cannot take.
+    """
+    estimate = analyse(config, target, terms)
+    if estimate.memory.fits is False:
+        estimate = dataclasses.replace(estimate, advice=advise(estimate, terms))
+    return estimate
+
+
+def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate:
+    """The estimate with the memory that the target's own compiler gives.
+
+    The compiler runs in a process of its own: plugins of hardware that is not here stay out of this one, and what they
+    print with them.
+
+    Args:
+        estimate: analytic.
+        report: receives a line when a compile starts.
+
+    Returns:
+        The estimate with `exact`, or with the reason for its lack as `exact_missing`.
+    """
+    target = estimate.target
+    if target.topology is None and target.hardware.kind != "cpu":
+        return dataclasses.replace(estimate, exact_missing=NO_COMPILER)
+    report(f"compiling the step for {target.name}")
+    answer = _compile(estimate)
+    if "error" in answer:
+        return dataclasses.replace(estimate, exact_missing=answer["error"])
+    exact = ExactMemory(**answer)
+    after = dataclasses.replace(estimate, exact=exact)
+    return dataclasses.replace(after, advice=advise(after) if after.fits is False else ())
+
+
+def _compile(estimate: Estimate) -> dict[str, Any]:
+    target = estimate.target
+    request = {
+        "config": estimate.config.model_dump(mode="json"),
+        "topology": target.topology,
+        "num_slices": target.num_hosts if target.hardware.kind == "tpu" else 1,
+        "num_devices": target.num_devices,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtrain.plan.compilers.subprocess_main"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        told = next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1] if lines else "no message")
+        return {"error": f"the compiler failed: {told[:300]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def how_to_check(estimate: Estimate) -> str | None:
+    """A line that says how to have an analytic estimate checked; None where no package would do it."""
+    if estimate.exact_missing is None or "pip install" not in estimate.exact_missing:
+        return None
+    install = estimate.exact_missing[estimate.exact_missing.index("pip install") :]
+    return f"the figures for {estimate.target.name} are analytic; to check them, plan again after {install}"
+
+
+def check_exact(estimate: Estimate) -> None:
+    """Raise where an estimate lacks the compiler's word.
+
+    Raises:
+        ConfigError: says why it is missing.
+    """
+    if estimate.exact is None:
+        raise ConfigError(
+            f"--exact: {estimate.target.name}: {estimate.exact_missing}; without --exact, a plan is analytic"
+        )

@@ -1,0 +1,280 @@
+"""Predicted time of a step: blocks on the roofline, traffic of each mesh axis over its link, the pipeline's bubble."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import entry_axes
+from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
+from jaxtrain.plan.work.attention import context_way
+from jaxtrain.plan.work.blocks import Block, Cut, step_blocks
+from jaxtrain.plan.work.experts import exchanged_bytes
+from jaxtrain.plan.work.offload import host_bandwidth
+from jaxtrain.plan.work.state import COMPUTE_BYTES, Placed, StateBytes, local_size, update_flops
+from jaxtrain.plan.workload.record import Workload
+from jaxtrain.runtime.peaks import FORMATS
+
+# What matmuls and memory reach of their peaks: (likely, best, worst). GPUs and TPUs: large matmuls in bf16 reach 70 to
+# 80 % of the data sheet's peak on H100 and A100, whole steps 46 to 55 % of it with recomputed passes (what MaxText,
+# torchtitan and Megatron publish), so that 60 % is likely of a GPU's matmuls in a step; streams reach 85 to 92 % of the
+# memory's rate. A CPU's peak is measured with matmuls, so that large ones reach it by definition.
+_EFFICIENCY = {
+    "gpu": {"compute": (0.60, 0.80, 0.45), "memory": (0.80, 0.90, 0.60), "link": (0.75, 0.90, 0.50)},
+    "tpu": {"compute": (0.75, 0.90, 0.55), "memory": (0.80, 0.90, 0.60), "link": (0.80, 0.90, 0.60)},
+    "cpu": {"compute": (0.75, 1.00, 0.40), "memory": (0.70, 1.00, 0.35), "link": (0.50, 1.00, 0.25)},
+}
+# Traffic that the compiler starts early: (likely, best, worst) share of the compute that it can hide behind.
+_OVERLAP = {"data": (0.5, 1.0, 0.0), "fsdp": (0.7, 1.0, 0.0), "context": (0.5, 1.0, 0.0), "pipe": (0.5, 1.0, 0.0)}
+# Activations pass to the host and back beside the layers; optimizer state when nothing else runs.
+_OVERLAP["host (activations)"] = (0.5, 1.0, 0.0)
+_LIKELY, _BEST, _WORST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one device sends over one axis in one step."""
+
+    axis: str
+    bytes: float
+    kind: str
+
+
+def has_fp8(target: Target) -> bool:
+    """Whether the linear layers of policy fp8 run on units of their own: NVIDIA's, from Ada on (`ops/fp8.py`).
+
+    Elsewhere the numbers are the same and the product is one of bf16. MI300 has other 8-bit formats; the TPU's compiler
+    is given bf16.
+    """
+    return target.hardware.title.startswith("NVIDIA") and "fp8" in target.hardware.peak_flops
+
+
+def peak_rate(target: Target, policy: str) -> float | None:
+    """Dense FLOP/s of one device in the number format of a policy, of fp8 that of its linear layers.
+
+    TPUs multiply in bf16 and emulate float32 by six passes of it (jax's precision "highest"), tf32 by three.
+    """
+    peaks = target.hardware.peak_flops
+    if policy == "fp8" and not has_fp8(target):
+        policy = "bf16"
+    known = peaks.get(FORMATS[policy])
+    if known is None and target.hardware.kind == "tpu" and "bf16" in peaks and policy in ("fp32", "tf32"):
+        return peaks["bf16"] / (6 if policy == "fp32" else 3)
+    return known
+
+
+def crossing(degrees: Mapping[str, int], target: Target) -> set[str]:
+    """Axes whose neighbours sit in different islands: the mesh fills an island with the innermost axes first."""
+    crossed, inside = set(), 1
+    for axis in reversed(AXES):
+        inside *= degrees[axis]
+        if degrees[axis] > 1 and inside > target.hardware.island:
+            crossed.add(axis)
+    return crossed
+
+
+def traffic(
+    config: Config, workload: Workload, placed: Sequence[Placed], cut: Cut, schedule: Schedule | None
+) -> list[Sent]:
+    """What one device sends in one step, by axis; ring algorithms, where a device sends (n - 1) / n of the whole."""
+    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    # A stage of a pipeline keeps its inputs only, and runs forward once more before its backward.
+    forwards = 1 if schedule is None else 2
+    sent: list[Sent] = []
+
+    def share(axis: str) -> float:
+        return (degrees[axis] - 1) / degrees[axis]
+
+    def without(one: Placed, *axes: str) -> int:
+        """Elements of a parameter that a device has once these axes are gathered."""
+        return local_size(one.shape, one.entries, {**degrees, **dict.fromkeys(axes, 1)})
+
+    trained = [one for one in placed if one.trained]
+    zero = config.parallel.zero
+    if degrees["data"] > 1:
+        times = cut.microbatches if zero == 2 else 1
+        gradients = 4 * sum(without(one) for one in trained)
+        # A reduction is a reduce-scatter and an all-gather; ZeRO gathers parameters instead of gradients.
+        volume = gradients * share("data") * (times + 1)
+        sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, updated parameters"))
+    if degrees["fsdp"] > 1:
+        whole, scattered = (size * sum(without(one, "fsdp") for one in some) for some in (placed, trained))
+        # Gathered for every forward pass and for the backward, whose gradients are scattered.
+        passes = forwards + 1 + (config.remat.policy == "sqrt")
+        volume = cut.microbatches * (passes * whole + scattered) * share("fsdp")
+        sent.append(Sent("fsdp", volume, f"parameters {'twice' if forwards == 1 else '3 times'}, gradients"))
+
+    def summed(axis: str) -> float:
+        """Sums over an axis of the gradients of what it does not spread, a microbatch at a time."""
+        whole = [one for one in trained if not any(axis in entry_axes(entry) for entry in one.entries)]
+        return 2 * cut.microbatches * size * sum(without(one) for one in whole) * share(axis)
+
+    model = config.model
+    if isinstance(model, TransformerConfig):
+        tokens = cut.rows * workload.input_shape[0] / degrees["context"]
+        stream = size * tokens * model.embed_dim
+        layers = model.num_layers / degrees["pipe"] * cut.microbatches
+        again = forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
+        if degrees["tensor"] > 1:
+            # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed.
+            count = 2 * again + 2
+            volume = layers * count * 2 * stream * share("tensor")
+            sent.append(Sent("tensor", volume, f"residual stream, {count} all-reduces a layer"))
+        if degrees["context"] > 1:
+            volume = layers * _attention_traffic(config, model, tokens * size, degrees, again)
+            sent.append(Sent("context", volume + summed("context"), "keys, values, gradients of all parameters"))
+        if degrees["expert"] > 1 and model.experts is not None:
+            volume = layers * exchanged_bytes(config, model, tokens, size, degrees, forwards)
+            kind = "tokens to experts and back, gradients of other parameters"
+            sent.append(Sent("expert", volume + summed("expert"), kind))
+        if schedule is not None:
+            chunks = max(schedule.num_chunks, 1)
+            sent.append(Sent("pipe", 2 * cut.microbatches * chunks * stream, "activations, their gradients"))
+    return sent
+
+
+def _attention_traffic(
+    config: Config, model: TransformerConfig, column_bytes: float, degrees: Mapping[str, int], forwards: int
+) -> float:
+    """Bytes that one device sends over `context` for the attention of one layer and microbatch.
+
+    Args:
+        config: the run.
+        model: its model.
+        column_bytes: of one number for each of the device's tokens.
+        degrees: of the mesh.
+        forwards: forward passes, those that are run again included.
+    """
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    head_bytes = column_bytes * (model.head_dim or model.embed_dim // heads) / degrees["tensor"]
+    others = degrees["context"] - 1
+    match context_way(config, model):
+        case "all_to_all":
+            # Queries, keys and values to the devices of their heads, and outputs back; the gradients likewise.
+            return (forwards + 1) * 2 * (heads + groups) * head_bytes * others / degrees["context"]
+        case "gather":
+            return (forwards + 1) * 2 * groups * head_bytes * others
+        case _:
+            # Keys and values go round, and backward once more with their gradients in float32.
+            return (forwards + 3) * 2 * groups * head_bytes * others
+
+
+def step_time(
+    config: Config,
+    workload: Workload,
+    target: Target,
+    placed: Sequence[Placed],
+    state: StateBytes,
+    cut: Cut,
+    schedule: Schedule | None,
+    on_host: Mapping[str, int] | None = None,
+) -> StepTime | None:
+    """The prediction, or None where no peak is known for the run's number format.
+
+    Args:
+        config: the run.
+        workload: its rows.
+        target: hardware and count.
+        placed: parameters on the mesh.
+        state: bytes of the train state.
+        cut: what a device works on.
+        schedule: of the pipeline.
+        on_host: name -> bytes in the host's memory, as in `Memory.host_parts`.
+    """
+    peak = peak_rate(target, config.precision.policy)
+    if peak is None or not target.hardware.memory_bandwidth:
+        return None
+    blocks = step_blocks(config, workload, cut)
+    # The update reads state and gradients and writes state.
+    # It has no backward pass, which a block counts twice.
+    update = update_flops(config, placed, cut.degrees)
+    blocks.append(Block("optimizer", 1, update / 3, (2 * state.total + 2 * state.params) / 3))
+    sent = traffic(config, workload, placed, cut, schedule)
+    times = {"activations": cut.microbatches * (1 if schedule is None else schedule.num_chunks)}
+    sent += [
+        Sent(f"host ({name})", 2 * size * times.get(name, 1), "to the host and back")
+        for name, size in (on_host or {}).items()
+    ]
+    bubble = 0.0 if schedule is None else schedule.bubble_fraction()
+    other = peak_rate(target, "bf16") if config.precision.policy == "fp8" else peak
+    assert other is not None, "no hardware has fp8 alone"
+    peaks = {True: peak, False: other}
+    rated = [_rate(blocks, sent, bubble, peaks, target, cut, which) for which in (_LIKELY, _BEST, _WORST)]
+    times, on_axes, seconds = rated[_LIKELY]
+    compute = sum(block.seconds for block in times)
+    flops = workload.flops_per_row * workload.rows
+    rates = _EFFICIENCY[target.hardware.kind]
+    assumptions = [
+        f"matmuls at {rates['compute'][0]:.0%} of the peak ({rates['compute'][2]:.0%} to {rates['compute'][1]:.0%}), "
+        f"memory at {rates['memory'][0]:.0%} of its rate, links at {rates['link'][0]:.0%} of theirs",
+    ]
+    hidden = [axis for axis in _OVERLAP if any(one.axis == axis for one in sent)]
+    if hidden:
+        shown = ", ".join(f"{axis} behind {_OVERLAP[axis][0]:.0%} of the compute" for axis in hidden)
+        assumptions.append(f"traffic hides: {shown}; the range has all of it hidden, and none")
+    return StepTime(
+        seconds=seconds,
+        low_seconds=rated[_BEST][2],
+        high_seconds=rated[_WORST][2],
+        compute_seconds=compute,
+        blocks=tuple(times),
+        traffic=tuple(on_axes),
+        bubble_fraction=bubble,
+        bound=_bound(times, on_axes, compute, bubble),
+        model_flops=flops,
+        model_flops_utilization=flops / (seconds * peak * target.num_devices),
+        assumptions=tuple(assumptions),
+    )
+
+
+def _rate(
+    blocks: Sequence[Block],
+    sent: Sequence[Sent],
+    bubble: float,
+    peaks: Mapping[bool, float],
+    target: Target,
+    cut: Cut,
+    which: int,
+) -> tuple[list[BlockTime], list[Traffic], float]:
+    """Times at one set of rates; `peaks` by whether a block is one of linear layers."""
+    hardware, rates = target.hardware, _EFFICIENCY[target.hardware.kind]
+    times = []
+    for block in blocks:
+        compute = block.total_flops / (peaks[block.linear] * rates["compute"][which])
+        memory = block.total_bytes / (hardware.memory_bandwidth * rates["memory"][which])
+        bound = "compute" if compute >= memory else "memory"
+        times.append(BlockTime(block.name, block.total_flops, block.total_bytes, max(compute, memory), bound))
+    stages = sum(time.seconds for time, block in zip(times, blocks, strict=True) if block.stage)
+    rest = sum(time.seconds for time in times) - stages
+    total = stages / (1 - bubble) + rest
+    crossed = crossing(cut.degrees, target)
+    on_axes = []
+    # What is left to hide behind shrinks with every axis that hides.
+    room = stages + rest
+    for one in sent:
+        fast = one.axis not in crossed
+        kind = "fast" if fast else "network"
+        rate = (hardware.link_bandwidth if fast else hardware.network_bandwidth) * rates["link"][which]
+        if one.axis.startswith("host"):
+            rate, kind = host_bandwidth(hardware) * rates["link"][which], "PCIe"
+        seconds = one.bytes / rate if rate else math.inf
+        overlap = _OVERLAP.get(one.axis, (0.0, 0.0, 0.0))[which]
+        hidden = min(seconds, overlap * room)
+        room -= hidden
+        on_axes.append(Traffic(one.axis, one.bytes, seconds, seconds - hidden, kind, one.kind))
+        total += seconds - hidden
+    return times, on_axes, total
+
+
+def _bound(times: Sequence[BlockTime], on_axes: Sequence[Traffic], compute: float, bubble: float) -> str:
+    waits = {
+        "compute": sum(block.seconds for block in times if block.bound == "compute"),
+        "memory bandwidth": sum(block.seconds for block in times if block.bound == "memory"),
+        "the pipeline's bubble": compute * bubble / (1 - bubble),
+        **{f"traffic over {one.axis} ({one.link} link)": one.exposed_seconds for one in on_axes},
+    }
+    return max(waits, key=lambda name: waits[name])

@@ -1,0 +1,1 @@
+"""What each device of a layout holds, computes and sends."""

@@ -1,0 +1,353 @@
+"""The blocks of a step on one device: FLOPs and bytes of each, forward, backward and recomputed. No jax here.
+
+A block is what the compiler makes one or a few kernels of. Its time is the larger of its FLOPs over the rate of the
+matmul units and its bytes over the memory's (the roofline of Williams et al. 2009).
+
+t tokens of one microbatch on one device, d width, h query and g key-value heads of width k, f MLP width, V vocabulary,
+L sequence; c bytes of the compute dtype.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import Config, RematConfig
+from jaxtrain.metrics.flops import (
+    Product,
+    backward_passes,
+    lowest_trained_block,
+    mlp_products,
+    resnet_products,
+    transformer_products,
+)
+from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
+from jaxtrain.plan.work.attention import AttentionWork
+from jaxtrain.plan.work.experts import ExpertWork
+from jaxtrain.plan.work.state import COMPUTE_BYTES
+from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
+from jaxtrain.plan.workload.record import Workload
+
+# Gradients of inputs and of weights: twice the forward pass.
+_BACKWARD = 2
+# Of each number: read in 16 bits for the largest magnitude, read again, written in 8 bits.
+_ROUNDING_BYTES = 5
+
+
+@dataclass(frozen=True)
+class Block:
+    """One kind of block.
+
+    Attributes:
+        name: for people.
+        count: how often a device runs it in one step.
+        flops: of one forward pass.
+        bytes: of one forward pass.
+        recomputed: share of the forward pass that the backward pass repeats.
+        backward: passes of the same size that the backward pass has: two where all parameters are trained.
+        stage: whether it belongs to the layers that a pipeline deals out.
+        linear: whether its FLOPs are those of linear layers, which a policy may run in a format of their own.
+    """
+
+    name: str
+    count: int
+    flops: float
+    bytes: float
+    recomputed: float = 0.0
+    backward: float = _BACKWARD
+    stage: bool = False
+    linear: bool = False
+
+    @property
+    def total_flops(self) -> float:
+        """Of one step: forward, backward, recomputation."""
+        return self.count * self.flops * (1 + self.backward + self.recomputed)
+
+    @property
+    def total_bytes(self) -> float:
+        """Likewise."""
+        return self.count * self.bytes * (1 + self.backward + self.recomputed)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one device works on.
+
+    Attributes:
+        microbatches: of a step.
+        rows: of one microbatch on one device.
+        degrees: of the mesh.
+        attention: what it runs on; None: the model has none.
+        scaled: whether linear layers round their operands to 8 bits, each by its own largest magnitude.
+        experts: what they multiply; None: the model has none.
+    """
+
+    microbatches: int
+    rows: float
+    degrees: Mapping[str, int]
+    attention: AttentionWork | None = None
+    scaled: bool = False
+    experts: ExpertWork | None = None
+
+
+def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    """The blocks of one step on one device (of a pipeline: on the last stage, which also has the output layer)."""
+    match config.model:
+        case TransformerConfig():
+            blocks = _transformer(config.model, config, workload, cut)
+        case ResNetConfig():
+            blocks = _resnet(config.model, config, workload, cut)
+        case MLPConfig():
+            blocks = _mlp(config.model, config, workload, cut)
+    backward = _backward_of_blocks(config, workload)
+    return [_with_backward(block, backward.get(block.name, _BACKWARD)) for block in blocks]
+
+
+def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
+    """Block -> passes that its backward pass has; empty where all parameters are trained."""
+    model = config.model
+    trained = trained_paths(model_tensors(model, workload).params, config.optimizer.freeze)
+    if trained is None:
+        return {}
+    lowest = lowest_trained_block(model, trained)
+
+    def mean(products: Sequence[Product]) -> float:
+        passes = sum(one.multiply_adds * backward_passes(one, trained, lowest) for one in products)
+        return passes / sum(one.multiply_adds for one in products)
+
+    match model:
+        case TransformerConfig():
+            assert workload.sequence_length is not None
+            assert workload.vocab_size is not None
+            of = transformer_products(model, workload.sequence_length, workload.vocab_size)
+            flows = _BACKWARD if lowest <= 1 else 0
+            return {
+                "attention projections": mean(of["projections"]),
+                "attention scores": mean(of["scores"]),
+                "MLP": mean(of["mlp"]),
+                "experts": mean(of["mlp"]),
+                "norms, residual, activation": flows,
+                "rounding to 8 bits": flows,
+                "embedding": _BACKWARD if lowest == 0 else 0,
+                "output and loss": mean(of["output"]),
+            }
+        case ResNetConfig():
+            of = _grouped(resnet_products(model, workload.input_shape, workload.num_outputs or 0))
+            names = {"stem": "stem", "head_kernel": "head"}
+            for stage in range(len(model.stage_blocks)):
+                names |= {f"stage{stage}_first": f"stage {stage} first", f"stage{stage}_rest": f"stage {stage}"}
+            found = {names[name]: mean(products) for name, products in of.items()}
+            # The norms' backward pass follows their convolutions'.
+            return {"head": found.pop("head")} | {
+                f"{name} {part}": passes for name, passes in found.items() for part in ("convolutions", "norms")
+            }
+        case MLPConfig():
+            products = mlp_products(model, workload.input_shape, workload.num_outputs or 0)
+            names = [*(f"layer {number}" for number in range(len(model.hidden_dims))), "output"]
+            return {name: mean([product]) for name, product in zip(names, products, strict=True)}
+
+
+def _grouped(products: Sequence[Product]) -> dict[str, list[Product]]:
+    """Products by the top level of their paths."""
+    found: dict[str, list[Product]] = {}
+    for one in products:
+        found.setdefault((one.path or "").partition("/")[0], []).append(one)
+    return found
+
+
+def _with_backward(block: Block, backward: float) -> Block:
+    """The block with fewer passes backward; without any, nothing is computed again for it."""
+    if backward == block.backward:
+        return block
+    return replace(block, backward=backward, recomputed=block.recomputed if backward else 0.0)
+
+
+def _recomputed(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()) -> float:
+    """Share of a block's forward pass that is run again in the backward pass."""
+    match remat.policy:
+        case "none":
+            return 0.0
+        case "full" if not set(names) & set(remat.offload):
+            return 1.0
+        case "sqrt":
+            # A segment runs again, and each of its blocks once more.
+            return 2.0
+        case "dots":
+            return 0.0 if matmul else 1.0
+        case _:
+            kept = {*remat.offload, *(remat.names if remat.policy == "names" else ())}
+            return 1 - sum(name in kept for name in names) / len(names) if names else 1.0
+
+
+def _transformer(model: TransformerConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    tensor, context = degrees["tensor"], degrees["context"]
+    length = workload.input_shape[0]
+    t, d = cut.rows * length / context, model.embed_dim
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    k = model.head_dim or d // heads
+    f = model.mlp_dim or 4 * d
+    assert workload.vocab_size is not None
+    vocabulary = workload.vocab_size / tensor
+    count = model.num_layers // degrees["pipe"] * cut.microbatches
+    # A stage keeps its inputs only and runs forward once more before its backward.
+    again = 1.0 if degrees["pipe"] > 1 else 0.0
+    remat = config.remat
+
+    weights = d * (2 * heads + 2 * groups) * k / tensor
+    streams = t * (2 * d + (2 * heads + 2 * groups) * k / tensor)
+    matrices = 3 if model.activation == "swiglu" else 2
+    projections = Block(
+        "attention projections",
+        count,
+        2 * t * weights,
+        size * (weights + streams),
+        _recomputed(remat, matmul=True, names=("query", "key", "value", "attention_projection")) + again,
+        stage=True,
+        linear=True,
+    )
+    pairs = t * length * heads / tensor
+    assert cut.attention is not None
+    computed = pairs * cut.attention.computed
+    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + cut.attention.score_bytes * computed
+    # Scores have batch dims, so that policy dots recomputes them too where their result is not kept.
+    kept = cut.attention.keeps_output
+    recomputed = cut.attention.again + _recomputed(remat, matmul=kept, names=("attention_output",))
+    scores = Block(
+        "attention scores",
+        count,
+        4 * computed * k,
+        score_bytes,
+        recomputed + again,
+        stage=True,
+    )
+    experts, work = model.experts, cut.experts
+    assert (experts is None) == (work is None)
+    rows, multiplied, stored, router = 1.0, 1.0, 1.0, 0.0
+    if experts is not None and work is not None:
+        rows, multiplied, stored = work.rows, work.multiplied, experts.num_experts / degrees["expert"]
+        router = 2 * t * d * experts.num_experts
+    mlp_weights = matrices * d * f / tensor
+    mlp_recomputed = _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output"))
+    mlp = Block(
+        "MLP" if experts is None else "experts",
+        count,
+        2 * t * mlp_weights * multiplied + router,
+        size * (mlp_weights * stored + rows * t * (2 * d + matrices * f / tensor)),
+        max(mlp_recomputed, 0.0 if work is None else work.again) + again,
+        stage=True,
+        linear=experts is None,
+    )
+    residual = tensor if config.parallel.sequence_parallel else 1
+    # Two norms and two sums over the residual stream, rotation of queries and keys, the nonlinearity.
+    elementwise = Block(
+        "norms, residual, activation",
+        count,
+        0.0,
+        size * t * (10 * d / residual + 4 * (heads + groups) * k / tensor + 3 * rows * f / tensor),
+        _recomputed(remat, matmul=False) + again,
+        stage=True,
+    )
+    output = _output(cut_logits(config, t, d, vocabulary), cut.microbatches, t, d, vocabulary, size)
+    embed = Block("embedding", cut.microbatches, 0.0, 2 * size * t * d)
+    blocks = [projections, scores, mlp, elementwise, embed, output]
+    if cut.scaled:
+        numbers = _rounded_numbers(remat, weights, d + heads * k / tensor, d + (heads + 2 * groups) * k / tensor, t)
+        if experts is None:
+            numbers += _rounded_numbers(remat, mlp_weights, d + f / tensor, d + (matrices - 1) * f / tensor, t)
+        # A block's backward pass counts twice its forward pass, which is all that there is here.
+        moved = _ROUNDING_BYTES * numbers / (1 + _BACKWARD)
+        blocks.insert(3, Block("rounding to 8 bits", count, 0.0, moved, stage=True))
+    return blocks
+
+
+def cut_logits(config: Config, tokens: float, width: int, vocabulary: float) -> LossBlocks:
+    """How the step's loss cuts the logits of one device, see `loss_blocks.py`."""
+    loss, size = config.loss, COMPUTE_BYTES[config.precision.policy]
+    by = None if loss.logits == "auto" else loss.logits
+    return choose_blocks(math.ceil(tokens), width, math.ceil(vocabulary), itemsize=size, by=by, size=loss.block)
+
+
+def _output(cut: LossBlocks, count: int, t: float, d: int, vocabulary: float, size: int) -> Block:
+    """Output layer and loss; bytes are a share of the step's, as if backward were twice forward."""
+    flops, logits, factors = 2 * t * d * vocabulary, t * vocabulary, size * (d * vocabulary + t * d)
+    if cut.by == "whole":
+        # Logits are written, read for the loss in float32 and once more for its gradient.
+        return Block("output and loss", count, flops, factors + 3 * size * logits)
+    # A block of logits is written and read in float32, its gradient written and read by two matmuls.
+    gradients = 3 * size * logits
+    if cut.by == "tokens":
+        sums = 8 * d * vocabulary * cut.count
+        return Block("output and loss", count, flops, factors + (8 * logits + gradients + sums) / (1 + _BACKWARD))
+    sums = 8 * t * d * cut.count
+    # Logits are computed twice.
+    return Block("output and loss", count, flops, factors + (16 * logits + gradients + sums) / (2 + _BACKWARD), 1.0)
+
+
+def _rounded_numbers(remat: RematConfig, weights: float, inputs: float, outputs: float, tokens: float) -> float:
+    """Numbers that a step rounds: weights and inputs for each forward pass, gradients of outputs once."""
+    forwards = 1 if remat.policy == "none" else 2
+    return forwards * (weights + tokens * inputs) + tokens * outputs
+
+
+def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    size, rows = COMPUTE_BYTES[config.precision.policy], cut.rows
+    height, width, channels = workload.input_shape
+    blocks: list[Block] = []
+    repeat = _recomputed(config.remat, matmul=False)
+    remaining = [height, width]
+
+    def convolve(kernel: int, inputs: int, outputs: int, stride: int) -> tuple[float, float, float]:
+        """FLOPs, bytes of the convolution, bytes of its norm and nonlinearity; a norm reads twice and writes once."""
+        before = math.prod(remaining)
+        remaining[:] = [math.ceil(side / stride) for side in remaining]
+        after = math.prod(remaining)
+        weights = kernel**2 * inputs * outputs
+        flops = 2 * weights * after * rows
+        return flops, size * (weights + rows * (before * inputs + after * outputs)), 4 * size * rows * after * outputs
+
+    def add(name: str, parts: list[tuple[float, float, float]], count: int, recomputed: float) -> None:
+        flops, moved, norms = (sum(column) for column in zip(*parts, strict=True))
+        blocks.append(Block(f"{name} convolutions", count * cut.microbatches, flops, moved, recomputed))
+        blocks.append(Block(f"{name} norms", count * cut.microbatches, 0.0, norms, recomputed))
+
+    if model.stem == "imagenet":
+        add("stem", [convolve(7, channels, model.width, 2)], 1, 0.0)
+        remaining = [math.ceil(side / 2) for side in remaining]
+    else:
+        add("stem", [convolve(3, channels, model.width, 1)], 1, 0.0)
+    channels = model.width
+    for stage, count in enumerate(model.stage_blocks):
+        inner = model.width * 2**stage
+        outer = 4 * inner if model.bottleneck else inner
+
+        def one(inputs: int, stride: int, inner: int = inner, outer: int = outer) -> list[tuple[float, float, float]]:
+            if model.bottleneck:
+                parts = [convolve(1, inputs, inner, 1), convolve(3, inner, inner, stride), convolve(1, inner, outer, 1)]
+            else:
+                parts = [convolve(3, inputs, inner, stride), convolve(3, inner, outer, 1)]
+            return parts + ([convolve(1, inputs, outer, 1)] if inputs != outer or stride != 1 else [])
+
+        add(f"stage {stage} first", one(channels, 2 if stage else 1), 1, 0.0)
+        channels = outer
+        if count > 1:
+            add(f"stage {stage}", one(channels, 1), count - 1, repeat)
+    assert workload.num_outputs is not None
+    weights = channels * workload.num_outputs
+    pooled = rows * channels * math.prod(remaining)
+    blocks.append(Block("head", cut.microbatches, 2 * rows * weights, size * (weights + pooled)))
+    return blocks
+
+
+def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
+    size, tensor = COMPUTE_BYTES[config.precision.policy], cut.degrees["tensor"]
+    assert workload.num_outputs is not None
+    widths = (math.prod(workload.input_shape), *model.hidden_dims, workload.num_outputs)
+    blocks = []
+    for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        name = "output" if index == len(model.hidden_dims) else f"layer {index}"
+        weights = inputs * outputs / tensor
+        moved = size * (weights + cut.rows * (inputs + 3 * outputs))
+        blocks.append(Block(name, cut.microbatches, 2 * cut.rows * weights, moved, linear=name != "output"))
+    return blocks

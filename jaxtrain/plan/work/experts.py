@@ -1,0 +1,89 @@
+"""What the experts of a layer multiply and send where a step is planned for. No jax here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.layout.degrees import AXES
+from jaxtrain.ops.experts.rows import grouped_rows, multiplied_rows
+from jaxtrain.plan.catalogue.hardware import Target
+
+# Expert ids are int32, the weights of a token's experts float32.
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """Experts of one layer on one device, for each token of the device.
+
+    Attributes:
+        rows: of the grouped matmuls, which hold the worst case.
+        multiplied: rows times kernels that are multiplied.
+        again: forward passes that the backward pass runs whatever the remat policy keeps.
+    """
+
+    rows: float
+    multiplied: float
+    again: float = 0.0
+
+
+def expert_work(config: Config, target: Target) -> ExpertWork | None:
+    """The experts of a config on a target; None: the model has none.
+
+    Args:
+        config: with degrees resolved.
+        target: hardware and count.
+    """
+    model = config.model
+    if not isinstance(model, TransformerConfig) or model.experts is None:
+        return None
+    shards, choices = int(config.parallel.expert), model.experts.experts_per_token
+    here = model.experts.num_experts // shards
+    # Every device of the axis sends its tokens to every other.
+    rows = grouped_rows(shards, choices, here)
+    again = 1.0 if runs_in_manual_region(config) else 0.0
+    return ExpertWork(rows, multiplied_rows(target.hardware.kind, rows, choices, here), again)
+
+
+def least_experts(model: TransformerConfig) -> ExpertWork | None:
+    """What experts take at least: each token meets those that it chose."""
+    return None if model.experts is None else ExpertWork(*[float(model.experts.experts_per_token)] * 2)
+
+
+def runs_in_manual_region(config: Config) -> bool:
+    """Whether `run_manually` enters inside another manual region, and its backward pass computes the forward again.
+
+    A stage of a pipeline is such a region, and so is accumulation over `data`.
+    """
+    parallel = config.parallel
+    held = {"pipe", "data"} if int(parallel.pipe) > 1 else {"data"}
+    outer = int(parallel.pipe) > 1 or (int(parallel.data) > 1 and config.train.accumulation_steps > 1)
+    return outer and any(int(getattr(parallel, axis)) > 1 for axis in AXES if axis not in held)
+
+
+def exchanged_bytes(
+    config: Config, model: TransformerConfig, tokens: float, size: int, degrees: Mapping[str, int], forwards: int
+) -> float:
+    """Bytes that one device sends over `expert` for one layer and microbatch.
+
+    A buffer of all its tokens goes to every other shard, as do ids and weights of their experts; results come back.
+    A backward pass sends the gradients of both buffers and of the weights. What is computed again sends tokens once
+    more, and results only where the next layer needs them.
+
+    Args:
+        config: the run.
+        model: its model, with experts.
+        tokens: of one microbatch on one device.
+        size: bytes of a number in the compute dtype.
+        degrees: of the mesh.
+        forwards: forward passes without those of the remat policy.
+    """
+    assert model.experts is not None
+    policy = config.remat.policy
+    # A segment runs again as a whole, and then block by block.
+    whole = forwards + (policy == "sqrt")
+    blocks = 1 if policy != "none" or runs_in_manual_region(config) else 0
+    buffers, choices = 2 * whole + blocks + 2, 2 * (whole + blocks) + 1
+    row = size * buffers * model.embed_dim + _ID_BYTES * choices * model.experts.experts_per_token
+    return (degrees["expert"] - 1) * tokens * row

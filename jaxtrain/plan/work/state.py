@@ -1,0 +1,184 @@
+"""Bytes of the train state on one device, by the rules that lay it out. No jax here.
+
+The sharding of each tensor comes from `rules.parameter_entries`, which the step uses too.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
+from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
+from jaxtrain.models.shipped.axes import model_axes
+from jaxtrain.optim.rules import as_matrix, factored_dims, is_stored, moment_block
+from jaxtrain.plan.workload.parameters import Tensors, frozen_paths
+
+_FP32 = 4
+# The dtype of stored parameters: every policy but this one keeps fp32 masters.
+PARAM_BYTES = {"bf16_pure": 2}
+# Of what matmuls run in.
+COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2, "fp8": 2}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter on a mesh.
+
+    Attributes:
+        path, shape: of the whole parameter.
+        entries: mesh axes of each dim, as stored.
+        state_entries: the same for its optimizer state, which ZeRO spreads over `data` too.
+        trained: whether it has gradients and optimizer state.
+        stacked: whether its first dim counts layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    state_entries: tuple[Entry, ...]
+    trained: bool
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of one device, by part."""
+
+    params: int
+    optimizer: int
+    average: int
+    model_state: int
+
+    @property
+    def total(self) -> int:
+        """The train state."""
+        return self.params + self.optimizer + self.average + self.model_state
+
+
+def zero_axes(config: Config) -> tuple[str, ...]:
+    """Mesh axes that optimizer state is spread over besides those of its parameter."""
+    return ("data",) if config.parallel.zero in (1, 2) else ()
+
+
+def place(config: Config, tensors: Tensors, degrees: Mapping[str, int]) -> list[Placed]:
+    """Every parameter of a config on a mesh of these degrees.
+
+    Raises:
+        ConfigError: a dim does not divide by an axis that changes the computation.
+    """
+    axes, stack = model_axes(config.model), tensors.stack
+    frozen = frozen_paths(tensors.params, config.optimizer.freeze)
+    also = zero_axes(config)
+    placed = []
+    for path, shape in tensors.params.items():
+        entries = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack))
+        spread = entries
+        if also:
+            spread = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack, also=also))
+        stacked = stack is not None and path.startswith(f"{stack}/")
+        placed.append(Placed(path, shape, entries, spread, path not in frozen, stacked))
+    return placed
+
+
+def local_size(shape: Sequence[int], entries: Sequence[Entry], degrees: Mapping[str, int]) -> int:
+    """Elements of one device's part."""
+    return math.prod(size // entry_degree(entry, degrees) for size, entry in zip(shape, entries, strict=True))
+
+
+def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degrees: Mapping[str, int]) -> StateBytes:
+    """Bytes of the train state on one device.
+
+    Args:
+        config: the run.
+        tensors: of its model.
+        placed: the model's parameters on the mesh.
+        degrees: of the mesh.
+    """
+    stored = PARAM_BYTES.get(config.precision.policy, _FP32)
+    params = stored * sum(local_size(one.shape, one.entries, degrees) for one in placed)
+    optimizer = average = 0
+    for one in placed:
+        if not one.trained:
+            continue
+        size = local_size(one.shape, one.state_entries, degrees)
+        optimizer += _optimizer_bytes(config, tensors, one, size, degrees)
+        average += 0 if config.optimizer.ema_decay is None else _FP32 * size
+    model_state = _FP32 * sum(map(math.prod, tensors.model_state.values()))
+    average += 0 if config.optimizer.ema_decay is None else model_state
+    return StateBytes(params, optimizer, average, model_state)
+
+
+def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
+    """Bytes of optimizer state that one device keeps for a parameter of which it has `size` elements."""
+    optimizer = config.optimizer
+    match optimizer:
+        case SGDConfig():
+            return _FP32 * size if optimizer.momentum else 0
+        case AdamWConfig():
+            return 2 * _moment_bytes(optimizer.moments, one, size, degrees)
+        case MuonConfig():
+            axes = model_axes(config.model)
+            matrix = as_matrix(one.path, one.shape, axes, stack=tensors.stack, exclude=optimizer.adamw)
+            return _FP32 * size * (2 if matrix is None else 1)
+        case LionConfig():
+            return _moment_bytes(optimizer.moments, one, size, degrees)
+        case AdafactorConfig():
+            numbers = _adafactor_numbers(config, tensors, one, degrees, optimizer.min_dim_size_to_factor)
+            return _FP32 * (numbers + (size if optimizer.b1 else 0))
+
+
+def update_flops(config: Config, placed: Sequence[Placed], degrees: Mapping[str, int]) -> float:
+    """Operations of one device in matmuls of an update: Muon's, which deals whole matrices to the devices.
+
+    An iteration makes X X^T, its square, and a product of their sum with X, of X [M, N] with M <= N.
+    """
+    optimizer = config.optimizer
+    if not isinstance(optimizer, MuonConfig):
+        return 0.0
+    flops = 0.0
+    stack = next((one.path.split("/")[0] for one in placed if one.stacked), None)
+    for one in placed:
+        matrix = (
+            as_matrix(one.path, one.shape, model_axes(config.model), stack=stack, exclude=optimizer.adamw)
+            if one.trained
+            else None
+        )
+        if matrix is None:
+            continue
+        short, long = sorted(math.prod(one.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
+        parts = math.prod(entry_degree(one.entries[d], degrees) for d in matrix.batch)
+        devices = math.prod(degrees.values()) / parts
+        count = math.prod(one.shape[d] for d in matrix.batch) / parts
+        each = math.ceil(count / devices) if matrix.batch else count / devices
+        flops += each * optimizer.newton_schulz_steps * (4 * short**2 * long + 2 * short**3)
+    return flops
+
+
+def _moment_bytes(moments: str, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
+    """Of one moment, in the format in which it is stored."""
+    if moments == "bfloat16" and is_stored(one.shape):
+        return 2 * size
+    block = moment_block(one.shape) if moments == "int8" else None
+    if block is None:
+        return _FP32 * size
+    blocks = (*one.shape[:-1], one.shape[-1] // block)
+    return size + local_size(blocks, block_entries(one.state_entries, blocks[-1], degrees), degrees)
+
+
+def _adafactor_numbers(config: Config, tensors: Tensors, one: Placed, degrees: Mapping[str, int], smallest: int) -> int:
+    """Row and column sums of each layer over its two largest dims if both are large enough, else a second moment.
+
+    There are three trees, and one number where a tree does not apply. Sums are sharded as the dims that they keep.
+    """
+    counting = counting_dims(one.path, one.shape, model_axes(config.model), stack=tensors.stack)
+    factored = factored_dims(one.shape, counting, smallest)
+    if factored is None:
+        return 2 + local_size(one.shape, one.state_entries, degrees)
+    numbers = 1
+    for gone in factored:
+        shape = tuple(size for dim, size in enumerate(one.shape) if dim != gone)
+        entries = kept_entries(one.state_entries, one.shape, shape, degrees=degrees, counting=counting)
+        assert entries is not None, one.path
+        numbers += local_size(shape, entries, degrees)
+    return numbers

@@ -1,0 +1,1 @@
+"""What a config trains on: sizes of rows and of the model."""

@@ -1,0 +1,144 @@
+"""What a step works on, as far as a config says it: shapes of a batch, sizes that the data decides. No jax here."""
+
+from dataclasses import dataclass, replace
+
+from jaxtrain.config.data import (
+    DigitsData,
+    ImageFolderData,
+    SyntheticData,
+    TableData,
+    TokenData,
+    TokenizerConfig,
+)
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
+from jaxtrain.plan.workload.record import Workload
+
+_IMAGENET_CLASSES = 1000
+# Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
+_BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
+
+
+def _vocabulary(tokenizer: TokenizerConfig) -> tuple[int | None, str]:
+    if tokenizer.kind == "byte":
+        return 256, ""
+    if tokenizer.kind == "bpe":
+        return tokenizer.vocab_size, f"a full vocabulary of {tokenizer.vocab_size:,} token ids"
+    return None, ""
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """What the data says of its rows; None where it does not apply.
+
+    Attributes:
+        input_shape: of one row, without the batch.
+        vocab_size: of its tokens.
+        num_outputs: its classes or targets.
+        notes: what was assumed.
+    """
+
+    input_shape: tuple[int, ...]
+    vocab_size: int | None
+    num_outputs: int | None
+    notes: tuple[str, ...] = ()
+
+
+def _sizes_of_config(config: Config) -> RowSizes:
+    """The sizes of the rows that a config's own data has, which is not opened.
+
+    Raises:
+        ConfigError: a size that only the data knows; says which key to set.
+    """
+    data, model = config.data, config.model
+    notes: list[str] = []
+    vocab_size = num_outputs = None
+    match data:
+        case DigitsData():
+            input_shape, num_outputs = (8, 8, 1), 10
+        case ImageFolderData():
+            input_shape = (data.image_size, data.image_size, 3)
+            if isinstance(model, ResNetConfig) and model.num_classes is None:
+                num_outputs = _IMAGENET_CLASSES
+                notes.append(f"{_IMAGENET_CLASSES:,} classes, as ImageNet has; model.num_classes says otherwise")
+        case TableData():
+            if data.path not in _BUILTIN_TABLES:
+                raise ConfigError(
+                    f"a plan does not open data.path={data.path}; plan with data.kind=synthetic data.task=table "
+                    "data.num_columns=N data.num_classes=M"
+                )
+            columns, num_outputs = _BUILTIN_TABLES[data.path]
+            input_shape = (columns,)
+        case SyntheticData(task="images"):
+            input_shape, num_outputs = (data.image_size, data.image_size, data.num_channels), data.num_classes
+        case SyntheticData(task="table"):
+            input_shape, num_outputs = (data.num_columns,), data.num_classes
+        case _:
+            length = data.sequence_length or getattr(model, "max_sequence_length", None)
+            if length is None or not isinstance(model, TransformerConfig):
+                raise ConfigError(
+                    f"model.kind={model.kind} does not take the tokens of data.kind={data.kind}; "
+                    "use model.kind=transformer"
+                )
+            input_shape = (length,)
+            match data:
+                case SyntheticData():
+                    vocab_size, note = data.vocab_size, ""
+                case TokenData():
+                    vocab_size, note = None, ""
+                case _:
+                    vocab_size, note = _vocabulary(data.tokenizer)
+            if model.vocab_size is None and vocab_size is None:
+                raise ConfigError(
+                    "a plan does not open the data, and model.vocab_size is not set; set model.vocab_size to the "
+                    "vocabulary of the tokenizer"
+                )
+            if model.vocab_size is None and note:
+                notes.append(note)
+    return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes))
+
+
+def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload:
+    """The sizes of a config's rows.
+
+    Args:
+        config: the run.
+        sizes: of data that takes the place of the config's; None: the config's data, which is not opened.
+
+    Raises:
+        ConfigError: a size that only the data knows; says which key to set.
+    """
+    model, source = config.model, f"data.kind={config.data.kind}" if sizes is None else "the data given"
+    sizes = sizes or _sizes_of_config(config)
+    input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
+    if isinstance(model, TransformerConfig):
+        if len(input_shape) != 1 or config.task != "language_modeling":
+            raise ConfigError(f"model.kind=transformer takes tokens, but {source} gives examples; use another")
+        vocab_size = model.vocab_size or vocab_size
+        if vocab_size is None:
+            raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
+    elif isinstance(model, ResNetConfig):
+        if len(input_shape) != 3:
+            raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
+        num_outputs = model.num_classes or num_outputs
+    elif isinstance(model, MLPConfig):
+        num_outputs = model.num_outputs or num_outputs
+    if num_outputs is None and not isinstance(model, TransformerConfig):
+        key = "num_classes" if isinstance(model, ResNetConfig) else "num_outputs"
+        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
+    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
+    rows = config.train.global_batch_size
+    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes)
+    flops = model_flops_per_row(
+        model,
+        sequence_length=workload.sequence_length,
+        input_shape=input_shape,
+        num_outputs=num_outputs,
+        vocab_size=vocab_size,
+        trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
+    )
+    assert flops is not None, "every size is known by here"
+    return replace(workload, flops_per_row=flops)

@@ -1,0 +1,1 @@
+"""Number formats of a step: policies, loss scaling, quantized arrays."""

@@ -1,0 +1,1 @@
+"""Which activations the backward pass keeps."""

@@ -1,0 +1,127 @@
+"""Which activations of a block the backward pass keeps, and where: policies by name, applied in one place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.config.remat import BLOCK_INPUT, check_remat
+from jaxtrain.layout.sharding import platform
+from jaxtrain.remat.segments import segment_layers
+from jaxtrain.runtime.choices import note_choice
+
+# What a fused attention's backward pass needs besides queries, keys and values: its result and the statistics of its
+# softmax. Kept (or offloaded) where the attention output is, and under "dots", which would otherwise attend again.
+KERNEL_RESIDUALS = "attention_kernel"
+
+Block = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A rematerialisation policy.
+
+    Attributes:
+        policy: none (keep everything), full (keep block inputs), dots (keep results of weight matmuls), sqrt (keep the
+            inputs of about sqrt(N) segments of the N blocks; each runs forward twice more), names.
+        names: tensors kept under policy names, out of `TENSOR_NAMES`.
+        offload: tensors moved to the host's memory in the forward pass and back in the backward pass, under policies
+            full and names, out of `TENSOR_NAMES` and `BLOCK_INPUT`.
+    """
+
+    policy: str = "none"
+    names: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_remat(self.policy, self.names, self.offload)
+
+    def scan(self, block: Block, carry: Any, layers: Any, *, unroll: bool = False) -> tuple[Any, Any]:
+        """`jax.lax.scan(block, carry, layers)` with a backward pass that keeps what this policy says.
+
+        Args:
+            block: (carry, one layer) -> (carry, output).
+            carry: into the first block.
+            layers: a tree with a leading layer dim.
+            unroll: write the blocks out instead of a loop (not under sqrt, whose segments are loops).
+
+        Returns:
+            The last carry and the outputs, stacked.
+        """
+        if self.offload:
+            on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
+            note_choice("activations", f"{', '.join(self.offload)} on the host", on_cpu)
+        if self.policy == "sqrt":
+            return _scan_segments(block, carry, layers)
+        wrapped = self._wrap(block)
+        return _unrolled(wrapped, carry, layers) if unroll else jax.lax.scan(wrapped, carry, layers)
+
+    def _wrap(self, block: Block) -> Block:
+        if self.policy == "none":
+            return block
+        policies = jax.checkpoint_policies
+        names = _with_residuals(self.names) if self.policy == "names" else ()
+        keep = {
+            "full": policies.nothing_saveable,
+            # Weight matmuls have no batch dims; attention scores do, and are recomputed.
+            "dots": policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(KERNEL_RESIDUALS)
+            ),
+            "names": policies.save_only_these_names(*names),
+        }[self.policy]
+        if self.offload:
+            keep = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(names),
+                names_which_can_be_offloaded=list(_with_residuals(self.offload)),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        if BLOCK_INPUT in self.offload:
+            # What a checkpointed function is given is kept where it is; what it names is not.
+            def named(carry: Any, layer: Any) -> tuple[Any, Any]:
+                return block(jax.tree.map(lambda x: checkpoint_name(x, BLOCK_INPUT), carry), layer)
+
+            return jax.checkpoint(named, policy=keep, prevent_cse=False)
+        # A scan already keeps forward and backward apart, so the barrier against CSE would only cost time.
+        return jax.checkpoint(block, policy=keep, prevent_cse=False)
+
+
+def _with_residuals(names: tuple[str, ...]) -> tuple[str, ...]:
+    return (*names, KERNEL_RESIDUALS) if "attention_output" in names else names
+
+
+def _scan_segments(block: Block, carry: Any, layers: Any) -> tuple[Any, Any]:
+    """Segments keep their inputs; while one is run again for its backward pass, its blocks keep theirs."""
+    keep = jax.checkpoint_policies.nothing_saveable
+    inner = jax.checkpoint(block, policy=keep, prevent_cse=False)
+
+    def segment(carry: Any, layers: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(inner, carry, layers)
+
+    cut = segment_layers(jax.tree.leaves(layers)[0].shape[0])
+    outer = jax.checkpoint(segment, policy=keep, prevent_cse=False)
+    whole = cut.count * cut.length
+
+    def split(x: jax.Array) -> jax.Array:
+        return x[:whole].reshape(cut.count, cut.length, *x.shape[1:])
+
+    carry, outputs = jax.lax.scan(outer, carry, jax.tree.map(split, layers))
+    outputs = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), outputs)
+    if cut.rest:
+        # Its backward pass comes first, at once: nothing lies between its two forward passes but the head.
+        last = jax.checkpoint(segment, policy=keep)
+        carry, more = last(carry, jax.tree.map(lambda x: x[whole:], layers))
+        outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, more)
+    return carry, outputs
+
+
+def _unrolled(block: Block, carry: Any, layers: Any) -> tuple[Any, Any]:
+    """What `lax.scan` computes, without a loop in the program."""
+    outputs = []
+    for index in range(jax.tree.leaves(layers)[0].shape[0]):
+        carry, output = block(carry, jax.tree.map(lambda x, index=index: x[index], layers))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)

@@ -1,0 +1,1 @@
+"""One run in its directory."""

@@ -1,0 +1,56 @@
+"""What a run says of itself before it starts: model, data, devices and what was chosen for it."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import Loaded
+from jaxtrain.layout.mesh import mesh_notes
+from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.run.loss_notes import loss_notes
+from jaxtrain.runtime import distributed
+from jaxtrain.runtime.compiler_options import option_notes
+from jaxtrain.train.assemble import Run
+from jaxtrain.train.parallelism import pipeline_notes
+
+
+def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], *, own_model: bool) -> list[str]:
+    """The lines that are shown before a run compiles.
+
+    Args:
+        loaded: the config.
+        run: assembled from it.
+        run_dir: where it writes.
+        notes: what else there is to say.
+        own_model: whether the model came from Python, so that the config says nothing of its loss.
+    """
+    config, mesh = loaded.config, run.step.mesh
+    units = run.data.units_per_row * config.train.global_batch_size
+    places = zip(jax.tree.leaves(run.step.abstract_state), jax.tree.leaves(run.step.state_on_host), strict=True)
+    state, on_host = 0, 0
+    for leaf, is_there in places:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            state, on_host = (state, on_host + size) if is_there else (state + size, on_host)
+    degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    accumulation = config.train.accumulation_steps
+    lines = [
+        f"{run.name}: {run.step.model.name}, {format_count(run.num_parameters)} parameters, "
+        f"{config.train.steps:,} steps of {units:,} {run.data.unit}"
+        + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
+        *(f"data: {line}" for line in run.data.description),
+        f"devices: {distributed.describe_devices()} ({degrees}), {config.precision.policy}, "
+        f"state {format_bytes(state)} a device" + (f", {format_bytes(on_host)} on the host" if on_host else ""),
+        f"compiled programs: {distributed.cache_folder(config.compilation_cache) or 'not kept'}",
+        f"run directory: {run_dir}",
+        *mesh_notes(mesh),
+        *pipeline_notes(run.step.pipeline),
+        *([] if own_model else loss_notes(run)),
+        *option_notes(run.step.compiler_options, asked=config.compiler_options),
+        *notes,
+    ]
+    unused = distributed.unused_accelerator(jax.devices()[0].platform)
+    return [*lines, *([unused] if unused else [])]

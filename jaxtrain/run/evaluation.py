@@ -1,0 +1,115 @@
+"""Evaluation on held-out rows: exact means over all of them, padding excluded."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.tasks import Sums, task_sums
+from jaxtrain.train.batch import is_placed
+from jaxtrain.train.checks import check_batch
+from jaxtrain.train.given_state import check_batch_not_deleted, check_consistent, check_not_donated
+from jaxtrain.train.pipelined import evaluation_sums
+from jaxtrain.train.state import TrainState
+from jaxtrain.train.step import TrainStep
+
+# A mean over nothing is NaN; a scalar metric is a float, a vector one a NumPy array.
+Means = dict[str, Any]
+
+
+class Evaluator:
+    """Means of loss and metrics over batches, with the parameters (or their moving average) of a state.
+
+    Args:
+        step: the train step whose model, task, mesh and precision are used.
+    """
+
+    def __init__(self, step: TrainStep):
+        self._step = step
+        options = {**step.compiler_options.used} or None
+        self._jitted = jax.jit(self._sums, static_argnums=3, compiler_options=options)
+        self._count = jax.jit(_rows_before_padding)
+
+    def _sums(self, params: Any, model_state: Any, batch: dict[str, Any], num_rows: int | None) -> Sums:
+        step = self._step
+        with step.context():
+            if step.pipeline is not None and num_rows is None:
+                loss_sum, weight, metrics = evaluation_sums(
+                    step.pipeline, step.model, step.task, step.policy, params, batch
+                )
+            else:
+                # Logits of all rows where some are left out: deferred ones hold a kernel, which has no rows.
+                apply = step.apply_for_loss if num_rows is None else step.apply_model
+                outputs, _ = apply(params, model_state, batch["inputs"], key=None, train=False)
+                outputs, batch = _first_rows((outputs, batch), batch, num_rows)
+                loss_sum, weight, metrics = task_sums(step.task, outputs, batch, train=False)
+        return {"loss": (loss_sum, weight), **metrics}
+
+    def __call__(self, state: TrainState, batches: Iterable[Mapping[str, Any]]) -> Means:
+        """Evaluate.
+
+        Args:
+            state: its `evaluation_params` and `evaluation_model_state` are used.
+            batches: of one shape, on the mesh or host arrays; rows at the end of a batch whose `weights` are 0 fill it
+                up and count for no task.
+
+        Returns:
+            `eval_loss`, the task's metrics as `eval_*` (a float, or a NumPy array for a vector), and `eval_perplexity`
+            for language models. A mean over no weight is NaN; of no batches there is nothing.
+
+        Raises:
+            ConfigError: a state that was donated to a step, or whose average is not of its parameters.
+        """
+        params, model_state = state.evaluation_params, state.evaluation_model_state
+        check_not_donated({"params": params, "model_state": model_state})
+        check_consistent(state, self._step)
+        totals: dict[str, tuple[Any, Any]] = {}
+        for batch in batches:
+            check_batch(batch)
+            check_batch_not_deleted(batch)
+            if is_placed(batch, self._step.mesh):
+                self._step.batch_shardings(batch)  # one line where rows do not divide, before anything is traced
+            else:
+                batch = self._step.place(batch)
+            num_rows = self._num_rows(batch)
+            if num_rows == 0:
+                continue
+            sums = jax.device_get(self._jitted(params, model_state, dict(batch), num_rows))
+            for name, (total, weight) in sums.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + np.asarray(total, np.float64), before[1] + np.asarray(weight, np.float64))
+        means = {f"eval_{name}": _mean(total, weight) for name, (total, weight) in totals.items()}
+        if self._step.task.name == "language_modeling" and "eval_loss" in means:
+            means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
+        return means
+
+    def _num_rows(self, batch: Mapping[str, Any]) -> int | None:
+        """The rows before those that fill the batch up; None: all, or the task weighs them itself."""
+        if self._step.task.reads_weights or "weights" not in batch:
+            return None
+        found = int(self._count(batch["weights"]))
+        return None if found == batch["weights"].shape[0] else found
+
+
+def _rows_before_padding(weights: jax.Array) -> jax.Array:
+    """One more than the index of the last row with a weight that is not 0; int32 []."""
+    counts_B = jnp.any(weights.reshape(weights.shape[0], -1) != 0, axis=-1)
+    return jnp.max(jnp.where(counts_B, jnp.arange(1, len(counts_B) + 1), 0))
+
+
+def _first_rows(tree: Any, batch: Mapping[str, Any], count: int | None) -> Any:
+    """The tree with the first `count` rows of every leaf that has one entry per row; None: as it is."""
+    if count is None:
+        return tree
+    size = batch["weights"].shape[0]
+    return jax.tree.map(lambda leaf: leaf[:count] if jnp.ndim(leaf) and leaf.shape[0] == size else leaf, tree)
+
+
+def _mean(total: Any, weight: Any) -> Any:
+    """total / weight, NaN where the weight is 0."""
+    total, weight = np.broadcast_arrays(total, weight)
+    mean = np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight != 0)
+    return float(mean) if mean.ndim == 0 else mean

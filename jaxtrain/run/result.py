@@ -1,0 +1,26 @@
+"""How a run ended."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtrain.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        run_dir: where everything was written.
+        state: the last state, on the mesh.
+        metrics: last logged row and evaluation.
+        step: steps done.
+    """
+
+    run_dir: Path
+    state: "TrainState"
+    metrics: Mapping[str, float | int | None]
+    step: int

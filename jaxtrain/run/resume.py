@@ -1,0 +1,178 @@
+"""Where a run starts: from nothing, or from the newest checkpoint of its directory."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.errors import CheckpointError, ConfigError, DataError
+from jaxtrain.run.own_parts import check_given_again, part_changes, recorded_parts
+
+RESUME_MODES = ("auto", "must", "never")
+_SHAPES_STATE = {
+    "precision.policy",
+    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw")),
+    "optimizer.min_dim_size_to_factor",
+}
+# What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
+# data is noticed by its content, and more steps are how a run is made longer.
+_SAME_TRAINING = (
+    *(f"{group}." for group in ("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile")),
+    *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
+    *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
+    *("loss.logits ", "loss.block ", "compiler_options"),
+)
+_SHAPES_NOTHING = {
+    f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
+}
+
+
+def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) -> int | None:
+    """The step to resume, or None for a fresh start.
+
+    Args:
+        checkpointer: of the run directory.
+        run_dir: for messages.
+        resume: auto (if there is a checkpoint), must, or never; None as auto.
+
+    Raises:
+        ConfigError: unknown mode.
+        CheckpointError: `must` without a checkpoint.
+    """
+    if resume is not None and resume not in RESUME_MODES:
+        raise ConfigError(f"--resume {resume}: use one of {', '.join(RESUME_MODES)}")
+    # Process 0 decides for all: another may see an older listing of a network file system.
+    found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
+    latest = None if found < 0 else found
+    if resume == "must" and latest is None:
+        raise CheckpointError(f"--resume must, but there is no checkpoint in {run_dir / 'checkpoints'}; use auto")
+    return None if resume == "never" else latest
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
+    names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
+    old = [run_dir / name for name in (*names, "profile") if (run_dir / name).exists()]
+    if not old:
+        return None
+    # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
+    folder = run_dir / "previous" / name
+    folder.mkdir(parents=True, exist_ok=False)
+    for path in old:
+        path.rename(folder / path.name)
+    return folder
+
+
+def finished_row(run_dir: Path) -> dict[str, Any]:
+    """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
+    path = run_dir / "run.json"
+    final = json.loads(path.read_text(encoding="utf-8")).get("final") if path.exists() else None
+    return {
+        name: value for name, value in (final or {}).items() if name != "wall_seconds" and not name.startswith("eval_")
+    }
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to go on with other data: batch k would hold other rows than it did.
+
+    Raises:
+        DataError: names what differs.
+    """
+    before, after = _flat(saved), _flat(current)
+    differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    if differ:
+        key = differ[0]
+        more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+        raise DataError(
+            f"the checkpoint was trained on other data: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
+            "set it back, use another --run-dir, or start again with --resume never"
+        )
+
+
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; of a new kind, the kind alone."""
+    before, after = _flat(saved), _flat(current)
+    kinds = [key.removesuffix("kind") for key in after if key.endswith(".kind") and before.get(key) != after[key]]
+    return [
+        f"{key} {before.get(key)} -> {after.get(key)}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+        and not any(key.startswith(kind) and key != f"{kind}kind" for kind in kinds)
+    ]
+
+
+def changes_since(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, may_change: bool
+) -> list[str]:
+    """What differs between the run of a checkpoint and the one that would go on from it.
+
+    Args:
+        saved: metadata of the checkpoint: `config`, `stream` (which rows batch k holds) and `from_python`.
+        current: the same of the run that would go on.
+        run_dir: for messages.
+        may_change: whether another configuration may go on.
+
+    Returns:
+        The changes, each as `train.steps 600 -> 1200`.
+
+    Raises:
+        ConfigError: a part from Python is not given again, or the configuration changed and may not.
+        DataError: the data differs.
+    """
+    parts = recorded_parts(current)
+    check_given_again(saved, parts, run_dir)
+    before, after = saved.get("config", {}), current["config"]
+    changes = [*part_changes(saved, parts), *config_changes(before, after)]
+    if not may_change:
+        check_same_training(changes, before, after, run_dir=run_dir)
+    check_stream(saved.get("stream", {}), current["stream"])
+    return changes
+
+
+def check_same_training(
+    changes: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path
+) -> None:
+    """Refuse to go on with a run that trained something else: its old numbers would be returned as the new ones.
+
+    Args:
+        changes: from `config_changes`, and of parts that came from Python.
+        saved, current: the two resolved configs.
+        run_dir: for messages.
+
+    Raises:
+        ConfigError: names the first keys that differ and what to do.
+    """
+    before, after = (config.get("train", {}).get("steps", 0) for config in (saved, current))
+    differ = [change for change in changes if not change.startswith(_SAME_TRAINING)]
+    if after >= before:
+        differ = [change for change in differ if not change.startswith("train.steps ")]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise ConfigError(
+            f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; use another run_dir, "
+            "resume='never' to start anew, or resume='must' to go on with the change"
+        )
+
+
+def state_changes(changes: Iterable[str]) -> list[str]:
+    """Of what `config_changes` gives, that which may change names, shapes or dtypes of the state."""
+    return [
+        change
+        for change in changes
+        if (key := change.partition(" ")[0]) in _SHAPES_STATE
+        or (key.startswith("model.") and key not in _SHAPES_NOTHING)
+    ]

@@ -1,0 +1,101 @@
+"""A whole run: data, compile, resume, loop, evaluation, checkpoints, report."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.local_path import local_path
+from jaxtrain.errors import DivergedError, PreemptedError
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.run.result import Result
+from jaxtrain.runtime import distributed
+
+if TYPE_CHECKING:
+    from jaxtrain.data import Data
+    from jaxtrain.models.model import Model
+    from jaxtrain.models.tasks import Task
+
+
+_STATUS: dict[type[BaseException], str] = {
+    PreemptedError: "preempted",
+    DivergedError: "diverged",
+    KeyboardInterrupt: "stopped",
+}
+
+
+def run_config(
+    config: str | Path | Mapping[str, Any] | Loaded,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | None = None,
+    emulate: int | None = None,
+    model: "Model | None" = None,
+    task: "Task | None" = None,
+    data: "Data | None" = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Train what a config describes, in its run directory, resuming where it stopped.
+
+    Args:
+        config: a shipped name, a path, a nested mapping, or what `load_config` gave.
+        overrides: keys on top, dotted or nested: {"train.steps": 100}.
+        run_dir: None: runs/<name>.
+        resume: None goes on with the run that the directory holds if its configuration trains the same (more steps are
+            allowed) and refuses another one; auto and must go on with whatever changed, must only if there is a
+            checkpoint; never starts anew.
+        emulate: pretend to have this many CPU devices.
+        model, task, data: your own instead of the config's.
+        progress: where phases and progress are shown; None: on standard error.
+
+    Returns:
+        The result, once all steps are done.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: before training starts.
+        DivergedError: non-finite steps in a row.
+        PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
+    """
+    loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
+    folder = (
+        local_path(run_dir, what="run directory")
+        if run_dir is not None
+        else Path("runs") / local_path(loaded.name, what="name")
+    )
+    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
+    _check_parts(model=model, task=task, data=data)
+    if loaded.config.parallel.auto:
+        from jaxtrain.plan.search.auto import choose_layout
+        from jaxtrain.plan.workload.describe import RowSizes
+
+        sizes = None if data is None else RowSizes(data.input_shape, data.vocab_size, data.num_outputs)
+        loaded = choose_layout(loaded, own_model=model is not None, sizes=sizes)
+    from jaxtrain.run.interrupt import Interrupt
+    from jaxtrain.run.lock import RunLock
+
+    main = distributed.is_main_process()
+    shown = progress or Progress(process_index=0 if main else 1)
+    with shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt:
+        from jaxtrain.run.session import Session
+
+        session = Session(loaded, folder, shown, interrupt, main=main)
+        try:
+            session.prepare(resume=resume, model=model, task=task, data=data)
+            return session.run()
+        except BaseException as error:
+            # What went wrong first is what the user must see, so an error while closing does not replace it.
+            with contextlib.suppress(Exception):
+                session.close(_STATUS.get(type(error), "failed"))
+            raise
+
+
+def _check_parts(**parts: Any) -> None:
+    """Raise where a part from Python is of another kind."""
+    from jaxtrain.train.checks import check_data, check_model, check_task
+
+    checks = {"model": check_model, "task": check_task, "data": check_data}
+    for name, part in parts.items():
+        if part is not None:
+            checks[name](part)

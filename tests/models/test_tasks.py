@@ -1,0 +1,117 @@
+"""Losses and metrics against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.tasks import TASKS, classification, cross_entropy, language_modeling, regression
+
+
+def reference(logits, targets):
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return -np.take_along_axis(log_probabilities, np.asarray(targets)[..., None], -1)[..., 0]
+
+
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(size=(3, 5)).astype(np.float32)
+TARGETS = np.array([0, 4, 2], np.int32)
+
+CASES = {
+    "ordinary": LOGITS,
+    "all equal": np.zeros((3, 5), np.float32),
+    "large": LOGITS * 1e4,
+    "near the end of fp32": np.eye(3, 5, dtype=np.float32) * 3e38,
+    "large offset": LOGITS + 1e4,
+    "very negative": LOGITS - 1e30,
+}
+
+
+@pytest.mark.parametrize("logits", CASES.values(), ids=CASES)
+def test_cross_entropy(logits):
+    found, gradient = jax.value_and_grad(lambda x: jnp.sum(cross_entropy(x, TARGETS)))(logits)
+    # fp32 against float64 of the same fp32 logits.
+    np.testing.assert_allclose(cross_entropy(logits, TARGETS), reference(logits, TARGETS), rtol=1e-5, atol=1e-6)
+    assert np.isfinite(found)
+    assert np.all(np.isfinite(gradient))
+    # Probabilities less the one-hot targets: each row sums to 0.
+    np.testing.assert_allclose(np.sum(gradient, -1), 0, atol=1e-6)
+
+
+def test_cross_entropy_raises_bf16_to_float32():
+    logits = jnp.asarray(LOGITS, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        found = cross_entropy(logits, jnp.asarray(TARGETS))
+    assert found.dtype == jnp.float32
+    # No rounding after the logits': the same tolerance as above.
+    np.testing.assert_allclose(found, reference(logits, TARGETS), rtol=1e-5, atol=1e-6)
+
+
+def test_language_modeling_sums_over_weighted_tokens():
+    logits, targets = RNG.normal(size=(2, 3, 5)).astype(np.float32), np.array([[0, 1, 2], [3, 4, 0]], np.int32)
+    weights = np.array([[1, 0, 0.5], [1, 1, 0]], np.float32)
+    total, weight, metrics = language_modeling().loss(logits, {"targets": targets, "weights": weights})
+    assert (float(weight), metrics) == (3.5, {})
+    np.testing.assert_allclose(total, np.sum(reference(logits, targets) * weights), rtol=1e-6)  # a sum of 6
+    total, weight, _ = language_modeling().loss(logits, {"targets": targets})
+    assert float(weight) == 6
+    np.testing.assert_allclose(total, np.sum(reference(logits, targets)), rtol=1e-6)  # a sum of 6
+
+
+def test_classification_counts_what_is_right():
+    logits = np.array([[2, 0, 0], [0, 0, 1], [0, 3, 0], [9, 0, 0]], np.float32)
+    targets, weights = np.array([0, 1, 1, 2], np.int32), np.array([1, 1, 0.5, 0], np.float32)
+    total, weight, metrics = classification().loss(logits, {"targets": targets, "weights": weights})
+    np.testing.assert_allclose(total, np.sum(reference(logits, targets) * weights), rtol=1e-6)  # a sum of 4
+    assert float(weight) == 2.5
+    assert tuple(map(float, metrics["accuracy"])) == (1.5, 2.5)
+
+
+# outputs, targets, mean squared error of each row
+REGRESSION = {
+    "one column": ([[1.0], [4.0]], [[0.0], [2.0]], [1.0, 4.0]),
+    "targets without a column": ([[1.0], [4.0]], [0.0, 2.0], [1.0, 4.0]),
+    "two columns": ([[1.0, 3.0], [4.0, 0.0]], [[0.0, 0.0], [2.0, 0.0]], [5.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 0.0], [0.5, 2.0]], ids=["no weights", "padded", "weighted"])
+@pytest.mark.parametrize(("outputs", "targets", "errors"), REGRESSION.values(), ids=REGRESSION)
+def test_regression(outputs, targets, errors, weights):
+    batch = {"targets": np.array(targets, np.float32)}
+    if weights is not None:
+        batch["weights"] = np.array(weights, np.float32)
+    total, weight, metrics = regression().loss(jnp.asarray(outputs), batch)
+    used = np.ones(2) if weights is None else np.array(weights)
+    assert (float(total), float(weight), metrics) == (np.sum(errors * used), np.sum(used), {})
+
+
+# task, outputs and targets of a row that stands for padding
+PADDING = {
+    "language modeling": ("language_modeling", (2, 3, 5), np.zeros((2, 3), np.int32)),
+    "classification": ("classification", (2, 5), np.zeros(2, np.int32)),
+    "regression": ("regression", (2, 2), np.zeros((2, 2), np.float32)),
+}
+
+
+@pytest.mark.parametrize(("name", "shape", "targets"), PADDING.values(), ids=PADDING)
+def test_padding_does_not_matter(name, shape, targets):
+    outputs = RNG.normal(size=shape).astype(np.float32)
+    weights = np.ones(targets.shape if name == "language_modeling" else (2,), np.float32)
+    weights[1] = 0
+    loss = jax.jit(TASKS[name]().loss)
+
+    def run(filler, label):
+        padded_outputs, padded_targets = outputs.copy(), targets.copy()
+        padded_outputs[1], padded_targets[1] = filler, label
+        return loss(padded_outputs, {"targets": padded_targets, "weights": weights})
+
+    assert jax.tree.map(float, run(0.0, 0)) == jax.tree.map(float, run(1e4, 3))
+
+
+def test_outputs_of_another_width_are_refused():
+    with pytest.raises(ConfigError, match=r"targets \[4, 1\] do not fit outputs \[4, 2\]"):
+        regression().loss(jnp.zeros((4, 2)), {"targets": np.zeros((4, 1), np.float32)})

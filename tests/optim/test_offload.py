@@ -1,0 +1,180 @@
+"""Optimizer state in the host's memory: the numbers of a state on the device, on meshes and through checkpoints."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from pydantic import TypeAdapter
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config.models import MLPConfig
+from jaxtrain.config.schema import Config, OptimizerConfig
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import classification
+from jaxtrain.optim import update_slices
+from jaxtrain.optim.offload import is_elementwise
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.update_slices import num_slices
+from jaxtrain.plan.work.offload import updates_in_slices
+from jaxtrain.runtime.choices import record_choices
+from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.step import TrainStep, make_train_step
+
+RNG = np.random.default_rng(0)
+BATCH = {"inputs": RNG.normal(size=(8, 64)).astype(np.float32), "targets": np.arange(8, dtype=np.int32)}
+ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100), weight_decay=0.1)
+ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+
+
+def make(optimizer: Any, *, offload: bool, devices: int = 1, zero: int = 0, **degrees: int) -> TrainStep:
+    model = build_model(MLPConfig(hidden_dims=(32, 16)), input_shape=(64,), num_outputs=10)
+    return make_train_step(
+        model,
+        classification(),
+        optimizer,
+        mesh=make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[:devices]),
+        clip_norm=0.5,
+        ema_decay=0.9,
+        trainable=lambda path: path != "layers/1/bias",
+        parallelism=Parallelism(zero=zero, max_replicated_fraction=1.0),
+        offload_optimizer=offload,
+    )
+
+
+def train(step: TrainStep, state: Any = None) -> tuple[Any, list[str]]:
+    """Two steps, one that is not finite, another; what is kept on the host after them."""
+    state = step.init(0) if state is None else state
+    broken = {**BATCH, "inputs": BATCH["inputs"] * np.float32("nan")}
+    with record_choices() as choices:
+        for batch in (BATCH, BATCH, broken, BATCH):
+            state, _ = step(state, batch)
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(step.state_shardings), strict=True):
+        assert leaf.sharding.memory_kind == sharding.memory_kind
+    return state, choices
+
+
+def host(state: Any) -> Any:
+    return jax.device_get(dataclasses.replace(state, key=0))
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    # The same operations on the same numbers, fused differently in a loop: a few roundings of fp32, 2^-24 each.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), host(found), host(wanted))
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that the matrices of the MLP pass in several slices, and its vectors in several groups."""
+    monkeypatch.setattr(update_slices, "SLICE_BYTES", 1024)
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[TrainStep, Any]:
+    step = make(ADAMW, offload=False)
+    return step, train(step)[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "zero", "degrees"),
+    [
+        pytest.param(1, 0, {}, id="one device"),
+        pytest.param(4, 1, dict(data=2, fsdp=2), id="zero-1 over data, and fsdp"),
+    ],
+)
+def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, zero, degrees):
+    state, _ = train(make(ADAMW, offload=True, devices=devices, zero=zero, **degrees))
+    assert_equal(state, alone[1])
+    kinds = {leaf.ndim > 0: leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer_state)}
+    assert kinds == {True: "pinned_host", False: "device"}
+
+
+def test_an_update_that_needs_whole_arrays_gets_them():
+    state, choices = train(make(ADAFACTOR, offload=True))
+    assert_equal(state, train(make(ADAFACTOR, offload=False))[0])
+    assert any("whole" in line for line in choices)
+
+
+@pytest.mark.parametrize(("devices", "degrees"), [(1, {}), (2, dict(data=2))])
+def test_a_state_of_counts_alone_stays_on_the_device(devices, degrees):
+    plain = optax.sgd(optax.constant_schedule(1e-2))
+    state, choices = train(make(plain, offload=True, devices=devices, **degrees))
+    assert_equal(state, train(make(plain, offload=False))[0])
+    assert "optimizer state: on the device: it has counts alone" in choices
+
+
+def test_a_checkpoint_moves_between_host_and_device(alone, tmp_path):
+    """Saved from the host, restored to the device, and back: bit for bit; training goes on with the same numbers."""
+    plain, _ = alone
+    moved = make(ADAMW, offload=True)
+    state, _ = train(moved)
+    saved = host(state)
+    with Checkpointer(tmp_path / "from host") as checkpointer:
+        checkpointer.save(4, state, metadata={})
+        back, same = (checkpointer.restore(step.abstract_state) for step in (plain, moved))
+    for restored, step in ((back, plain), (same, moved)):
+        jax.tree.map(np.testing.assert_array_equal, host(restored), saved)
+        kinds = jax.tree.map(lambda leaf: leaf.sharding.memory_kind, restored)
+        assert kinds == jax.tree.map(lambda sharding: sharding.memory_kind, step.state_shardings)
+    with Checkpointer(tmp_path / "from device") as checkpointer:
+        checkpointer.save(4, back, metadata={})
+        to_host = checkpointer.restore(moved.abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, host(to_host), saved)
+    assert_equal(train(moved, to_host)[0], train(plain, back)[0])
+
+
+# The group of an optimizer -> whether its update treats every number alone.
+KINDS = {
+    "sgd": ({"kind": "sgd"}, True),
+    "adamw": ({"kind": "adamw", "weight_decay": 0.1}, True),
+    "lion": ({"kind": "lion"}, True),
+    "adafactor": ({"kind": "adafactor"}, False),
+    "adamw, int8": ({"kind": "adamw", "moments": "int8"}, False),
+    "muon": ({"kind": "muon"}, False),
+}
+
+
+@pytest.mark.parametrize(("group", "elementwise"), KINDS.values(), ids=KINDS)
+def test_the_planner_knows_which_updates_pass_in_slices(group, elementwise):
+    config = TypeAdapter(OptimizerConfig).validate_python(group)
+    params = {"hidden": {"kernel": jax.ShapeDtypeStruct((256, 512), np.float32)}}
+    axes = {"hidden/kernel": ("embed", "mlp")}
+    assert is_elementwise(build_optimizer(config, optax.constant_schedule(1e-3), axes=axes), params) == elementwise
+    assert updates_in_slices(Config(optimizer=config)) == elementwise
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        pytest.param(lambda g: optax.tree.norm(g), id="a norm"),
+        pytest.param(lambda g: jax.tree.map(lambda x: x - x.mean(), g), id="a mean"),
+        pytest.param(lambda g: jax.tree.map(lambda x: x[::-1], g), id="another order"),
+        pytest.param(lambda g: jax.tree.map(lambda x: x @ x.T @ x, g), id="a product"),
+    ],
+)
+def test_an_update_that_mixes_numbers_is_not_elementwise(update):
+    def move(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        mixed = update(gradients)
+        scaled = jax.tree.map(lambda x: x * mixed, gradients) if isinstance(mixed, jax.Array) else mixed
+        return scaled, state
+
+    params = {"kernel": jax.ShapeDtypeStruct((8, 4), np.float32)}
+    assert not is_elementwise(optax.GradientTransformation(lambda _: optax.EmptyState(), move), params)
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices"),
+    [
+        pytest.param((), 1, id="a number"),
+        pytest.param((256,), 1, id="small"),
+        pytest.param((4, 128), 2, id="two slices of 1 KiB"),
+        pytest.param((6, 100), 3, id="the next divisor"),
+        pytest.param((7, 100), 7, id="a prime"),
+        pytest.param((2, 4096), 2, id="no smaller than a row"),
+    ],
+)
+def test_slices_of_the_first_dim(shape, slices):
+    assert num_slices(shape) == slices

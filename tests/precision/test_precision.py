@@ -1,0 +1,108 @@
+"""Policies, casts and the dynamic loss scale."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.errors import ConfigError
+from jaxtrain.precision.policy import POLICIES, LossScale, LossScaling, cast_floats, get_policy
+from jaxtrain.precision.quantized import QuantizedKernel
+
+SCALING = LossScaling(initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0)
+
+# Steps (1 finite, 0 not) and the scale after each.
+MOVES = {
+    "grows after the interval": ("111", [8, 8, 16]),
+    "grows again": ("111111", [8, 8, 16, 16, 16, 32]),
+    "stops at the maximum": ("1" * 12, [8, 8, 16, 16, 16, 32, 32, 32, 32, 32, 32, 32]),
+    "halves": ("0", [4]),
+    "stops at the minimum": ("0000", [4, 2, 2, 2]),
+    "counts from the last bad step": ("110111", [8, 8, 4, 4, 4, 8]),
+}
+
+
+@pytest.mark.parametrize(("steps", "scales"), MOVES.values(), ids=MOVES)
+def test_loss_scale(steps, scales):
+    move = jax.jit(lambda state, finite: state.move(finite, SCALING))
+    state, found = LossScale.create(SCALING), []
+    for step in steps:
+        state = move(state, jnp.bool_(step == "1"))
+        found.append(float(state.scale))
+    assert found == scales
+    assert (state.scale.dtype, state.finite_steps.dtype) == (jnp.float32, jnp.int32)
+
+
+WRONG_SCALES = {
+    "below the minimum": (dict(initial=1.0, minimum=8.0), r"initial=1, outside minimum=8 to maximum=1\.67772e\+07"),
+    "above the maximum": (dict(initial=64.0, maximum=32.0), r"initial=64, outside minimum=1 to maximum=32"),
+    "a minimum of zero": (dict(minimum=0.0), r"use 0 < minimum <= initial <= maximum"),
+    "no number": (dict(initial=float("nan")), r"initial=nan, outside"),
+    "no interval": (dict(growth_interval=0), r"growth_interval=0 of the loss scale; use 1 or more"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG_SCALES.values(), ids=WRONG_SCALES)
+def test_scales_that_cannot_move_as_they_say_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        LossScaling(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_whose_scale_starts_below_its_minimum_is_refused():
+    overrides = ["precision.policy=fp16", "precision.loss_scale.initial=1", "precision.loss_scale.minimum=8"]
+    with pytest.raises(ConfigError, match=r"precision\.loss_scale.*initial 1 is below minimum 8; raise it") as caught:
+        load_config("quickstart", overrides=overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_casts_touch_floats_only():
+    tree = {
+        "w": jnp.ones(2, jnp.float32),
+        "h": jnp.ones(2, jnp.float16),
+        "i": jnp.arange(2),
+        "b": jnp.array([True]),
+        "k": jax.random.key(0),
+        "n": np.ones(2, np.float32),
+        "q": QuantizedKernel(jnp.ones((2, 2), jnp.int8), jnp.ones(2, jnp.float32)),
+        "none": None,
+    }
+    cast = cast_floats(tree, jnp.bfloat16)
+    quantized = cast.pop("q")
+    assert (quantized.values.dtype, quantized.scale.dtype) == (jnp.int8, jnp.float32)
+    assert {name: leaf.dtype for name, leaf in cast.items() if leaf is not None} == {
+        "w": jnp.bfloat16,
+        "h": jnp.bfloat16,
+        "i": jnp.int32,
+        "b": jnp.bool_,
+        "k": tree["k"].dtype,
+        "n": jnp.bfloat16,
+    }
+    assert cast["none"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "param_dtype", "compute_dtype", "matmul_precision", "loss_scaled", "linear_format"),
+    [
+        ("fp32", jnp.float32, jnp.float32, "highest", False, None),
+        ("tf32", jnp.float32, jnp.float32, "tensorfloat32", False, None),
+        ("bf16", jnp.float32, jnp.bfloat16, None, False, None),
+        ("bf16_pure", jnp.bfloat16, jnp.bfloat16, None, False, None),
+        ("fp16", jnp.float32, jnp.float16, None, True, None),
+        ("fp8", jnp.float32, jnp.bfloat16, None, False, "fp8"),
+    ],
+)
+def test_policies(name, param_dtype, compute_dtype, matmul_precision, loss_scaled, linear_format):
+    policy = get_policy(name)
+    assert (policy.param_dtype, policy.compute_dtype) == (param_dtype, compute_dtype)
+    assert (policy.matmul_precision, policy.loss_scaled) == (matmul_precision, loss_scaled)
+    assert policy.linear_format == linear_format
+    assert get_policy(policy) is policy
+
+
+def test_unknown_policy():
+    with pytest.raises(ConfigError) as caught:
+        get_policy("fp12")
+    assert str(caught.value) == "unknown precision policy 'fp12'; known: fp32, tf32, bf16, bf16_pure, fp16, fp8"
+    assert len(POLICIES) == 6

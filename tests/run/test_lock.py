@@ -1,0 +1,78 @@
+"""One process per run directory, and nothing to clean up after a killed one."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.run.lock import LOCK_NAME, RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from jaxtrain.run.lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused(tmp_path, holder):
+    phrase = rf"run is in use by process {holder.pid} on \S+ since \S+ \S+; use another --run-dir or stop it$"
+    with pytest.raises(ConfigError, match=phrase), RunLock(tmp_path / "run"):
+        pass
+    with pytest.raises(ConfigError, match=phrase), RunLock(tmp_path / "run"):
+        pass  # the refused attempt did not disturb the holder's note
+
+
+def test_a_killed_holder_leaves_the_directory_free(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert str(holder.pid) in (tmp_path / "run" / LOCK_NAME).read_text()
+    with RunLock(tmp_path / "run"):
+        assert f'"pid": {os.getpid()}' in (tmp_path / "run" / LOCK_NAME).read_text()
+
+
+def test_it_can_be_taken_again(tmp_path):
+    for _ in range(2):
+        with RunLock(tmp_path / "runs" / "a"), pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+            RunLock(tmp_path / "runs" / "a").__enter__()
+    assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o750
+
+
+def test_a_holder_without_a_note(tmp_path):
+    with RunLock(tmp_path):
+        (tmp_path / LOCK_NAME).write_text("")
+        with pytest.raises(ConfigError, match="in use by another process"):
+            RunLock(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("path", ["file", "file/run"])
+def test_a_file_in_the_way(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"is a file: use another --run-dir$"):
+        RunLock(tmp_path / path).__enter__()
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("content")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunLock(tmp_path / "run").__enter__()
+    assert (tmp_path / "precious").read_text() == "content"

@@ -1,0 +1,228 @@
+"""A run as a whole: what it writes, what it evaluates and keeps, how it ends, and every mistake by its exit code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from training_runs import TINY, losses, rows, write_config
+
+import jaxtrain as jt
+from jaxtrain.cli import main
+from jaxtrain.config import load_config
+from jaxtrain.plan.catalogue.hardware import measured_cpu, target_of
+from jaxtrain.runtime.compiler_options import choose_options
+from jaxtrain.train.assemble import length_notes
+
+
+def train(run_dir: Path, **overrides: Any) -> jt.Result:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return jt.run_config(TINY, run_dir=run_dir, overrides=dotted)
+
+
+def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = train(
+        tmp_path,
+        train__steps=6,
+        logging__report=True,
+        logging__tensorboard=True,
+        evaluation__every=2,
+        evaluation__sample_prompt="The",
+        evaluation__sample_tokens=10,
+        checkpoint__every=2,
+        profile__start_step=2,
+        profile__num_steps=2,
+    )
+    names = {path.name for path in tmp_path.iterdir()}
+    wanted = {"run.json", "metrics.jsonl", "checkpoints", "report.html", "tensorboard", "tokenizer.json", "sample.txt"}
+    assert wanted <= names
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert (info["status"], info["config"]["train"]["steps"], info["mesh"]["data"]) == ("done", 6, 8)
+    assert {"config", "versions", "devices", "mesh", "git_commit"} <= set(info)
+    # All that the compiler was given, which the banner does not show.
+    assert info["compiler_options"] == dict(choose_options(jax.devices()[0], 8).used) != {}
+    assert [row["step"] for row in rows(tmp_path) if "eval_loss" in row] == [2, 4, 6]
+    assert list(tmp_path.glob("profile/**/*.xplane.pb")), "the profiler window wrote nothing"
+    assert list(tmp_path.glob("tensorboard/events*"))
+    assert (tmp_path / "sample.txt").read_text().startswith("The")
+    report = (tmp_path / "report.html").read_text()
+    assert "<svg" in report
+    assert "http://" not in report.replace("http://www.w3.org", "")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"], "keep_last is 2"
+    assert result.metrics["eval_loss"] == [row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row][-1]
+    out, err = capfd.readouterr()
+    for phase in ("reading data", "tracing", "compiling", "creating state"):
+        assert f"{phase} … " in err
+    assert "compiler options" not in err
+    assert "ETA" in err
+    assert "report.html" in out
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    """A learning rate that ruins the model after the start leaves an early step as the best."""
+    train(
+        tmp_path,
+        train__steps=8,
+        evaluation__every=2,
+        checkpoint=dict(every=2, keep_last=1, keep_best=True),
+        optimizer=dict(kind="sgd", learning_rate=100.0, clip_norm=1.0),
+    )
+    evaluated = {row["step"]: row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row}
+    best = min(evaluated, key=lambda step: evaluated[step])
+    assert best != 8
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()}
+    assert kept == {best, 8}
+
+
+def test_divergence_ends_the_run_with_advice(tmp_path: Path) -> None:
+    """Weights of 1e30 overflow in the first product, for good."""
+    config = write_config(tmp_path, optimizer=dict(kind="sgd", learning_rate=1e38, clip_norm=None, momentum=0.0))
+    assert main(["train", str(config), "--run-dir", str(tmp_path / "run"), "train.max_skipped_in_a_row=3"]) == 5
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "diverged"
+    skipped = [row["skipped_steps"] for row in rows(tmp_path / "run") if "loss" in row]
+    assert skipped[-1] == 3
+
+
+def test_own_model_task_and_data_through_a_config(tmp_path: Path) -> None:
+    data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8, "num_classes": 3})
+    model = jt.from_functions(
+        lambda key: {"kernel": 0.01 * np.ones((8, 3), np.float32)}, lambda params, x: x @ params["kernel"]
+    )
+    result = jt.run_config(
+        {**TINY, "task": "classification", "optimizer": {"kind": "adamw", "learning_rate": 0.05}},
+        run_dir=tmp_path,
+        overrides={"train.steps": 40, "train.global_batch_size": 32},
+        model=model,
+        task=jt.classification(),
+        data=data,
+    )
+    assert result.metrics["model_flops_utilization"] is None
+    assert result.metrics["examples"] == 40 * 32
+    assert result.metrics["eval_accuracy"] > 0.6
+
+
+def test_auto_refuses_a_model_that_it_does_not_know(tmp_path: Path) -> None:
+    model = jt.from_functions(lambda key: {"kernel": np.ones((8, 3), np.float32)}, lambda p, x: x @ p["kernel"])
+    with pytest.raises(
+        jt.ConfigError, match=r"model= is your own, .*set a degree instead: parallel.data=auto"
+    ) as error:
+        jt.run_config({**TINY, "parallel": "auto"}, run_dir=tmp_path / "run", model=model)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_auto_plans_the_rows_of_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = measured_cpu(dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11), 1e10, 2**34, 8)
+    monkeypatch.setattr("jaxtrain.plan.search.auto.this_machine", lambda: target_of(cpu, 8))
+    data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8, "num_classes": 3})
+    # The config's own data is text, which an mlp does not take.
+    config = {"task": "classification", "parallel": "auto", "model": {"kind": "mlp", "hidden_dims": [16]}}
+    result = jt.run_config(
+        {**TINY, **config, "optimizer": {"kind": "sgd", "learning_rate": 0.05}},
+        run_dir=tmp_path,
+        overrides={"train.steps": 2, "train.global_batch_size": 32},
+        data=data,
+    )
+    assert result.step == 2
+
+
+def test_a_length_from_the_config_s_model_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = jt.from_functions(
+        lambda key: {"table": jax.random.normal(key, (256, 256))}, lambda params, x: params["table"][x]
+    )
+    jt.run_config(TINY, overrides={"train.steps": 1}, run_dir=tmp_path, model=model, task=jt.language_modeling())
+    said = "data.sequence_length is not set: rows have 32 tokens, the model.max_sequence_length of the config's model"
+    assert said in " ".join(capfd.readouterr().err.split())
+    assert length_notes(load_config({"data": {"kind": "text", "sequence_length": 8}}).config) == []
+    assert length_notes(load_config("digits_mlp").config) == []
+
+
+BAD = {
+    "batch that does not divide": (["train.global_batch_size=12"], 2, "global_batch_size=12 .* use 8 or 16"),
+    "heads that do not divide": (
+        ["model.num_heads=2", "parallel.tensor=4", "parallel.data=2"],
+        2,
+        "heads .* is 2, which does not divide by tensor=4",
+    ),
+    "more devices than there are": (["parallel.data=16"], 2, "makes 16, which is not the 8 devices there"),
+    "devices left over": (["parallel.data=2"], 2, "makes 2, which is not the 8 devices there"),
+    "two autos": (["parallel.data=auto", "parallel.fsdp=auto"], 2, "at most one"),
+    "layers that do not divide": (["model.num_layers=3", "parallel.pipe=2"], 2, "3 layers do not divide by .*pipe=2"),
+    "empty file": (["data.path=empty.txt"], 3, "empty.txt"),
+    "corrupt line": (["data.kind=jsonl", "data.path=bad.jsonl"], 3, "bad.jsonl:2"),
+    "lines of JSON as text": (["data.path=bad.jsonl"], 3, "set data.kind=jsonl"),
+    "model of other data": (["model.kind=mlp"], 2, "model.kind=mlp does not take the tokens of data.kind=text"),
+    "missing file": (["data.path=none.txt"], 3, "none.txt does not exist"),
+    "token out of range": (["data={kind: tokens, path: shards}"], 3, "shards/.* 300"),
+    "vocabulary too small": (["model.vocab_size=10"], 2, "model.vocab_size=10 is below the 256"),
+    "sequence too long": (["data.sequence_length=64"], 2, "data.sequence_length=64 exceeds"),
+    "task of other data": (["task=classification"], 2, "set task=language_modeling"),
+    "unknown frozen parameter": (["optimizer.freeze=[nothing]"], 2, "'nothing' matches no parameter"),
+    "unknown parameter for AdamW": (
+        ["optimizer={kind: muon, adamw: [nothing]}"],
+        2,
+        "optimizer.adamw: 'nothing' matches no parameter",
+    ),
+    "unknown tensor to keep": (["remat.policy=names", "remat.names=[nothing]"], 2, "no tensor 'nothing'"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "code", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_with_its_exit_code(
+    overrides: list[str],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
+    write_shards(tmp_path / "shards")
+    config = write_config(tmp_path)
+    assert main(["train", str(config), "--run-dir", "run", *overrides]) == code
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert "Traceback" not in "".join(lines)
+    assert [line for line in lines if line.startswith("jaxtrain: ")] == lines[-1:]
+    assert re.search(words, lines[-1]), lines[-1]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def write_shards(folder: Path) -> None:
+    """Token shards of a vocabulary of 256 with one id of 300 patched into them."""
+    text = folder.parent / "long.txt"
+    text.write_text("some text that is long enough " * 100)
+    from jaxtrain.config import load_config
+    from jaxtrain.data import prepare_tokens
+
+    prepared = load_config({"data": {"kind": "text", "path": str(text), "tokenizer": {"kind": "byte"}}})
+    prepare_tokens(prepared.config.data, folder, tokens_per_shard=10_000)  # type: ignore[arg-type]
+    shard = next(folder.glob("*.bin"))
+    ids = np.fromfile(shard, np.uint16)
+    ids[1234] = 300
+    ids.tofile(shard)
+
+
+def test_a_checkpoint_of_another_model_through_the_command_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, train__steps=2)
+    run = ["train", str(config), "--run-dir", str(tmp_path / "run")]
+    assert main(run) == 0
+    capfd.readouterr()
+    assert main([*run, "model.num_layers=3"]) == 4
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("jaxtrain: checkpoint ")
+    assert "of another model" in line
+    assert list(losses(tmp_path / "run")) == [1, 2]
+    # Nothing is compiled for a state that cannot be taken over.
+    assert main([*run, "optimizer.kind=lion"]) == 4
+    said = capfd.readouterr().err.strip().splitlines()
+    assert not any(line.startswith("tracing") for line in said)
+    assert "of another optimizer" in said[-1]
+    assert "changed since: optimizer.kind adamw -> lion; set that back, use" in said[-1]

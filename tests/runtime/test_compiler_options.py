@@ -1,0 +1,85 @@
+"""Compiler options reach every program of a step; what a compiler does not know is told and left out."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain import from_functions, make_mesh, make_train_step, regression
+from jaxtrain.errors import ConfigError
+from jaxtrain.runtime import compiler_options
+from jaxtrain.runtime.compiler_options import OPTIONS, choose_options, option_notes
+
+BATCH = {"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 1), np.float32)}
+
+
+def small_step(**options):
+    model = from_functions(lambda key: {"w": jnp.ones((4, 1))}, lambda params, x: x @ params["w"])
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return make_train_step(model, regression(), optax.sgd(0.1), mesh=mesh, compiler_options=options)
+
+
+WAYS = {
+    "called": lambda step: step(step.init(0), BATCH),
+    "compiled": lambda step: step.compile(BATCH),
+    "lowered, as the session does": lambda step: step.use(step.lower(BATCH).compile()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_options_reach_the_program(tmp_path, way):
+    """The compiler writes what it compiles where an option tells it to."""
+    step = small_step(xla_dump_to=str(tmp_path))
+    WAYS[way](step)
+    assert [path.name for path in tmp_path.iterdir() if "jit__step" in path.name]
+
+
+def test_an_unknown_option_is_told_and_the_others_are_used():
+    step = small_step(xla_no_such_option=1, xla_llvm_disable_expensive_passes=False)
+    shipped = {option.name: option.value for option in OPTIONS if option.backend == "cpu"}
+    assert step.compiler_options.used == {**shipped, "xla_llvm_disable_expensive_passes": False}
+    assert step.compiler_options.dropped == (
+        "the compiler for cpu does not know xla_no_such_option, so programs go without it",
+    )
+    assert step(step.init(0), BATCH)[1]["loss"] > 0
+
+
+def test_a_wrong_value_is_an_error():
+    with pytest.raises(ConfigError, match=r"compiler_options\.xla_backend_optimization_level=high: .* use another"):
+        small_step(xla_backend_optimization_level="high")
+
+
+GPU = [option for option in OPTIONS if option.backend == "gpu"]
+NEW, OLD = {option.name for option in GPU}, {option.older for option in GPU}
+# What a compiler knows -> what a program for several GPUs gets, and how many lines say what it goes without.
+COMPILERS = {"jax 0.12": (NEW | OLD, NEW, 0), "jax 0.10": (OLD, OLD, 0), "some later jax": (set(), set(), len(NEW))}
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_an_older_compiler_gets_the_older_names(monkeypatch, name):
+    known, expected, num_lines = COMPILERS[name]
+
+    def refuse(device, options):
+        return {key: "No such compile option" for key, _ in options if key not in known}
+
+    monkeypatch.setattr(compiler_options, "refused_options", refuse)
+    gpu = SimpleNamespace(platform="gpu")
+    chosen = choose_options(gpu, 8)
+    assert set(chosen.used) == expected
+    assert len(chosen.dropped) == num_lines
+    assert len(option_notes(chosen, asked=())) == num_lines
+    assert choose_options(gpu, 1).used == {}, "one card has nobody to wait for"
+    # What a user says of either name stands.
+    theirs = dict.fromkeys(expected, False)
+    asked = choose_options(gpu, 8, theirs)
+    assert asked.used == theirs
+    assert len(option_notes(asked, asked=theirs)) == bool(theirs) + len(asked.dropped), (
+        "the banner shows what they asked"
+    )
+
+
+def test_each_option_has_its_reason():
+    assert all(option.reason and option.seen for option in OPTIONS)

@@ -1,0 +1,299 @@
+"""What the environment says about the cluster, and where compiled programs are kept."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.distributed import Cluster, cache_folder, detect_cluster, start
+
+PREFIXES = (
+    *("JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_", "OMPI_", "TPU_", "MEGASCALE_"),
+    *("KUBERNETES_", "JOB_COMPLETION_INDEX", "JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE", "ROCR_VISIBLE", "HIP_VISIBLE"),
+)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that sets exactly these of the variables that describe a cluster."""
+
+    def put(variables):
+        for name in [name for name in os.environ if name.startswith(PREFIXES)]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+ADDRESS = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
+# What Slurm sets in a batch script, and what srun sets in each of its processes on top.
+SBATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SRUN = {
+    **SBATCH,
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x8)",
+}
+MPIRUN = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+FOUND = {
+    "nothing": ({}, None),
+    "address": (ADDRESS, Cluster("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234", 4, 2)),
+    "address comes before Slurm": (
+        {**ADDRESS, **SBATCH},
+        Cluster("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234", 4, 2),
+    ),
+    "empty address": ({"JAX_COORDINATOR_ADDRESS": ""}, None),
+    "Slurm": (SRUN, Cluster("Slurm")),
+    "mpirun in a batch script": ({**SBATCH, **MPIRUN}, Cluster("Open MPI")),
+    "Slurm, a batch script that works alone": ({**SBATCH, "SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS": "1"}, None),
+    "Slurm, one task": ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+    "Slurm allocation outside srun": ({"SLURM_NTASKS": "8"}, None),
+    "Open MPI": (MPIRUN, Cluster("Open MPI")),
+    "Open MPI, one process": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    "TPU slice": ({"TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU slice")),
+    "TPU host alone": ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    "TPU slice by address": ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, Cluster("TPU slice")),
+    "two TPU slices of one host": (
+        {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"},
+        Cluster("TPU slice"),
+    ),
+    "pod of an indexed Job": (POD, Cluster("Kubernetes")),
+    "pod of something else": ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+    "pod that wants to be alone": ({**POD, "JOB_COMPLETION_INDEX": ""}, None),
+    "address in a pod": ({**POD, **ADDRESS}, Cluster("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234", 4, 2)),
+    "TPU slice in a pod": ({**POD, "TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU slice")),
+}
+
+
+@pytest.fixture
+def kubernetes_package(monkeypatch, tmp_path):
+    """A stand-in for the package through which jax asks Kubernetes; jax takes no notice of pods without it."""
+    (tmp_path / "kubernetes.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("variables", "cluster"), FOUND.values(), ids=FOUND)
+def test_detect_cluster(environment, kubernetes_package, variables, cluster):
+    environment(variables)
+    assert detect_cluster() == cluster
+
+
+@pytest.mark.parametrize(
+    ("answer", "cluster"),
+    [(b"a,b", Cluster("TPU slice")), (b"x:0:10.0.0.2", None), (None, None)],
+    ids=["several hosts", "one host", "no such attribute"],
+)
+def test_a_tpu_vm_asks_its_metadata_server(environment, monkeypatch, answer, cluster):
+    asked = []
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path.rpartition("/")[2], self.headers["Metadata-Flavor"]))
+            self.send_response(404 if answer is None else 200)
+            self.end_headers()
+            self.wfile.write(answer or b"")
+
+        def log_message(self, *words):
+            pass
+
+    monkeypatch.setattr("jaxtrain.runtime.distributed._has_tpu_chips", lambda: True)
+    environment({})
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert detect_cluster() == cluster
+    assert asked == [("worker-network-endpoints", "Google")]
+
+
+NO_SRUN = (
+    "this Slurm job has 8 tasks (SLURM_NTASKS), but srun did not start this process, so the others do not run: write "
+    "'srun' before the command, as in: srun jaxtrain train CONFIG; or set SLURM_NTASKS=1 to run it alone"
+)
+WRONG = {
+    "no count": (
+        {key: value for key, value in ADDRESS.items() if key != "JAX_NUM_PROCESSES"},
+        "JAX_COORDINATOR_ADDRESS=10.0.0.1:1234 is set but JAX_NUM_PROCESSES is not; set both or neither",
+    ),
+    "no index": (
+        {key: value for key, value in ADDRESS.items() if key != "JAX_PROCESS_ID"},
+        "JAX_COORDINATOR_ADDRESS=10.0.0.1:1234 is set but JAX_PROCESS_ID is not; set both or neither",
+    ),
+    "count is a word": (
+        {**ADDRESS, "JAX_NUM_PROCESSES": "four"},
+        "JAX_NUM_PROCESSES is 'four' (environment); it takes a whole number",
+    ),
+    "negative index": (
+        {**ADDRESS, "JAX_PROCESS_ID": "-1"},
+        "JAX_PROCESS_ID is '-1' (environment); it takes a whole number",
+    ),
+    "index beyond the count": (
+        {**ADDRESS, "JAX_PROCESS_ID": "4"},
+        "JAX_PROCESS_ID is 4 (environment), but JAX_NUM_PROCESSES is 4; processes count from 0 to 3",
+    ),
+    "no port": (
+        {**ADDRESS, "JAX_COORDINATOR_ADDRESS": "10.0.0.1"},
+        "JAX_COORDINATOR_ADDRESS=10.0.0.1 (environment) has no port; write host:port",
+    ),
+    "pod of an indexed Job without the package": (
+        POD,
+        "this is a pod of an indexed Kubernetes Job (JOB_COMPLETION_INDEX), and finding the others takes a package: "
+        "pip install 'jax[k8s]', set JAX_COORDINATOR_ADDRESS, or JOB_COMPLETION_INDEX= to train alone",
+    ),
+    "a batch script without srun": (SBATCH, NO_SRUN),
+    "a batch script for eight nodes without srun": (
+        {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "8", "SLURM_PROCID": "0"},
+        NO_SRUN,
+    ),
+    "a shell of salloc, which is a step of one task": (
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
+        NO_SRUN,
+    ),
+    "Open MPI 5": (
+        {key: value for key, value in MPIRUN.items() if key != "OMPI_MCA_orte_hnp_uri"},
+        "this Open MPI does not say where its first process is (OMPI_MCA_orte_hnp_uri; version 5 dropped it); set "
+        "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE and "
+        "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK in each process, or use Slurm's srun",
+    ),
+    "Slurm count is a word": (
+        {"SLURM_NTASKS": "many"},
+        "SLURM_NTASKS is 'many' (environment); it takes a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("variables", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_environment(environment, variables, message):
+    environment(variables)
+    with pytest.raises(ConfigError) as caught:
+        detect_cluster()
+    assert str(caught.value) == message
+
+
+# A job of a single process, so that jax joins by itself and at once; its place on the node is the case's.
+ALONE = {**SRUN, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}
+TWO = {**ALONE, "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_LOCALID": "1"}
+EIGHT = {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+ALONE_BY_MPI = {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"}
+BY_ADDRESS = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:PORT", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
+
+# environment, what jax lets this process see
+VISIBLE = {
+    "Slurm, a process per node": (ALONE, "all"),
+    "Slurm, two per node": (TWO, "1"),
+    "Slurm, two per node, each with half of the GPUs": ({**TWO, **EIGHT}, "4,5,6,7"),
+    "Slurm, GPUs bound to tasks": ({**TWO, "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, "all"),
+    "Slurm, two GPUs per task": (
+        {**TWO, "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
+        "all",
+    ),
+    "Slurm, uneven nodes, this has one": (
+        {**ALONE, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"},
+        "all",
+    ),
+    "Slurm, uneven nodes, this has two": (
+        {**ALONE, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2", "SLURM_LOCALID": "1"},
+        "1",
+    ),
+    "Slurm, told by hand": ({**ALONE, "JAX_LOCAL_DEVICE_IDS": "2,3"}, "2,3"),
+    "Open MPI, a process per node": (ALONE_BY_MPI, "all"),
+    "Open MPI, four per node": (
+        {**ALONE_BY_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
+        "2",
+    ),
+    "Open MPI in a Slurm job": (
+        {**ALONE, **ALONE_BY_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
+        "2",
+    ),
+    "address": (BY_ADDRESS, "all"),
+    "address in a Slurm job, a process per node": ({**ALONE, **BY_ADDRESS}, "all"),
+    "address in a Slurm job, two per node": ({**TWO, **BY_ADDRESS}, "1"),
+    "address by hand": ({**BY_ADDRESS, "JAX_LOCAL_DEVICE_IDS": "2,3"}, "2,3"),
+}
+
+# jax joins before it first uses a device, so all cases fit into one process; without a device, none of them is a GPU.
+JOIN = """
+import json, os, socket, sys
+import jax
+from jaxtrain.runtime import distributed
+
+found = []
+for variables in json.load(sys.stdin):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    variables = {name: value.replace("PORT", port) for name, value in variables.items()}
+    os.environ.update(variables, JAX_COORDINATOR_PORT=port)
+    source = "Open MPI" if "OMPI_COMM_WORLD_SIZE" in variables else "Slurm"
+    distributed._join(distributed.detect_cluster() or distributed.Cluster(source))
+    found.append(jax.config.read("jax_cuda_visible_devices"))
+    jax.distributed.shutdown()
+    jax.config.update("jax_cuda_visible_devices", "all")
+    for name in variables:
+        del os.environ[name]
+print(json.dumps(found))
+"""
+
+
+def test_a_process_sees_its_share_of_the_devices_of_its_node(environment):
+    environment({})
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN],
+        input=json.dumps([variables for variables, _ in VISIBLE.values()]),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(VISIBLE, json.loads(done.stdout), strict=True))
+    assert found == {name: visible for name, (_, visible) in VISIBLE.items()}
+
+
+def test_a_cluster_that_is_refused_at_once_was_not_waited_for(environment, monkeypatch):
+    def refuse(*args: object, **settings: object) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    environment(SRUN)
+    monkeypatch.setattr("jax.distributed.initialize", refuse)
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"^could not join the cluster found through Slurm: coordinator_address sho"):
+        start(compilation_cache=None)
+
+
+# setting, environment, folder; the home folder is /home/me
+FOLDERS = {
+    "null": (None, {}, None),
+    "a path": ("/tmp/cache", {"JAXTRAIN_CACHE_DIR": "/elsewhere"}, Path("/tmp/cache")),
+    "a path in the home folder": ("~/cache", {}, Path("/home/me/cache")),
+    "auto": ("auto", {}, Path("/home/me/.cache/jaxtrain/compiled")),
+    "auto, platform folder": ("auto", {"XDG_CACHE_HOME": "/var/me"}, Path("/var/me/jaxtrain/compiled")),
+    "auto, replaced": (
+        "auto",
+        {"JAXTRAIN_CACHE_DIR": "/scratch/me", "XDG_CACHE_HOME": "/var/me"},
+        Path("/scratch/me/compiled"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("setting", "variables", "folder"), FOLDERS.values(), ids=FOLDERS)
+def test_cache_folder(monkeypatch, setting, variables, folder):
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in ("JAXTRAIN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder(setting) == folder
