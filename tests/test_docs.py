@@ -40,3 +40,15 @@ def test_every_command_is_in_the_docs() -> None:
 
     printed = " ".join(text for _, text in commands())
     assert [name for name in COMMANDS if f"jaxtrain {name}" not in printed] == []
+
+
+def named_files() -> list[tuple[str, str]]:
+    """Files of code and folders of tests that pages name in backquotes, as from the root or from inside the package."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pattern = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|yaml|txtpb)|tests/[a-z_/]*)`")
+    return sorted({(page.name, name) for page in pages for name in pattern.findall(page.read_text())})
+
+
+@pytest.mark.parametrize(("page", "name"), named_files(), ids=lambda value: value)
+def test_named_file_is_there(page: str, name: str) -> None:
+    assert (ROOT / name).exists() or (ROOT / "jaxtrain" / name).exists()
