@@ -13,12 +13,9 @@ from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_ent
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.optim.rules import as_matrix, factored_dims, is_stored, moment_block
 from jaxtrain.plan.workload.parameters import Tensors, frozen_paths
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 _FP32 = 4
-# The dtype of stored parameters: every policy but this one keeps fp32 masters.
-PARAM_BYTES = {"bf16_pure": 2}
-# Of what matmuls run in.
-COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degr
         placed: the model's parameters on the mesh.
         degrees: of the mesh.
     """
-    stored = PARAM_BYTES.get(config.precision.policy, _FP32)
+    stored = POLICY_DTYPES[config.precision.policy].param_bytes
     params = stored * sum(local_size(one.shape, one.entries, degrees) for one in placed)
     optimizer = average = 0
     for one in placed:
