@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
@@ -114,7 +115,9 @@ def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[flo
     gradients = stored * local
     if cut.microbatches > 1:
         # The sum over microbatches, and the gradient of one as it comes and in float32.
-        gradients = _FP32 * (spread if config.parallel.zero == 2 else local) + (_FP32 + size / 2) * local
+        gradients = (
+            _FP32 * (spread if stage_over_data(config.parallel.zero) == 2 else local) + (_FP32 + size / 2) * local
+        )
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
     outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)
     cast = 0.0 if size == stored else size * outside

@@ -8,6 +8,7 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
@@ -95,7 +96,7 @@ def traffic(
         return local_size(one.shape, one.entries, {**degrees, **dict.fromkeys(axes, 1)})
 
     trained = [one for one in placed if one.trained]
-    zero = config.parallel.zero
+    zero = stage_over_data(config.parallel.zero)
     if degrees["data"] > 1:
         times = cut.microbatches if zero == 2 else 1
         gradients = 4 * sum(without(one) for one in trained)
