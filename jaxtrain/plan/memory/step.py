@@ -115,9 +115,8 @@ def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[flo
     gradients = stored * local
     if cut.microbatches > 1:
         # The sum over microbatches, and the gradient of one as it comes and in float32.
-        gradients = (
-            _FP32 * (spread if stage_over_data(config.parallel.zero) == 2 else local) + (_FP32 + size / 2) * local
-        )
+        summed = spread if stage_over_data(config.parallel.zero) == 2 else local
+        gradients = _FP32 * summed + (_FP32 + size / 2) * local
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
     outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)
     cast = 0.0 if size == stored else size * outside
