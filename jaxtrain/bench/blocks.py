@@ -29,8 +29,8 @@ from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.work.experts import least_experts
-from jaxtrain.plan.work.state import COMPUTE_BYTES
 from jaxtrain.plan.workload.record import Workload
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
 from jaxtrain.train.context import step_context
 from jaxtrain.train.state import select_leaves
@@ -196,7 +196,7 @@ def _transformer_calls(
 
     attention = counted["attention projections"], counted["attention scores"]
     # Of a norm: the input read twice and the gradients of both sides once, the output written.
-    norm_bytes = 5 * COMPUTE_BYTES[config.precision.policy] * rows * length * model.embed_dim
+    norm_bytes = 5 * POLICY_DTYPES[config.precision.policy].compute_bytes * rows * length * model.embed_dim
     norms = 2 * model.num_layers * microbatches
     mlp = "MLP" if model.experts is None else "experts"
     calls = [

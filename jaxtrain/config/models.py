@@ -169,6 +169,21 @@ class TransformerConfig(Group):
     attention: Literal["auto", "cudnn", "splash", "blockwise", "reference"] = "auto"
     """What computes attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""
 
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default of `num_kv_heads` filled in."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, with the default of `head_dim` filled in."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP or of each expert, with the default of `mlp_dim` filled in."""
+        return self.mlp_dim or 4 * self.embed_dim
+
     @model_validator(mode="before")
     @classmethod
     def _from_size(cls, values: Any) -> Any:
@@ -180,13 +195,12 @@ class TransformerConfig(Group):
             raise ValueError(
                 f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; set head_dim"
             )
-        if self.num_heads % (self.num_kv_heads or self.num_heads):
+        if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        width = self.head_dim or self.embed_dim // self.num_heads
-        if self.position == "rotary" and width % 2:
+        if self.position == "rotary" and self.head_width % 2:
             raise ValueError(
-                f"head_dim {width} is odd, but rotary positions rotate pairs of dims; set head_dim to an even number, "
-                "or position: learned"
+                f"head_dim {self.head_width} is odd, but rotary positions rotate pairs of dims; set head_dim to an "
+                "even number, or position: learned"
             )
         return self
 

@@ -141,9 +141,9 @@ def block_number(config: ModelConfig, path: str) -> int:
 def transformer_products(config: TransformerConfig, sequence_length: int, vocab_size: int) -> dict[str, list[Product]]:
     """The products of one sequence: attention's projections, its scores, the MLP or experts, and the output layer."""
     layers, width, length = config.num_layers, config.embed_dim, sequence_length
-    head_dim = config.head_dim or width // config.num_heads
-    query_dim, key_dim = config.num_heads * head_dim, (config.num_kv_heads or config.num_heads) * head_dim
-    hidden = config.mlp_dim or 4 * width
+    head_dim = config.head_width
+    query_dim, key_dim = config.num_heads * head_dim, config.kv_heads * head_dim
+    hidden = config.mlp_width
 
     def matmul(name: str, weights: float) -> Product:
         return Product(f"blocks/{name}/kernel", layers * weights * length, 1)

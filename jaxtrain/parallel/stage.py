@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import nearest_multiples
 from jaxtrain.layout.sharding import Layout, path_name, use_layout
 from jaxtrain.models.tasks import Sums
 from jaxtrain.parallel.gradients import split_microbatches
@@ -55,24 +54,6 @@ class Pipeline:
     @property
     def layers_per_chunk(self) -> int:
         return self.num_layers // (self.schedule.num_stages * self.schedule.num_chunks)
-
-
-def check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
-    """Raise where layers do not divide over the stages and their chunks.
-
-    Raises:
-        ConfigError: names the counts that work.
-    """
-    parts = num_stages * num_chunks
-    if num_layers % parts == 0:
-        return
-    shown = f"parallel.pipe={num_stages}" + (f" x parallel.chunks={num_chunks}" if num_chunks > 1 else "")
-    stages = [p for p in range(2, num_layers + 1) if num_layers % (p * num_chunks) == 0]
-    near = sorted(sorted(stages, key=lambda p: abs(p - num_stages))[:2])
-    other = f", or parallel.pipe={' or '.join(map(str, near))}" if near else ""
-    raise ConfigError(
-        f"{num_layers} layers do not divide by {shown}; use {nearest_multiples(num_layers, parts)} layers{other}"
-    )
 
 
 def index(tree: Tree, number: jax.Array) -> Tree:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.precision.quantized import QuantizedKernel
 
 
@@ -31,17 +32,25 @@ class Policy:
     linear_format: str | None = None
 
 
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+def _policy(name: str, matmul_precision: str | None = None, **options: Any) -> Policy:
+    dtypes = POLICY_DTYPES[name]
+    return Policy(name, _DTYPES[dtypes.params], _DTYPES[dtypes.compute], matmul_precision, **options)
+
+
 POLICIES = {
     policy.name: policy
     for policy in (
-        # GPUs would use tf32 and TPUs bf16 passes for an fp32 matmul unless told otherwise.
-        Policy("fp32", jnp.float32, jnp.float32, "highest"),
-        Policy("tf32", jnp.float32, jnp.float32, "tensorfloat32"),
-        Policy("bf16", jnp.float32, jnp.bfloat16, None),
-        Policy("bf16_pure", jnp.bfloat16, jnp.bfloat16, None),
-        Policy("fp16", jnp.float32, jnp.float16, None, loss_scaled=True),
+        # GPUs would use tf32 and TPUs bf16 passes for an fp32 matmul unless another precision is asked for.
+        _policy("fp32", "highest"),
+        _policy("tf32", "tensorfloat32"),
+        _policy("bf16"),
+        _policy("bf16_pure"),
+        _policy("fp16", loss_scaled=True),
         # Every tensor has a scale of its own, so that gradients need none besides.
-        Policy("fp8", jnp.float32, jnp.bfloat16, None, linear_format="fp8"),
+        _policy("fp8", linear_format="fp8"),
     )
 }
 

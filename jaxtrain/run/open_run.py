@@ -289,12 +289,10 @@ def _dividing_batch(config: Config) -> tuple[Config, list[str]]:
     import jax
 
     from jaxtrain.layout.degrees import config_degrees, resolve_degrees
-    from jaxtrain.parallel.schedules import num_microbatches
+    from jaxtrain.parallel.division import batch_shards, step_microbatches
 
     degrees = resolve_degrees(config_degrees(config.parallel), len(jax.devices()))
-    shards = degrees["data"] * degrees["fsdp"] * degrees["expert"]
-    if degrees["pipe"] > 1:
-        shards *= num_microbatches(config.parallel.microbatches, degrees["pipe"], accumulation_steps=1)
+    shards = batch_shards(degrees) * step_microbatches(config.parallel, degrees["pipe"], 1)
     size = -(-config.train.global_batch_size // shards) * shards
     train = config.train.model_copy(update={"global_batch_size": size, "accumulation_steps": 1})
     changed = config.model_copy(update={"train": train})

@@ -70,7 +70,7 @@ def run_config(
         from jaxtrain.plan.search.auto import choose_layout
         from jaxtrain.plan.workload.describe import RowSizes
 
-        sizes = None if data is None else RowSizes(data.input_shape, data.vocab_size, data.num_outputs)
+        sizes = None if data is None else RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit)
         loaded = choose_layout(loaded, own_model=model is not None, sizes=sizes)
     from jaxtrain.run.interrupt import Interrupt
     from jaxtrain.run.lock import RunLock

@@ -1,4 +1,4 @@
-"""Dense peaks of accelerators, the denominator of model FLOPs utilization.
+"""Dense peaks of accelerators, the denominator of model FLOPs utilization; the planner's catalogue reads them too.
 
 One row a device as JAX counts devices: a TPU v2 or v3 chip and a TPU7x chip are two devices each, the others one.
 Figures are the vendors', dense (half of what NVIDIA prints "with sparsity"), at boost clocks, with fp32 accumulation.
@@ -48,7 +48,7 @@ _PEAKS: dict[str, dict[str, float]] = {
     "NVIDIA GB200": dict(fp32=80.0, tf32=1250.0, bf16=2500.0, fp16=2500.0, fp8=5000.0),
     # NVIDIA Ada architecture whitepaper (2022), appendix A: tensor figures with fp32 accumulation.
     "NVIDIA GeForce RTX 4090": dict(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3),
-    # NVIDIA Ampere GA102 architecture whitepaper (2021), appendix A: likewise.
+    # NVIDIA Ampere GA102 architecture whitepaper (2021), appendix A, with fp32 accumulation.
     "NVIDIA GeForce RTX 3090": dict(fp32=35.6, tf32=35.6, bf16=71.0, fp16=71.0),
     # Google Cloud TPU documentation, system architecture: 180 TFLOP/s a v2 board of 4 chips, 123 a v3 chip, of two
     # devices each. TPUs multiply in bf16; fp32 is emulated by several passes and has no published peak.
@@ -73,6 +73,15 @@ _PEAKS: dict[str, dict[str, float]] = {
 FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 
+def device_peaks(device_kind: str) -> dict[str, float]:
+    """The dense peaks of one device by number format, in FLOP/s; empty where the device is not known.
+
+    Args:
+        device_kind: `device.device_kind`.
+    """
+    return {number_format: tera * _TERA for number_format, tera in _PEAKS.get(device_kind, {}).items()}
+
+
 def peak_flops(device_kind: str, policy: str) -> float | None:
     """The dense peak of one device in the number format of a precision policy.
 
@@ -87,8 +96,6 @@ def peak_flops(device_kind: str, policy: str) -> float | None:
     Returns:
         FLOP/s, or None where the device (CPUs among them) or its figure for this format is not known.
     """
-    peaks = _PEAKS.get(device_kind, {})
-    tera = peaks.get(FORMATS.get(policy, ""))
-    if tera is None and policy == "fp8":
-        tera = peaks.get("bf16")
-    return None if tera is None else tera * _TERA
+    peaks = device_peaks(device_kind)
+    peak = peaks.get(FORMATS.get(policy, ""))
+    return peaks.get("bf16") if peak is None and policy == "fp8" else peak

@@ -1,6 +1,5 @@
 """How a batch reaches the mesh: its shardings, and the ids that its entries may hold."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -8,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import nearest_multiples
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import Apply, Model
 from jaxtrain.models.tasks import Task
+from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.train.state import TrainState
 
 
@@ -44,28 +42,15 @@ def batch_shardings(
         ConfigError: sizes that do not divide by the devices or by the microbatches.
     """
     mesh = layout.mesh
-    axes = [axis for axis in layout.rules["batch"] if axis in ("data", "fsdp") or mesh.shape[axis] > 1]
-    degrees = {**{axis: mesh.shape[axis] for axis in axes}, **microbatches}
-    multiple = math.prod(degrees.values())
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         if leaf.ndim == 0:
             return NamedSharding(mesh, PartitionSpec())
-        if leaf.shape[0] % multiple:
-            raise ConfigError(
-                f"train.global_batch_size={leaf.shape[0]} does not divide by {' x '.join(degrees)} = "
-                f"{' x '.join(map(str, degrees.values()))}; use {nearest_multiples(leaf.shape[0], multiple)}"
-            )
+        check_rows(leaf.shape[0], mesh.shape, microbatches, layout.rules["batch"])
         names = batch_axes.get(path_name(path[:1]), ("batch",))
         names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
-        parts = {axis: mesh.shape[axis] for axis in layout.rules["residual_sequence"]}
-        if "sequence" in names and leaf.shape[names.index("sequence")] % math.prod(parts.values()):
-            length = leaf.shape[names.index("sequence")]
-            shown = " x ".join(f"parallel.{axis}={size}" for axis, size in parts.items() if size > 1)
-            raise ConfigError(
-                f"data.sequence_length={length} does not divide by {shown}; "
-                f"use {nearest_multiples(length, math.prod(parts.values()))}"
-            )
+        if "sequence" in names:
+            check_sequence(leaf.shape[names.index("sequence")], mesh.shape, layout.rules["residual_sequence"])
         return NamedSharding(mesh, logical_spec(names, layout))
 
     return jax.tree_util.tree_map_with_path(sharding, dict(batch))

@@ -8,10 +8,11 @@ from jax.sharding import Mesh
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import DEFAULT_RULES
 from jaxtrain.layout.sharding import Layout
+from jaxtrain.layout.zero import STAGES, zero_axes
 from jaxtrain.models.model import Model
 from jaxtrain.models.tasks import Task
-from jaxtrain.parallel.schedules import make_schedule, num_microbatches
-from jaxtrain.parallel.stage import Pipeline, check_layers
+from jaxtrain.parallel.division import check_model_axes, pipeline_schedule, sequence_axes
+from jaxtrain.parallel.stage import Pipeline
 
 
 @dataclass(frozen=True)
@@ -46,30 +47,28 @@ def make_layout(
     Raises:
         ConfigError: an axis or option that this model or task cannot use.
     """
-    if parallelism.zero not in (0, 1, 2, 3):
+    if parallelism.zero not in STAGES:
         raise ConfigError(f"parallel.zero={parallelism.zero}; use 0, 1, 2 or 3")
     if parallelism.zero == 3 and mesh.shape["fsdp"] == 1 and mesh.shape["data"] > 1:
         raise ConfigError(
             f"parallel.zero=3 spreads parameters over fsdp, but the mesh has data={mesh.shape['data']} and fsdp=1; "
             f"use fsdp={mesh.shape['data']}"
         )
-    has_experts = any("experts" in row for row in model.axes.values()) and model.has_experts
-    if mesh.shape["expert"] > 1 and not has_experts:
-        raise ConfigError(
-            f"parallel.expert={mesh.shape['expert']}, but the model {model.name} has no experts; use parallel.expert=1"
-        )
-    if mesh.shape["context"] > 1 and not any("sequence" in row for row in task.batch_axes.values()):
-        raise ConfigError(
-            f"parallel.context={mesh.shape['context']}, but the rows of task {task.name} have no sequence; "
-            "use parallel.context=1"
-        )
+    check_model_axes(
+        mesh.shape,
+        model=model.name,
+        task=task.name,
+        has_parts=model.parts is not None,
+        has_sequence=any("sequence" in row for row in task.batch_axes.values()),
+        has_experts=model.has_experts and any("experts" in row for row in model.axes.values()),
+    )
     chosen = {**DEFAULT_RULES, **(rules or {})}
     for name, axes in chosen.items():
         unknown = [axis for axis in axes if axis not in mesh.shape]
         if unknown:
             raise ConfigError(f"rules: {name!r} goes to mesh axis {unknown[0]!r}; the axes are {', '.join(mesh.shape)}")
     if parallelism.sequence_parallel:
-        chosen["residual_sequence"] = ("context", "tensor")
+        chosen["residual_sequence"] = sequence_axes(sequence_parallel=True)
     stack = None if model.parts is None else model.parts.stack
     return Layout(
         mesh,
@@ -77,7 +76,7 @@ def make_layout(
         chosen,
         stack=stack,
         context_attention=parallelism.context_attention,
-        state_axes=("data",) if parallelism.zero in (1, 2) else (),
+        state_axes=zero_axes(parallelism.zero),
     )
 
 
@@ -85,30 +84,12 @@ def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumu
     """The pipeline of a model, or None where the mesh has one stage.
 
     Raises:
-        ConfigError: a model without parts, layers or microbatches that do not fit.
+        ConfigError: layers or microbatches that do not fit.
     """
-    stages, microbatches = layout.mesh.shape["pipe"], parallelism.microbatches
-    if stages == 1:
-        if microbatches is not None:
-            raise ConfigError(
-                f"parallel.microbatches={microbatches} is for pipelines, but parallel.pipe=1; "
-                "use train.accumulation_steps"
-            )
+    num_layers = None if model.parts is None else model.parts.num_layers
+    schedule = pipeline_schedule(parallelism, layout.mesh.shape["pipe"], num_layers, accumulation_steps)
+    if schedule is None or model.parts is None:
         return None
-    if model.parts is None:
-        raise ConfigError(
-            f"parallel.pipe={stages}, but the model {model.name} does not declare its embedding, stack and head; "
-            "build it with from_stages (or give it parts), or use parallel.pipe=1"
-        )
-    if microbatches is not None and accumulation_steps not in (1, microbatches):
-        raise ConfigError(
-            f"parallel.microbatches={microbatches} and train.accumulation_steps={accumulation_steps} differ; "
-            "a pipeline's microbatches are its accumulation: set one of them"
-        )
-    microbatches = num_microbatches(microbatches, stages, accumulation_steps=accumulation_steps)
-    chunks = parallelism.chunks or (2 if parallelism.schedule == "interleaved_1f1b" else 1)
-    check_layers(model.parts.num_layers, stages, chunks)
-    schedule = make_schedule(parallelism.schedule, stages, microbatches, chunks)
     return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers)
 
 

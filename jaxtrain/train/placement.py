@@ -6,14 +6,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.layout.sharding import Layout, check_replicated, optimizer_shardings, parameter_shardings
+from jaxtrain.layout.zero import zero_axes
 from jaxtrain.optim.offload import lives_on_host, on_host
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.state import TrainState
-
-
-def zero_axes(parallelism: Parallelism) -> tuple[str, ...]:
-    """Mesh axes that optimizer state (and the moving average) is spread over besides those of its parameter."""
-    return ("data",) if parallelism.zero in (1, 2) else ()
 
 
 def state_shardings(
@@ -31,7 +27,7 @@ def state_shardings(
         ConfigError: too many replicated bytes.
     """
     params = parameter_shardings(shapes.params, layout)
-    also = zero_axes(parallelism)
+    also = zero_axes(parallelism.zero)
     optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=also)
     check_replicated(shapes.params, params, layout.mesh, parallelism.max_replicated_fraction)
     whole = NamedSharding(layout.mesh, PartitionSpec())

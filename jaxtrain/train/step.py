@@ -18,6 +18,7 @@ from jaxtrain.layout.sharding import Layout, gather_parameters
 from jaxtrain.models.model import Apply, Model, PartsApply, key_for
 from jaxtrain.models.tasks import Batch, Task, divisor, task_sums
 from jaxtrain.optim.offload import to_host
+from jaxtrain.parallel.division import microbatches_by_name
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.stage import Pipeline, check_branches
 from jaxtrain.precision.policy import LossScale, LossScaling, Policy, cast_floats, get_policy
@@ -99,11 +100,8 @@ class TrainStep:
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
         self._id_limits: dict[str, int] | None = None
-        self._microbatches = (
-            {"accumulation_steps": settings.accumulation_steps}
-            if pipeline is None
-            else {"microbatches": pipeline.schedule.num_microbatches}
-        )
+        schedule = None if pipeline is None else pipeline.schedule
+        self._microbatches = microbatches_by_name(schedule, settings.accumulation_steps)
         self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
         self.initial_state: given_state.InitialState | None = None
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.layout.sharding import Layout
+from jaxtrain.layout.zero import stage_over_data, zero_axes
 from jaxtrain.models.tasks import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, Policy, cast_floats
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.placement import zero_axes
 from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves
 
 Metrics = dict[str, jax.Array]
@@ -37,7 +37,7 @@ class StepSettings:
     @property
     def zero(self) -> int:
         """The ZeRO stage over `data`; stage 3 is the `fsdp` axis."""
-        return self.parallelism.zero % 3
+        return stage_over_data(self.parallelism.zero)
 
 
 def update_state(
@@ -96,7 +96,7 @@ def update_state(
     before = (constrain_gradients(gradients.tree, layout, settings.zero), state.optimizer_state)
     before = (*before, constrain_gradients(trained, layout, settings.zero), (finite, scale, clip, loss))
     if settings.offload_optimizer:
-        also = zero_axes(settings.parallelism)
+        also = zero_axes(settings.parallelism.zero)
         trained, optimizer_state = update_on_host(advance, *before, optimizer=optimizer, layout=layout, also=also)
     else:
         trained, optimizer_state = advance(*before)

@@ -246,10 +246,13 @@ MISTAKES = {
         r"tensor=7 makes 7, which does not divide the 8 devices there; use 4 or 8",
     ),
     "stages": (f"{H100X8} parallel.pipe=5", r"pipe=5 makes 5, which does not divide the 8 devices there"),
-    "layers": (f"{H100X8} parallel.pipe=2", r"3 layers do not divide by pipe x chunks = 2; use 2 or 4 layers"),
+    "layers": (f"{H100X8} parallel.pipe=2", r"3 layers do not divide by parallel\.pipe=2; use 2 or 4 layers"),
     "heads": (f"{H100X8} parallel.tensor=8", r"heads of .* is 4, which does not divide by tensor=8"),
-    "batch": (f"{H100X8} train.global_batch_size=9", r"global_batch_size=9 does not divide by .* = 8; use 8 or 16"),
-    "experts": (f"{H100X8} parallel.expert=8", r"parallel\.expert=8, but this transformer has nothing to spread there"),
+    "batch": (
+        f"{H100X8} train.global_batch_size=9",
+        r"global_batch_size=9 does not divide by .* = 8 x 1 x 1; use 8 or 16",
+    ),
+    "experts": (f"{H100X8} parallel.expert=8", r"parallel\.expert=8, but the model transformer has no experts"),
     "microbatches without stages": (f"{H100X8} parallel.microbatches=4", r"parallel\.microbatches=4 is for pipelines"),
     "two numbers of microbatches": (
         f"{H100X8} parallel.pipe=8 model.num_layers=8 parallel.microbatches=4 train.accumulation_steps=8",

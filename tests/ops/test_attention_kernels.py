@@ -16,7 +16,8 @@ from jaxtrain.ops.attention import table as attention_table
 from jaxtrain.ops.attention.blocks import row_parts
 from jaxtrain.ops.attention.blockwise import blockwise_attention, parts_of_batch
 from jaxtrain.ops.attention.cudnn import cudnn_attention, refusal
-from jaxtrain.ops.attention.reference import CAUSAL, AttentionForm, reference_attention
+from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
+from jaxtrain.ops.attention.reference import reference_attention
 from jaxtrain.ops.attention.splash import splash_attention
 from jaxtrain.ops.attention.table import self_attention
 from jaxtrain.runtime.choices import record_choices

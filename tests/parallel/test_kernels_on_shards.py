@@ -15,7 +15,8 @@ from jaxtrain.ops.attention import blockwise as blockwise_attention
 from jaxtrain.ops.attention import cudnn as cudnn_attention
 from jaxtrain.ops.attention import splash as splash_attention
 from jaxtrain.ops.attention import table as attention
-from jaxtrain.ops.attention.reference import CAUSAL, reference_attention
+from jaxtrain.ops.attention.form import CAUSAL
+from jaxtrain.ops.attention.reference import reference_attention
 from jaxtrain.ops.attention.table import BLOCKWISE, CUDNN, SPLASH
 
 WHOLE = {"data": 1, "pipe": 1}

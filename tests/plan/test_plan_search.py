@@ -77,17 +77,17 @@ def test_reasons_name_the_nearest_and_what_is_heavy(llama):
 REFUSALS = {
     "batch": (
         *("llama3_8b", []),
-        r"global_batch_size=64 does not divide by data x fsdp x expert x microbatches = 128; use 128",
+        r"global_batch_size=64 does not divide by data x fsdp x accumulation_steps = \d+ x \d+ x \d+; use 128",
     ),
     "heads": (
         "quickstart",
         [],
         r"heads of blocks/attention/query/kernel is 4, which does not divide by tensor=8; make",
     ),
-    "layers": ("quickstart", [], r"3 layers do not divide by pipe x chunks = 2; use 2 or 4 layers or another"),
+    "layers": ("quickstart", [], r"3 layers do not divide by parallel\.pipe=2; use 2 or 4 layers, or parallel\.pipe=3"),
     "sequence": (
         *("quickstart", ["model.max_sequence_length=8190"]),
-        r"data\.sequence_length=8190 does not divide by the axes that spread it, 4; use 8188 or 8192",
+        r"data\.sequence_length=8190 does not divide by 2 x parallel.context=2 .*; make it 8188 or 8192",
     ),
     "microbatches of an interleaved pipeline": (
         *("quickstart", [*SMALL, "parallel.microbatches=3", "parallel.pipe=2", "--vary=schedule"]),

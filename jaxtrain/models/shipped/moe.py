@@ -70,7 +70,7 @@ class MoE(nnx.Module):
         assert config.experts is not None
         self.config = config.experts
         experts, width = config.experts.num_experts, config.embed_dim
-        hidden = config.mlp_dim or 4 * width
+        hidden = config.mlp_width
         init = normal(_INIT_STDDEV)
         init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
         gated = config.activation == "swiglu"

@@ -50,8 +50,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         width, heads = config.embed_dim, config.num_heads
-        groups = config.num_kv_heads or heads
-        head_dim = config.head_dim or width // heads
+        groups = config.kv_heads
+        head_dim = config.head_width
         init = normal(_INIT_STDDEV)
         # Residual outputs start smaller with depth (GPT-2, section 2.3).
         init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
@@ -105,7 +105,7 @@ class MLP(nnx.Module):
     """GELU (tanh form) or SwiGLU between two linear layers."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        width, hidden = config.embed_dim, config.mlp_dim or 4 * config.embed_dim
+        width, hidden = config.embed_dim, config.mlp_width
         init = normal(_INIT_STDDEV)
         init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
         self.up = Linear((width,), (hidden,), bias=config.bias, initializer=init, rngs=rngs)
@@ -277,8 +277,8 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
         return {"logits": module.head(carry["x"]), **carry["routing"].outputs(config.num_layers, train=train)}
 
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    groups = config.num_kv_heads or config.num_heads
-    head_dim = config.head_dim or config.embed_dim // config.num_heads
+    groups = config.kv_heads
+    head_dim = config.head_width
 
     def init_cache(batch: int, length: int, dtype: Any) -> dict[str, jax.Array]:
         shape = (config.num_layers, batch, length, groups, head_dim)

@@ -19,15 +19,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.sharding import constrain, current_layout, platform
 from jaxtrain.ops.attention.blocks import Group, block_size, cut_sequence, pairs_at_once, row_parts
-from jaxtrain.ops.attention.reference import MASKED, AttentionForm, attention_mask, capped
+from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.kernel_rules import blockwise_refusal
+from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.cores import usable_cores
 
 
 def refusal(q_BLHK: jax.Array) -> str | None:
     """Why blocks would not help, or None; they can always compute it."""
-    block = block_size(platform(), q_BLHK.shape[1])
-    return f"the sequence is one block of {block}" if q_BLHK.shape[1] <= block else None
+    return blockwise_refusal(platform(), q_BLHK.shape[1])
 
 
 def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:

@@ -6,17 +6,17 @@ heads, K head dim.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import run_manually, spec_of
 from jaxtrain.layout.sharding import Layout
-from jaxtrain.ops.attention.reference import CAUSAL, AttentionForm, attention_mask
+from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
+from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
+from jaxtrain.ops.attention.reference import attention_mask
 from jaxtrain.ops.attention.ring import AXIS, ring_attention
 from jaxtrain.runtime.choices import note_choice
 
@@ -118,70 +118,9 @@ def _gather(
     return local_attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS)
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """One way to attend over a spread sequence.
-
-    Attributes:
-        attend: of local shards (q, k, v, segments, *, form, local_attention, whole_attention).
-        plain: knows neither window nor softcap.
-        with_pipe: may run inside a pipeline. A collective-permute that only some stages reach waits forever, because
-            its rendezvous is among all devices; the other collectives have groups.
-        splits_heads: the heads must divide by `context` as well.
-        halves: a causal sequence is cut into two chunks a device.
-    """
-
-    attend: Callable[..., jax.Array]
-    with_pipe: bool
-    splits_heads: bool
-    halves: bool
-    plain: bool = False
-
-
-# In the order in which "auto" tries them: ring moves least and needs least memory, gather runs on any heads.
-IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    "ring": Implementation(_ring, with_pipe=False, splits_heads=False, halves=True, plain=True),
-    "all_to_all": Implementation(_all_to_all, with_pipe=True, splits_heads=True, halves=False),
-    "gather": Implementation(_gather, with_pipe=True, splits_heads=False, halves=False),
-}
-
-
-def _nearest(value: int, divisor: int) -> str:
-    """The multiples of `divisor` on either side of `value`, as text."""
-    low = value // divisor * divisor
-    return " or ".join(str(n) for n in (low, low + divisor) if n)
-
-
-def _problem(name: str, layout: Layout, *, num_heads: int, num_kv_heads: int, form: AttentionForm) -> str | None:
-    """Why an implementation cannot run on this mesh with these heads; None: it can."""
-    way, mesh = IMPLEMENTATIONS[name], layout.mesh.shape
-    if way.plain and (form.window is not None or form.softcap is not None):
-        return (
-            f"parallel.context_attention={name} knows neither model.sliding_window nor model.attention_softcap; "
-            "use all_to_all, gather or auto"
-        )
-    if num_heads % num_kv_heads:
-        return f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}"
-    if not way.with_pipe and mesh["pipe"] > 1:
-        return (
-            f"parallel.context_attention={name} cannot run with parallel.pipe={mesh['pipe']}; "
-            "use all_to_all, gather or auto"
-        )
-    tensor = _head_parts(layout)
-    if num_heads % tensor:
-        return (
-            f"model.num_heads={num_heads} does not divide by parallel.tensor={tensor}; "
-            f"make it {_nearest(num_heads, tensor)}, or use parallel.tensor={math.gcd(num_heads, tensor)}"
-        )
-    parts = tensor * mesh[AXIS]
-    if way.splits_heads and num_heads % parts:
-        other = "gather" if mesh["pipe"] > 1 else "ring"
-        return (
-            f"parallel.context_attention={name}: model.num_heads={num_heads} does not divide by "
-            f"parallel.context={mesh[AXIS]} x parallel.tensor={tensor}; make it {_nearest(num_heads, parts)}, "
-            f"or use parallel.context={math.gcd(num_heads // tensor, mesh[AXIS])} or parallel.context_attention={other}"
-        )
-    return None
+# By their names in `context_rules.CONTEXT_WAYS`; each takes the local shards
+# (q, k, v, segments, *, form, local_attention, whole_attention).
+_ATTEND: Mapping[str, Callable[..., jax.Array]] = {"ring": _ring, "all_to_all": _all_to_all, "gather": _gather}
 
 
 def _head_parts(layout: Layout) -> int:
@@ -190,56 +129,31 @@ def _head_parts(layout: Layout) -> int:
     return math.prod(layout.degree(axis) for axis in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
+def _case(layout: Layout, num_heads: int, num_kv_heads: int, form: AttentionForm) -> ContextCase:
+    mesh = layout.mesh.shape
+    return ContextCase(mesh[AXIS], mesh["pipe"], _head_parts(layout), num_heads, num_kv_heads, form)
+
+
 def choose_context(layout: Layout, num_heads: int, num_kv_heads: int, form: AttentionForm = CAUSAL) -> str:
-    """The implementation that runs: ring, all_to_all or gather.
-
-    Args:
-        layout: its `context_attention` names one, or is auto: the first of `IMPLEMENTATIONS` that can run.
-        num_heads, num_kv_heads: of the model.
-        form: who sees whom.
-
-    Raises:
-        ConfigError: an unknown name, or an implementation that cannot run on this mesh with these heads.
-    """
-    wanted = layout.context_attention
-    if wanted != "auto" and wanted not in IMPLEMENTATIONS:
-        raise ConfigError(f"unknown parallel.context_attention={wanted!r}; known: auto, {', '.join(IMPLEMENTATIONS)}")
-    problem = None
-    for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
-        problem = _problem(name, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, form=form)
-        if problem is None:
-            return name
-    raise ConfigError(str(problem))
+    """The implementation that runs on a layout: `choose_context_way`."""
+    return choose_context_way(layout.context_attention, _case(layout, num_heads, num_kv_heads, form))
 
 
 def check_context(
     layout: Layout, *, num_heads: int, num_kv_heads: int, sequence_length: int, form: AttentionForm = CAUSAL
 ) -> None:
-    """Fail before anything is traced if attention cannot run on a sequence spread over `context`.
+    """Fail before anything is traced if attention cannot run on a sequence sharded over `context`.
 
     Args:
         layout: mesh and implementation.
         num_heads, num_kv_heads: of the model.
-        sequence_length: tokens a row.
-        form: who sees whom.
+        sequence_length: tokens per row.
+        form: which pairs of a query and a key are computed.
 
     Raises:
-        ConfigError: sizes that do not divide, or a ring inside a pipeline; names sizes that work.
+        ConfigError: from `check_context_length`.
     """
-    size = layout.mesh.shape[AXIS]
-    if size == 1:
-        return
-    name = choose_context(layout, num_heads, num_kv_heads, form)
-    halves = form.causal and IMPLEMENTATIONS[name].halves
-    chunks = size * 2 if halves else size
-    if sequence_length % chunks:
-        shown = f"2 x parallel.context={size} (causal ring attention)" if halves else f"parallel.context={size}"
-        fits_gather = halves and sequence_length % size == 0
-        other = "context_attention=gather" if fits_gather else f"context={math.gcd(sequence_length, size)}"
-        raise ConfigError(
-            f"data.sequence_length={sequence_length} does not divide by {shown}; "
-            f"make it {_nearest(sequence_length, chunks)}, or use parallel.{other}"
-        )
+    check_context_length(layout.context_attention, _case(layout, num_heads, num_kv_heads, form), sequence_length)
 
 
 def context_attention(
@@ -281,7 +195,7 @@ def context_attention(
     check_context(layout, num_heads=heads, num_kv_heads=groups, sequence_length=length, form=form)
     name = choose_context(layout, heads, groups, form)
     note_choice("attention over context", name, [])
-    attend = IMPLEMENTATIONS[name].attend
+    attend = _ATTEND[name]
     spec = _fitting_spec(layout, batch)
     # Keys and values lie as the queries do, so that a device's query heads meet their own key-value heads.
     k_BLGK, v_BLGK = (_repeat_heads(x, _head_parts(layout)) for x in (k_BLGK, v_BLGK))

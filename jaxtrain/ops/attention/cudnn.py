@@ -7,16 +7,13 @@ import importlib.util
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxtrain.layout.manual import divides, run_manually, spec_of
 from jaxtrain.layout.sharding import current_layout
-from jaxtrain.ops.attention.reference import AttentionForm
+from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.kernel_rules import AttentionCase, cudnn_refusal
 
-# cuDNN's fused attention needs tensor cores of the Ampere generation.
-_LEAST_CAPABILITY = (8, 0)
 _HOPPER = (9, 0)
-
 
 _QUERIES = ("batch", "sequence", "activation_heads", None)
 _KEYS = ("batch", "sequence", "activation_kv_heads", None)
@@ -28,29 +25,25 @@ def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None,
     Args:
         q_BLHK, k_BLGK: queries and keys.
         segments_BL: packed documents, which the kernel knows by their ends only.
-        form: who sees whom.
+        form: which pairs of a query and a key are computed.
     """
     layout = current_layout()
     device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
-    if device.platform != "gpu":
-        return f"the platform is {device.platform}"
-    if q_BLHK.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the dtype is {q_BLHK.dtype.name}, it takes bfloat16 and float16"
-    if segments_BL is not None:
-        return "documents are packed"
-    if form.softcap is not None:
-        return "scores are capped"
-    if form.window is not None and not form.causal:
-        return "the window looks ahead"
-    if layout is not None and not (divides(layout, q_BLHK, *_QUERIES) and divides(layout, k_BLGK, *_KEYS)):
-        return "batch or heads do not divide by the mesh"
     capability = _capability(device)
-    if capability is not None and capability < _LEAST_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, it takes 8.0"
-    # jax compiles for Hopper's larger heads only where such a card is present.
-    largest = 256 if capability is not None and capability >= _HOPPER and jax.default_backend() == "gpu" else 128
-    if q_BLHK.shape[-1] % 8 or q_BLHK.shape[-1] > largest:
-        return f"the head dim is {q_BLHK.shape[-1]}, it takes multiples of 8 up to {largest}"
+    case = AttentionCase(
+        device.platform,
+        q_BLHK.dtype.name,
+        q_BLHK.shape[1],
+        q_BLHK.shape[-1],
+        form,
+        packed=segments_BL is not None,
+        divides=layout is None or (divides(layout, q_BLHK, *_QUERIES) and divides(layout, k_BLGK, *_KEYS)),
+        capability=capability,
+        hopper_here=capability is not None and capability >= _HOPPER and jax.default_backend() == "gpu",
+    )
+    why = cudnn_refusal(case)
+    if why is not None:
+        return why
     # Where jax runs on a GPU it has loaded cuDNN; a compiler for an absent one needs the package.
     if jax.default_backend() != "gpu" and importlib.util.find_spec("nvidia.cudnn") is None:
         return "cuDNN is not installed (nvidia-cudnn-cu12)"

@@ -4,31 +4,14 @@ Shapes: B batch, L query positions, S key positions, H query heads, G key-value 
 """
 
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.attention.form import AttentionForm
+
 # Large and finite: a row that may see nothing gives a uniform softmax instead of NaN.
 MASKED = -1e30
-
-
-@dataclass(frozen=True)
-class AttentionForm:
-    """A kind of attention, apart from its arrays; every implementation takes all of it or refuses.
-
-    Attributes:
-        causal: a query sees keys at or before its own position only.
-        window: a query sees keys less than this many positions away (its own counts as one); None: any distance.
-        softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2); None: as they are.
-    """
-
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-
-
-CAUSAL = AttentionForm()
 
 
 def attention_mask(

@@ -11,33 +11,31 @@ import jax.numpy as jnp
 
 from jaxtrain.layout.manual import divides, run_manually, spec_of
 from jaxtrain.layout.sharding import current_layout, platform
-from jaxtrain.ops.attention.reference import AttentionForm
+from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.kernel_rules import SPLASH_LANES, AttentionCase, splash_refusal
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 
 _QUERIES = ("batch", "sequence", "activation_heads", None)
 _KEYS = ("batch", "sequence", "activation_kv_heads", None)
 _SEGMENTS = ("batch", "sequence")
 
-# The kernel's tiles are lanes of a TPU register wide; larger tiles read keys and values from memory less often.
-_LANES = 128
+# Larger tiles read keys and values from memory less often.
 _LARGEST_BLOCK = 512
-# Mosaic refuses head dims that fill neither a register nor half of one.
-_HEAD_DIMS = 64
 
 
-def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None) -> str | None:
-    """Why the kernel cannot take these queries where the step runs, or None."""
-    if platform() != "tpu":
-        return f"the platform is {platform()}"
+def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None, form: AttentionForm) -> str | None:
+    """Why the kernel cannot take these queries where the step runs, or None; arguments as of `splash_attention`."""
     layout = current_layout()
-    if layout is not None and not (divides(layout, q_BLHK, *_QUERIES) and divides(layout, k_BLGK, *_KEYS)):
-        return "batch or heads do not divide by the mesh"
-    length, head_dim = q_BLHK.shape[1], q_BLHK.shape[3]
-    if length % _LANES:
-        return f"the sequence is {length} long, it takes multiples of {_LANES}"
-    if head_dim % _HEAD_DIMS:
-        return f"the head dim is {head_dim}, it takes multiples of {_HEAD_DIMS}"
-    return None
+    case = AttentionCase(
+        platform(),
+        q_BLHK.dtype.name,
+        q_BLHK.shape[1],
+        q_BLHK.shape[3],
+        form,
+        packed=segments_BL is not None,
+        divides=layout is None or (divides(layout, q_BLHK, *_QUERIES) and divides(layout, k_BLGK, *_KEYS)),
+    )
+    return splash_refusal(case)
 
 
 def splash_attention(
@@ -108,7 +106,9 @@ def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool) ->
         mask = masks.LocalMask(shape, (form.window - 1, 0 if form.causal else form.window - 1), 0)
     else:
         mask = masks.CausalMask(shape) if form.causal else masks.FullMask(shape)
-    block = max(size for size in range(_LANES, min(length, _LARGEST_BLOCK) + 1, _LANES) if length % size == 0)
+    block = max(
+        size for size in range(SPLASH_LANES, min(length, _LARGEST_BLOCK) + 1, SPLASH_LANES) if length % size == 0
+    )
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,

@@ -1,7 +1,7 @@
 """Attention behind one signature: an ordered table of implementations a platform, which ends in the plain reference.
 
 The first implementation that takes the case runs; what one cannot do it refuses with a reason, and never drops. A new
-kernel is a file with a refusal and a function, and a line in the table.
+kernel is a file with a function, its rule and its place in the order in `kernel_rules.py`, and a row here.
 
 Shapes: B batch, L sequence, H query heads, G key-value heads, K head dim.
 """
@@ -17,7 +17,9 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import current_layout, platform
 from jaxtrain.ops.attention import blockwise, cudnn, splash
 from jaxtrain.ops.attention.context import context_attention
-from jaxtrain.ops.attention.reference import AttentionForm, attention, reference_attention
+from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.kernel_rules import ELSEWHERE, ORDER, choose_kernel
+from jaxtrain.ops.attention.reference import attention, reference_attention
 from jaxtrain.runtime.choices import note_choice
 
 Segments = jax.Array | None
@@ -43,12 +45,7 @@ class Implementation:
 
 
 CUDNN = Implementation("cudnn", cudnn.refusal, lambda q, k, v, segments, form: cudnn.cudnn_attention(q, k, v, form))
-SPLASH = Implementation(
-    "splash",
-    lambda q, k, segments, form: splash.refusal(q, k, segments),
-    splash.splash_attention,
-    keeps_output=True,
-)
+SPLASH = Implementation("splash", splash.refusal, splash.splash_attention, keeps_output=True)
 BLOCKWISE = Implementation(
     "blockwise",
     lambda q, k, segments, form: blockwise.refusal(q),
@@ -57,15 +54,11 @@ BLOCKWISE = Implementation(
 )
 REFERENCE = Implementation("reference", lambda *_: None, reference_attention)
 
+_ALL = {row.name: row for row in (CUDNN, SPLASH, BLOCKWISE, REFERENCE)}
 # Platform of the step -> implementations in the order in which they are tried.
 TABLE: Mapping[str, tuple[Implementation, ...]] = {
-    "gpu": (CUDNN, BLOCKWISE, REFERENCE),
-    "tpu": (SPLASH, BLOCKWISE, REFERENCE),
-    "cpu": (BLOCKWISE, REFERENCE),
+    name: tuple(_ALL[kernel] for kernel in order) for name, order in ORDER.items()
 }
-_ALL = {row.name: row for row in (CUDNN, SPLASH, BLOCKWISE, REFERENCE)}
-# Advice, not inability: a user who names the implementation gets it.
-_ADVICE = ("blockwise",)
 
 
 def choose(
@@ -76,22 +69,15 @@ def choose(
     Raises:
         ConfigError: a wanted implementation that is unknown or cannot take the case.
     """
-    if wanted != "auto":
-        if wanted not in _ALL:
-            raise ConfigError(f"unknown model.attention={wanted!r}; known: auto, {', '.join(_ALL)}")
-        why = None if wanted in _ADVICE else _ALL[wanted].refusal(q_BLHK, k_BLGK, segments_BL, form)
-        if why is not None:
-            raise ConfigError(f"model.attention={wanted} cannot run: {why}; use model.attention=auto")
-        note_choice("attention", wanted, [])
-        return _ALL[wanted]
-    refused: list[tuple[str, str]] = []
-    for row in TABLE.get(platform(), (BLOCKWISE, REFERENCE)):
-        why = row.refusal(q_BLHK, k_BLGK, segments_BL, form)
-        if why is None:
-            note_choice("attention", row.name, refused)
-            return row
-        refused.append((row.name, why))
-    raise AssertionError("the reference refuses nothing")
+    rows = TABLE.get(platform(), tuple(_ALL[kernel] for kernel in ELSEWHERE))
+    known = {**_ALL, **{row.name: row for row in rows}}
+
+    def refuses(kernel: str) -> str | None:
+        return known[kernel].refusal(q_BLHK, k_BLGK, segments_BL, form)
+
+    name, refused = choose_kernel([row.name for row in rows], refuses, wanted)
+    note_choice("attention", name, refused)
+    return known[name]
 
 
 def self_attention(

@@ -18,6 +18,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue.hardware_file import read_entries
 from jaxtrain.plan.compilers.topology import GPU_TYPES
+from jaxtrain.runtime.peaks import device_peaks
 
 _ALIASES = {
     "a100": "a100-80",
@@ -337,4 +338,5 @@ def _split_count(item: str, known: Mapping[str, Hardware]) -> tuple[Hardware, in
 @functools.cache
 def _shipped_entries() -> dict[str, Hardware]:
     with resources.as_file(resources.files("jaxtrain.plan.catalogue") / "hardware.yaml") as path:
-        return {name: Hardware(name=name, **values) for name, values in read_entries(path, {}).items()}
+        entries = read_entries(path, {}, peaks=device_peaks)
+    return {name: Hardware(name=name, **values) for name, values in entries.items()}

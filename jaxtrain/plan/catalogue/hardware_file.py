@@ -83,12 +83,15 @@ _KEYS: dict[str, _Check] = {
 _MEASURED = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 
-def read_entries(path: Path, below: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def read_entries(
+    path: Path, below: Mapping[str, dict[str, Any]], *, peaks: Callable[[str], Mapping[str, float]] | None = None
+) -> dict[str, dict[str, Any]]:
     """The entries of a file, each laid over the one of its name.
 
     Args:
         path: the file.
         below: entries by name, as fields of `Hardware`.
+        peaks: device kind -> FLOP/s by number format, which an entry has besides those of the file.
 
     Returns:
         name -> fields of `Hardware`, of the entries that the file has something of.
@@ -114,6 +117,10 @@ def read_entries(path: Path, below: Mapping[str, dict[str, Any]]) -> dict[str, d
             raise ConfigError(f"{where} is not in the catalogue, so it needs {', '.join(missing)} too{meant}")
         kind = entry.get("kind", below.get(name, {}).get("kind"))
         read = {key: _value(key, value, kind == "cpu", where) for key, value in entry.items()}
+        if peaks is not None:
+            known = [peaks(device_kind) for device_kind in read["device_kinds"]]
+            assert all(one == known[0] for one in known), f"{name}: one entry, one set of peaks"
+            read["peak_flops"] = {**known[0], **read["peak_flops"]}
         entries[name] = _with_sources(read, below.get(name), where, path.name)
     return entries
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
@@ -18,8 +19,9 @@ from jaxtrain.plan.memory.record import Memory
 from jaxtrain.plan.work.blocks import Cut, cut_logits
 from jaxtrain.plan.work.experts import ExpertWork
 from jaxtrain.plan.work.offload import state_on_its_way
-from jaxtrain.plan.work.state import COMPUTE_BYTES, PARAM_BYTES, Placed, StateBytes, local_size
+from jaxtrain.plan.work.state import Placed, StateBytes, local_size
 from jaxtrain.plan.workload.record import Workload
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.remat.segments import segment_layers
 from jaxtrain.runtime.distributed import GPU_MEMORY_FRACTION
 
@@ -105,15 +107,16 @@ _RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION, "tpu": 0.0}
 
 def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[float, float, float]:
     """Gradients, parameters cast to the compute dtype, and what is gathered from `fsdp` at once."""
-    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
-    stored = PARAM_BYTES.get(config.precision.policy, _FP32)
+    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
+    stored = POLICY_DTYPES[config.precision.policy].param_bytes
     trained = [one for one in placed if one.trained]
     local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
     spread = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
     gradients = stored * local
     if cut.microbatches > 1:
         # The sum over microbatches, and the gradient of one as it comes and in float32.
-        gradients = _FP32 * (spread if config.parallel.zero == 2 else local) + (_FP32 + size / 2) * local
+        summed = spread if stage_over_data(config.parallel.zero) == 2 else local
+        gradients = _FP32 * summed + (_FP32 + size / 2) * local
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
     outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)
     cast = 0.0 if size == stored else size * outside
@@ -150,14 +153,14 @@ def _masked_copies(work: ExpertWork) -> float:
 def _transformer(
     model: TransformerConfig, config: Config, workload: Workload, cut: Cut, schedule: Schedule | None, kind: str
 ) -> Work:
-    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     tensor, context = degrees["tensor"], degrees["context"]
     length = workload.input_shape[0]
     t, d = cut.rows * length / context, model.embed_dim
-    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
-    k = model.head_dim or d // heads
+    heads, groups = model.num_heads, model.kv_heads
+    k = model.head_width
     rows = 1.0 if cut.experts is None else cut.experts.rows
-    hidden = rows * (model.mlp_dim or 4 * d) / tensor
+    hidden = rows * model.mlp_width / tensor
     matrices = 2 if model.activation == "swiglu" else 1
     residual = tensor if config.parallel.sequence_parallel else 1
     layers = model.num_layers // degrees["pipe"]
@@ -193,7 +196,7 @@ def _transformer(
     # Of what is offloaded, that of one layer is on its way.
     block = again + moved + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
     if cut.experts is not None:
-        block += size * t * (4 * rows * d + _masked_copies(cut.experts) * (model.mlp_dim or 4 * d) / tensor)
+        block += size * t * (4 * rows * d + _masked_copies(cut.experts) * model.mlp_width / tensor)
     if cut.attention.name == "blockwise":
         block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
     chunk = layers // (1 if schedule is None else schedule.num_chunks)
@@ -214,7 +217,7 @@ _KEPT_OUTSIDE, _KEPT_SCANNED = {2: 4.2, 4: 6.4}, {2: 10.4, 4: 13.3}
 
 
 def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> Work:
-    size = COMPUTE_BYTES[config.precision.policy]
+    size = POLICY_DTYPES[config.precision.policy].compute_bytes
     first, rest, residuals, largest = resnet_activations(model, workload)
     kept = _KEPT_OUTSIDE[size] * first + size * residuals
     if config.remat.policy == "none":
@@ -255,7 +258,7 @@ def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, in
 
 
 def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> Work:
-    size, tensor = COMPUTE_BYTES[config.precision.policy], cut.degrees["tensor"]
+    size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, cut.degrees["tensor"]
     kept = 2 * size * cut.rows * sum(model.hidden_dims) / tensor
     widest = max([*model.hidden_dims, math.prod(workload.input_shape)])
     return Work(kept, 2 * size * cut.rows * widest / tensor, 0.0)

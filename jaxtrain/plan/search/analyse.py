@@ -9,8 +9,18 @@ from jaxtrain.config.remat import BLOCK_INPUT, check_remat
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
-from jaxtrain.layout.rules import check_replicated_share, entry_axes, nearest_multiples
-from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
+from jaxtrain.layout.rules import check_replicated_share, entry_axes
+from jaxtrain.parallel.division import (
+    batch_shards,
+    check_model_axes,
+    check_rows,
+    check_sequence,
+    microbatches_by_name,
+    pipeline_schedule,
+    sequence_axes,
+    step_microbatches,
+)
+from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.cost.training import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
 from jaxtrain.plan.memory.step import step_memory
@@ -30,9 +40,6 @@ _SAVE_BYTES_PER_SECOND = 1e9
 # A new machine, the program compiled or read from the cache, the state read.
 _RESTART_SECONDS = 300.0
 _LEAST_SAVE_SECONDS = 5.0
-# Float32 scores are written, masked, reduced and normalised: 16 bytes for each. The exponentials of a CPU take four
-# times as long as those bytes (sequences of 1,024 tokens on 2 cores of an AMD EPYC).
-_SCORE_BYTES = {"cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -121,50 +128,28 @@ def _check_replicated(config: Config, placed: Sequence[Placed], fsdp: int) -> No
 
 
 def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
-    """The pipeline's table, as `train/parallelism.py` makes it.
+    """The pipeline's table, by the rules of the step.
 
     Raises:
         ConfigError: an axis that the model cannot use, or layers that do not divide.
     """
-    model, parallel, stages = config.model, config.parallel, degrees["pipe"]
+    model = config.model
     transformer = isinstance(model, TransformerConfig)
-    for axis, has in (
-        ("pipe", transformer),
-        ("context", transformer),
-        ("expert", isinstance(model, TransformerConfig) and model.experts is not None),
-    ):
-        if degrees[axis] > 1 and not has:
-            raise ConfigError(
-                f"parallel.{axis}={degrees[axis]}, but this {model.kind} has nothing to spread there; use 1"
-            )
-    if stages == 1:
-        if parallel.microbatches is not None:
-            raise ConfigError(
-                f"parallel.microbatches={parallel.microbatches} is for pipelines, but parallel.pipe=1; "
-                "use train.accumulation_steps"
-            )
-        return None
-    assert isinstance(model, TransformerConfig)
-    if parallel.microbatches is not None and config.train.accumulation_steps not in (1, parallel.microbatches):
-        raise ConfigError(
-            f"parallel.microbatches={parallel.microbatches} and train.accumulation_steps="
-            f"{config.train.accumulation_steps} differ; a pipeline's microbatches are its accumulation: set one of them"
-        )
-    chunks = parallel.chunks or (2 if parallel.schedule == "interleaved_1f1b" else 1)
-    if model.num_layers % (stages * chunks):
-        raise ConfigError(
-            f"{model.num_layers} layers do not divide by pipe x chunks = {stages * chunks}; "
-            f"use {nearest_multiples(model.num_layers, stages * chunks)} layers or another parallel.pipe"
-        )
-    return make_schedule(parallel.schedule, stages, microbatches_of(config), chunks)
+    check_model_axes(
+        degrees,
+        model=model.kind,
+        task=config.task,
+        has_parts=transformer,
+        has_sequence=transformer,
+        has_experts=isinstance(model, TransformerConfig) and model.experts is not None,
+    )
+    num_layers = model.num_layers if isinstance(model, TransformerConfig) else None
+    return pipeline_schedule(config.parallel, degrees["pipe"], num_layers, config.train.accumulation_steps)
 
 
 def microbatches_of(config: Config) -> int:
     """Microbatches of a step, of accumulation or of a pipeline."""
-    parallel, accumulation = config.parallel, config.train.accumulation_steps
-    if parallel.pipe == 1:
-        return accumulation
-    return num_microbatches(parallel.microbatches, int(parallel.pipe), accumulation_steps=accumulation)
+    return step_microbatches(config.parallel, int(config.parallel.pipe), config.train.accumulation_steps)
 
 
 def _on_one_memory(config: Config) -> Config:
@@ -190,20 +175,11 @@ def cut_batch(
         ConfigError: the batch or the sequence does not divide.
     """
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
-    microbatches = config.train.accumulation_steps if schedule is None else schedule.num_microbatches
-    shards = degrees["data"] * degrees["fsdp"] * degrees["expert"]
-    if workload.rows % (shards * microbatches):
-        raise ConfigError(
-            f"train.global_batch_size={workload.rows} does not divide by data x fsdp x expert x microbatches = "
-            f"{shards * microbatches}; use {nearest_multiples(workload.rows, shards * microbatches)}"
-        )
-    length = workload.sequence_length
-    parts = degrees["context"] * (degrees["tensor"] if config.parallel.sequence_parallel else 1)
-    if length is not None and length % parts:
-        raise ConfigError(
-            f"data.sequence_length={length} does not divide by the axes that spread it, {parts}; "
-            f"use {nearest_multiples(length, parts)}"
-        )
+    check_rows(workload.rows, degrees, microbatches_by_name(schedule, config.train.accumulation_steps))
+    if workload.sequence_length is not None:
+        axes = sequence_axes(sequence_parallel=config.parallel.sequence_parallel)
+        check_sequence(workload.sequence_length, degrees, axes)
+    shards, microbatches = batch_shards(degrees), microbatches_of(config)
     scaled = config.precision.policy == "fp8"
     return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
 

@@ -14,6 +14,7 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES
+from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.search.analyse import Terms, analyse, microbatches_of
 from jaxtrain.plan.search.estimate import Estimate
@@ -252,8 +253,7 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
         rows = multiple * least
         return fits(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})}))
 
-    parallel = config.parallel
-    least = int(parallel.data) * int(parallel.fsdp) * int(parallel.expert) * microbatches_of(config)
+    least = batch_shards({axis: int(getattr(config.parallel, axis)) for axis in AXES}) * microbatches_of(config)
     if not at(1):
         return None
     low, high = 1, 2

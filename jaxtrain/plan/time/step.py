@@ -8,6 +8,7 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
@@ -15,8 +16,9 @@ from jaxtrain.plan.work.attention import context_way
 from jaxtrain.plan.work.blocks import Block, Cut, step_blocks
 from jaxtrain.plan.work.experts import exchanged_bytes
 from jaxtrain.plan.work.offload import host_bandwidth
-from jaxtrain.plan.work.state import COMPUTE_BYTES, Placed, StateBytes, local_size, update_flops
+from jaxtrain.plan.work.state import Placed, StateBytes, local_size, update_flops
 from jaxtrain.plan.workload.record import Workload
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
 
 # What matmuls and memory reach of their peaks: (likely, best, worst). GPUs and TPUs: large matmuls in bf16 reach 70 to
@@ -81,7 +83,7 @@ def traffic(
     config: Config, workload: Workload, placed: Sequence[Placed], cut: Cut, schedule: Schedule | None
 ) -> list[Sent]:
     """What one device sends in one step, by axis; ring algorithms, where a device sends (n - 1) / n of the whole."""
-    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     # A stage of a pipeline keeps its inputs only, and runs forward once more before its backward.
     forwards = 1 if schedule is None else 2
     sent: list[Sent] = []
@@ -94,7 +96,7 @@ def traffic(
         return local_size(one.shape, one.entries, {**degrees, **dict.fromkeys(axes, 1)})
 
     trained = [one for one in placed if one.trained]
-    zero = config.parallel.zero
+    zero = stage_over_data(config.parallel.zero)
     if degrees["data"] > 1:
         times = cut.microbatches if zero == 2 else 1
         gradients = 4 * sum(without(one) for one in trained)
@@ -149,8 +151,8 @@ def _attention_traffic(
         degrees: of the mesh.
         forwards: forward passes, those that are run again included.
     """
-    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
-    head_bytes = column_bytes * (model.head_dim or model.embed_dim // heads) / degrees["tensor"]
+    heads, groups = model.num_heads, model.kv_heads
+    head_bytes = column_bytes * model.head_width / degrees["tensor"]
     others = degrees["context"] - 1
     match context_way(config, model):
         case "all_to_all":

@@ -1,13 +1,17 @@
-"""What attention runs on where a step is planned for, by the table of `ops/attention/table.py`, and what that holds."""
+"""What attention runs on where a step is planned for, by the rules of the step, and what that holds. No jax here."""
 
+import functools
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import ConfigError
 from jaxtrain.ops.attention.blocks import block_size, computed_share, pairs_at_once, visible_pairs
+from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
+from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.kernel_rules import ELSEWHERE, ORDER, AttentionCase, choose_kernel, refusal
 from jaxtrain.ops.attention.ring_blocks import score_elements
 from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 # Bytes moved for each score that is computed outside a kernel: in float32 it is written, masked, reduced and
 # normalised, and read again for the values. Each pass of a CPU over them goes through memory.
@@ -44,12 +48,16 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
         config: with degrees resolved.
         target: hardware and count.
         length: tokens of a row.
+
+    Raises:
+        ConfigError: attention that the step would refuse.
     """
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
     score_bytes = _SCORE_BYTES.get(target.hardware.kind, _SCORE_BYTES_ELSEWHERE)
     context = int(config.parallel.context)
+    check_context_length(config.parallel.context_attention, _context_case(config, model), length)
     match context_way(config, model):
         case "ring":  # one block of keys at a time
             # Zig-zag order gives every device of a ring as many.
@@ -66,18 +74,28 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
 
 
 def context_way(config: Config, model: TransformerConfig) -> str | None:
-    """How attention crosses `context`, as `ops/attention/context.py` chooses; None: it does not.
+    """How attention crosses `context`, by the rule of the step; None: it does not.
 
     Args:
         config: with degrees resolved.
         model: its model.
+
+    Raises:
+        ConfigError: a way that cannot be taken on this mesh with these heads.
     """
+    case = _context_case(config, model)
+    return None if case.context == 1 else choose_context_way(config.parallel.context_attention, case)
+
+
+def _context_case(config: Config, model: TransformerConfig) -> ContextCase:
     parallel = config.parallel
-    if int(parallel.context) == 1 or parallel.context_attention != "auto":
-        return None if int(parallel.context) == 1 else parallel.context_attention
-    if int(parallel.pipe) == 1 and model.sliding_window is None and model.attention_softcap is None:
-        return "ring"
-    return "gather" if model.num_heads % (int(parallel.tensor) * int(parallel.context)) else "all_to_all"
+    return ContextCase(
+        int(parallel.context), int(parallel.pipe), int(parallel.tensor), model.num_heads, model.kv_heads, _form(model)
+    )
+
+
+def _form(model: TransformerConfig) -> AttentionForm:
+    return AttentionForm(model.causal, model.sliding_window, model.attention_softcap)
 
 
 def _whole_sequence(config: Config, model: TransformerConfig, target: Target, length: int) -> AttentionWork:
@@ -101,25 +119,19 @@ def _whole_sequence(config: Config, model: TransformerConfig, target: Target, le
 
 
 def _implementation(config: Config, model: TransformerConfig, target: Target, length: int) -> str:
-    """The first of the platform's table that takes the case, or the one that the config names."""
-    kind = target.hardware.kind
-    head_dim = model.head_dim or model.embed_dim // model.num_heads
-    ampere = target.hardware.title.startswith("NVIDIA") and "bf16" in target.hardware.peak_flops
-    sixteen_bits = config.precision.policy in ("bf16", "bf16_pure", "fp16", "fp8")
-    plain = model.attention_softcap is None and (model.causal or model.sliding_window is None)
-    runs = {
-        "cudnn": ampere and sixteen_bits and plain and head_dim % 8 == 0 and head_dim <= 128,
-        "splash": kind == "tpu" and length % 128 == 0 and head_dim % 64 == 0,
-    }
-    if model.attention != "auto":
-        if not runs.get(model.attention, True):
-            raise ConfigError(
-                f"model.attention={model.attention} cannot run on {target.name} with head_dim={head_dim}, "
-                f"data.sequence_length={length} and precision.policy={config.precision.policy}; "
-                "use model.attention=auto"
-            )
-        return model.attention
-    for name, possible in runs.items():
-        if possible:
-            return name
-    return "blockwise" if length > block_size(kind, length) else "reference"
+    """The kernel that the step would run on a target, by the rules of the step."""
+    hardware = target.hardware
+    nvidia = hardware.title.startswith("NVIDIA")
+    case = AttentionCase(
+        # What jax calls AMD's GPUs, for which it has no kernel.
+        platform="rocm" if hardware.kind == "gpu" and not nvidia else hardware.kind,
+        dtype=POLICY_DTYPES[config.precision.policy].compute,
+        length=length,
+        head_dim=model.head_width,
+        form=_form(model),
+        # bf16 came with that generation.
+        before_ampere=nvidia and "bf16" not in hardware.peak_flops,
+    )
+    order = ORDER.get(case.platform, ELSEWHERE)
+    refuses = functools.partial(refusal, case=case)
+    return choose_kernel(order, refuses, model.attention, where=f" on {target.name}")[0]

@@ -25,9 +25,9 @@ from jaxtrain.metrics.flops import (
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.experts import ExpertWork
-from jaxtrain.plan.work.state import COMPUTE_BYTES
 from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
 from jaxtrain.plan.workload.record import Workload
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 # Gradients of inputs and of weights: twice the forward pass.
 _BACKWARD = 2
@@ -181,13 +181,13 @@ def _recomputed(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()
 
 
 def _transformer(model: TransformerConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
-    degrees, size = cut.degrees, COMPUTE_BYTES[config.precision.policy]
+    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     tensor, context = degrees["tensor"], degrees["context"]
     length = workload.input_shape[0]
     t, d = cut.rows * length / context, model.embed_dim
-    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
-    k = model.head_dim or d // heads
-    f = model.mlp_dim or 4 * d
+    heads, groups = model.num_heads, model.kv_heads
+    k = model.head_width
+    f = model.mlp_width
     assert workload.vocab_size is not None
     vocabulary = workload.vocab_size / tensor
     count = model.num_layers // degrees["pipe"] * cut.microbatches
@@ -264,7 +264,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
 
 def cut_logits(config: Config, tokens: float, width: int, vocabulary: float) -> LossBlocks:
     """How the step's loss cuts the logits of one device, see `loss_blocks.py`."""
-    loss, size = config.loss, COMPUTE_BYTES[config.precision.policy]
+    loss, size = config.loss, POLICY_DTYPES[config.precision.policy].compute_bytes
     by = None if loss.logits == "auto" else loss.logits
     return choose_blocks(math.ceil(tokens), width, math.ceil(vocabulary), itemsize=size, by=by, size=loss.block)
 
@@ -292,7 +292,7 @@ def _rounded_numbers(remat: RematConfig, weights: float, inputs: float, outputs:
 
 
 def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
-    size, rows = COMPUTE_BYTES[config.precision.policy], cut.rows
+    size, rows = POLICY_DTYPES[config.precision.policy].compute_bytes, cut.rows
     height, width, channels = workload.input_shape
     blocks: list[Block] = []
     repeat = _recomputed(config.remat, matmul=False)
@@ -341,7 +341,7 @@ def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -
 
 
 def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
-    size, tensor = COMPUTE_BYTES[config.precision.policy], cut.degrees["tensor"]
+    size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, cut.degrees["tensor"]
     assert workload.num_outputs is not None
     widths = (math.prod(workload.input_shape), *model.hidden_dims, workload.num_outputs)
     blocks = []

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
+from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.optim.rules import as_matrix, factored_dims, is_stored, moment_block
 from jaxtrain.plan.workload.parameters import Tensors, frozen_paths
+from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 _FP32 = 4
-# The dtype of stored parameters: every policy but this one keeps fp32 masters.
-PARAM_BYTES = {"bf16_pure": 2}
-# Of what matmuls run in.
-COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,6 @@ class StateBytes:
         return self.params + self.optimizer + self.average + self.model_state
 
 
-def zero_axes(config: Config) -> tuple[str, ...]:
-    """Mesh axes that optimizer state is spread over besides those of its parameter."""
-    return ("data",) if config.parallel.zero in (1, 2) else ()
-
-
 def place(config: Config, tensors: Tensors, degrees: Mapping[str, int]) -> list[Placed]:
     """Every parameter of a config on a mesh of these degrees.
 
@@ -69,7 +62,7 @@ def place(config: Config, tensors: Tensors, degrees: Mapping[str, int]) -> list[
     """
     axes, stack = model_axes(config.model), tensors.stack
     frozen = frozen_paths(tensors.params, config.optimizer.freeze)
-    also = zero_axes(config)
+    also = zero_axes(config.parallel.zero)
     placed = []
     for path, shape in tensors.params.items():
         entries = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack))
@@ -95,7 +88,7 @@ def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degr
         placed: the model's parameters on the mesh.
         degrees: of the mesh.
     """
-    stored = PARAM_BYTES.get(config.precision.policy, _FP32)
+    stored = POLICY_DTYPES[config.precision.policy].param_bytes
     params = stored * sum(local_size(one.shape, one.entries, degrees) for one in placed)
     optimizer = average = 0
     for one in placed:

@@ -10,6 +10,7 @@ from jaxtrain.config.data import (
     TokenData,
     TokenizerConfig,
 )
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
@@ -39,12 +40,14 @@ class RowSizes:
         vocab_size: of its tokens.
         num_outputs: its classes or targets.
         notes: what was assumed.
+        unit: tokens or examples; None: those of the config's data.
     """
 
     input_shape: tuple[int, ...]
     vocab_size: int | None
     num_outputs: int | None
     notes: tuple[str, ...] = ()
+    unit: str | None = None
 
 
 def _sizes_of_config(config: Config) -> RowSizes:
@@ -77,13 +80,8 @@ def _sizes_of_config(config: Config) -> RowSizes:
         case SyntheticData(task="table"):
             input_shape, num_outputs = (data.num_columns,), data.num_classes
         case _:
-            length = data.sequence_length or getattr(model, "max_sequence_length", None)
-            if length is None or not isinstance(model, TransformerConfig):
-                raise ConfigError(
-                    f"model.kind={model.kind} does not take the tokens of data.kind={data.kind}; "
-                    "use model.kind=transformer"
-                )
-            input_shape = (length,)
+            assert isinstance(model, TransformerConfig), "check_kinds refuses another model of tokens"
+            input_shape = (data.sequence_length or model.max_sequence_length,)
             match data:
                 case SyntheticData():
                     vocab_size, note = data.vocab_size, ""
@@ -109,14 +107,15 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         sizes: of data that takes the place of the config's; None: the config's data, which is not opened.
 
     Raises:
-        ConfigError: a size that only the data knows; says which key to set.
+        ConfigError: task, model and data that do not go together, or a size that only the data knows; says which key
+            to set.
     """
+    # A plan knows no task from Python, but a config may be meant for one.
+    check_kinds(config, own_task=True, unit=None if sizes is None else sizes.unit)
     model, source = config.model, f"data.kind={config.data.kind}" if sizes is None else "the data given"
     sizes = sizes or _sizes_of_config(config)
     input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
     if isinstance(model, TransformerConfig):
-        if len(input_shape) != 1 or config.task != "language_modeling":
-            raise ConfigError(f"model.kind=transformer takes tokens, but {source} gives examples; use another")
         vocab_size = model.vocab_size or vocab_size
         if vocab_size is None:
             raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")

@@ -52,9 +52,9 @@ def model_tensors(config: ModelConfig, workload: Workload) -> Tensors:
 
 def _transformer(config: TransformerConfig, vocab_size: int) -> Shapes:
     layers, width, heads = config.num_layers, config.embed_dim, config.num_heads
-    groups = config.num_kv_heads or heads
-    head_dim = config.head_dim or width // heads
-    hidden = config.mlp_dim or 4 * width
+    groups = config.kv_heads
+    head_dim = config.head_width
+    hidden = config.mlp_width
 
     def norm(path: str, *lead: int) -> Shapes:
         bias = config.bias and config.norm == "layernorm"

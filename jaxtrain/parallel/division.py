@@ -1,0 +1,177 @@
+"""Into how many parts layers, rows and sequences go, and what cannot be. No jax here: step and planner both ask."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import DEFAULT_RULES, nearest_multiples
+from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
+
+
+class PipelineOptions(Protocol):
+    """What the config group `parallel` says of a pipeline."""
+
+    @property
+    def schedule(self) -> str: ...
+
+    @property
+    def microbatches(self) -> int | None: ...
+
+    @property
+    def chunks(self) -> int | None: ...
+
+
+def check_model_axes(
+    degrees: Mapping[str, int], *, model: str, task: str, has_parts: bool, has_sequence: bool, has_experts: bool
+) -> None:
+    """Raise where a model or its rows have nothing to shard over an axis of the mesh.
+
+    Args:
+        degrees: of the mesh.
+        model, task: names for the message.
+        has_parts: whether the model declares its embedding, stack and head.
+        has_sequence: whether the rows have a sequence.
+        has_experts: whether the model has experts.
+
+    Raises:
+        ConfigError: names the axis.
+    """
+    if degrees["expert"] > 1 and not has_experts:
+        raise ConfigError(
+            f"parallel.expert={degrees['expert']}, but the model {model} has no experts; use parallel.expert=1"
+        )
+    if degrees["context"] > 1 and not has_sequence:
+        raise ConfigError(
+            f"parallel.context={degrees['context']}, but the rows of task {task} have no sequence; "
+            "use parallel.context=1"
+        )
+    if degrees["pipe"] > 1 and not has_parts:
+        raise ConfigError(
+            f"parallel.pipe={degrees['pipe']}, but the model {model} does not declare its embedding, stack and head; "
+            "build it with from_stages (or give it parts), or use parallel.pipe=1"
+        )
+
+
+def check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
+    """Raise where layers do not divide over the stages and their chunks.
+
+    Raises:
+        ConfigError: names the counts that work.
+    """
+    parts = num_stages * num_chunks
+    if num_layers % parts == 0:
+        return
+    shown = f"parallel.pipe={num_stages}" + (f" x parallel.chunks={num_chunks}" if num_chunks > 1 else "")
+    stages = [p for p in range(2, num_layers + 1) if num_layers % (p * num_chunks) == 0]
+    near = sorted(sorted(stages, key=lambda p: abs(p - num_stages))[:2])
+    other = f", or parallel.pipe={' or '.join(map(str, near))}" if near else ""
+    raise ConfigError(
+        f"{num_layers} layers do not divide by {shown}; use {nearest_multiples(num_layers, parts)} layers{other}"
+    )
+
+
+def step_microbatches(options: PipelineOptions, num_stages: int, accumulation_steps: int) -> int:
+    """Microbatches of a step: of a pipeline, or of gradient accumulation where there is one stage."""
+    if num_stages == 1:
+        return accumulation_steps
+    return num_microbatches(options.microbatches, num_stages, accumulation_steps=accumulation_steps)
+
+
+def pipeline_schedule(
+    options: PipelineOptions, num_stages: int, num_layers: int | None, accumulation_steps: int
+) -> Schedule | None:
+    """The schedule of a pipeline, or None where the mesh has one stage.
+
+    Args:
+        options: of the config group `parallel`.
+        num_stages: degree of `pipe`.
+        num_layers: of the model's stack; None: it has none, which only one stage allows.
+        accumulation_steps: of the config group `train`.
+
+    Raises:
+        ConfigError: microbatches without stages, two numbers of them, or layers that do not divide.
+    """
+    microbatches = options.microbatches
+    if num_stages == 1:
+        if microbatches is not None:
+            raise ConfigError(
+                f"parallel.microbatches={microbatches} is for pipelines, but parallel.pipe=1; "
+                "use train.accumulation_steps"
+            )
+        return None
+    assert num_layers is not None, "check_model_axes refuses a model without a stack"
+    if microbatches is not None and accumulation_steps not in (1, microbatches):
+        raise ConfigError(
+            f"parallel.microbatches={microbatches} and train.accumulation_steps={accumulation_steps} differ; "
+            "a pipeline's microbatches are its accumulation: set one of them"
+        )
+    chunks = options.chunks or (2 if options.schedule == "interleaved_1f1b" else 1)
+    check_layers(num_layers, num_stages, chunks)
+    return make_schedule(
+        options.schedule, num_stages, step_microbatches(options, num_stages, accumulation_steps), chunks
+    )
+
+
+def batch_shards(degrees: Mapping[str, int], axes: Sequence[str] = DEFAULT_RULES["batch"]) -> int:
+    """Into how many shards the rows of a batch go, by the degrees of the mesh and the axes of the batch."""
+    return math.prod(degrees[axis] for axis in axes)
+
+
+def check_rows(
+    rows: int,
+    degrees: Mapping[str, int],
+    microbatches: Mapping[str, int],
+    axes: Sequence[str] = DEFAULT_RULES["batch"],
+) -> None:
+    """Raise where the rows of a batch do not divide by shards and microbatches.
+
+    Args:
+        rows: of the global batch.
+        degrees: of the mesh.
+        microbatches: their number, by the name of the setting that gives it.
+        axes: mesh axes that the batch is sharded over.
+
+    Raises:
+        ConfigError: names the sizes that work.
+    """
+    multiple = batch_shards(degrees, axes) * math.prod(microbatches.values())
+    if rows % multiple:
+        shown = {axis: degrees[axis] for axis in axes if axis in ("data", "fsdp") or degrees[axis] > 1}
+        shown = {**shown, **microbatches}
+        raise ConfigError(
+            f"train.global_batch_size={rows} does not divide by {' x '.join(shown)} = "
+            f"{' x '.join(map(str, shown.values()))}; use {nearest_multiples(rows, multiple)}"
+        )
+
+
+def microbatches_by_name(schedule: Schedule | None, accumulation_steps: int) -> dict[str, int]:
+    """The number of microbatches under the name of the setting that gives it, for `check_rows`."""
+    if schedule is None:
+        return {"accumulation_steps": accumulation_steps}
+    return {"microbatches": schedule.num_microbatches}
+
+
+def sequence_axes(*, sequence_parallel: bool) -> tuple[str, ...]:
+    """Mesh axes that the sequence of the residual stream is sharded over."""
+    return ("context", "tensor") if sequence_parallel else DEFAULT_RULES["residual_sequence"]
+
+
+def check_sequence(length: int, degrees: Mapping[str, int], axes: Sequence[str]) -> None:
+    """Raise where a sequence does not divide by the mesh axes that it is sharded over.
+
+    Args:
+        length: tokens per row.
+        degrees: of the mesh.
+        axes: from `sequence_axes`, or of a user's rules.
+
+    Raises:
+        ConfigError: names the lengths that work.
+    """
+    parts = {axis: degrees[axis] for axis in axes}
+    multiple = math.prod(parts.values())
+    if length % multiple:
+        shown = " x ".join(f"parallel.{axis}={size}" for axis, size in parts.items() if size > 1)
+        raise ConfigError(
+            f"data.sequence_length={length} does not divide by {shown}; use {nearest_multiples(length, multiple)}"
+        )
