@@ -1,27 +1,35 @@
-"""Gradients of a batch: in one go, accumulated over microbatches, reduced over `data` once.
+"""Gradients of a batch: at once, or accumulated over microbatches and reduced over `data`.
 
-Several microbatches of a model without state are accumulated inside `jax.shard_map` over `data`, so that nothing
-crosses `data` before the loop has ended. Everything else is automatic: the compiler places the collectives. So is a
-model or loss that calls back to Python, which does not lower where `data` alone is manual (jax 0.10.2).
+Accumulation has two programs. On shards (inside `jax.shard_map` over `data`) nothing crosses `data` before the loop
+over microbatches has ended. In automatic code the compiler places the collectives. `_choose_accumulation` chooses.
 """
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout.sharding import Layout, constrain, parameter_spec, path_name, use_layout
-from jaxtrain.models.tasks import Sums, divisor
+from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
+from jaxtrain.models.tasks import Batch, Sums, divisor
+from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
+from jaxtrain.parallel.reduction import DataReduction, sum_dtype
 from jaxtrain.parallel.traced import calls_back, traced
 from jaxtrain.runtime.choices import note_choice
 
-# (trained params, what the loss reads besides, model_state, batch, key) ->
-# (loss to differentiate, (loss sum, weight, model_state, metric sums))
-LossFunction = Callable[[Any, Any, Any, Any, jax.Array], tuple[jax.Array, tuple[jax.Array, jax.Array, Any, Sums]]]
+# What the loss of a microbatch gives besides the number to differentiate: loss sum, weight, model_state, metric sums.
+LossParts = tuple[jax.Array, jax.Array, Tree, Sums]
+# (trained params, what the loss reads besides, model_state, batch, key) -> (loss to differentiate, its parts)
+LossFunction = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[jax.Array, LossParts]]
+# The same arguments -> (gradients of the trained params, the parts)
+Differentiate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, LossParts]]
+# Loss sum, weight and metric sums over all microbatches.
+LossSums = tuple[jax.Array, jax.Array, Sums]
+# The same arguments -> (gradients summed over microbatches times their weights, model_state, sums)
+Accumulate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, LossSums]]
 
 
 @jax.tree_util.register_dataclass
@@ -36,89 +44,26 @@ class Gradients:
         metrics: name -> (sum, weight).
     """
 
-    tree: Any
+    tree: Tree
     loss_sum: jax.Array
     weight: jax.Array
-    model_state: Any
+    model_state: Tree
     metrics: Sums
-
-
-def split_microbatches(batch: Any, count: int) -> Any:
-    """Batch leaves [B, ...] as [count, B / count, ...]: microbatch m holds rows m, m + count, m + 2 count, ...
-
-    Striding keeps every device's rows on that device, because a device holds a contiguous block of rows; and it gives
-    the same microbatches whether B are all rows or those of one shard. A scalar goes to every microbatch.
-    """
-
-    def split(x: jax.Array) -> jax.Array:
-        if x.ndim == 0:
-            return jnp.broadcast_to(x, (count,))
-        x = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
-        return constrain(x, None, "batch", *[None] * (x.ndim - 2))
-
-    return jax.tree.map(split, batch)
-
-
-def batch_specs(batch: Any) -> Any:
-    """Specs of a batch over a manual `data` axis: rows are sharded, scalars replicated."""
-    return jax.tree.map(lambda x: PartitionSpec("data") if jnp.ndim(x) else PartitionSpec(), batch)
-
-
-@dataclass(frozen=True)
-class DataReduction:
-    """How gradients that differ over a manual `data` axis become one: a sum, or a sum of which each shard keeps a part.
-
-    Attributes:
-        layout: of the step.
-        stage: ZeRO stage; from 1 on a device keeps the part of the gradient that its optimizer state wants, and from
-            2 on it does so after every microbatch, which costs communication and saves the whole gradient's memory.
-    """
-
-    layout: Layout
-    stage: int
-
-    def dim(self, path: tuple[Any, ...], leaf: Any) -> int | None:
-        """The dim of a parameter whose gradient is scattered over `data`; None: it is summed whole."""
-        if self.stage == 0:
-            return None
-        spec = parameter_spec(path_name(path), leaf.shape, self.layout, also=("data",))
-        dims = [d for d, entry in enumerate(spec) if entry == "data" or (isinstance(entry, tuple) and "data" in entry)]
-        return dims[0] if dims else None
-
-    def specs(self, params: Any) -> Any:
-        """Specs over `data` of what `reduce` gives."""
-
-        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-            dim = self.dim(path, leaf)
-            return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "data")
-
-        return jax.tree_util.tree_map_with_path(spec, params)
-
-    def reduce(self, tree: Any, params: Any) -> Any:
-        """Sum a tree of local gradients over `data`; `params` has its paths and whole shapes."""
-
-        def one(path: tuple[Any, ...], leaf: Any, gradient: jax.Array) -> jax.Array:
-            dim = self.dim(path, leaf)
-            if dim is None:
-                return jax.lax.psum(gradient, "data")
-            return jax.lax.psum_scatter(gradient, "data", scatter_dimension=dim, tiled=True)
-
-        return jax.tree_util.tree_map_with_path(one, params, tree)
 
 
 def compute_gradients(
     loss: LossFunction,
-    params: Any,
-    fixed: Any,
-    model_state: Any,
-    batch: Any,
+    params: Tree,
+    fixed: Tree,
+    model_state: Tree,
+    batch: Batch,
     key: jax.Array,
     *,
     accumulation_steps: int,
     layout: Layout,
     zero: int = 0,
 ) -> Gradients:
-    """Gradients of the mean loss, over all microbatches.
+    """Compute the gradients of the mean loss, over all microbatches.
 
     The differentiated loss of a microbatch is its own mean (so that fp16 gradients keep their range); the sum over
     microbatches weights each by its share of the global weight, so that the result is that of one large batch.
@@ -127,12 +72,15 @@ def compute_gradients(
         loss: see `LossFunction`.
         params: trainable parameters; the gradients have their structure.
         fixed: arrays that the loss reads besides (frozen parameters, the loss scale).
-        model_state: threaded through the microbatches in order.
-        batch: leaves [B, ...]; B divides by `accumulation_steps`.
+        model_state: passed from one microbatch to the next, in order.
+        batch: arrays [B, ...], where B divides by `accumulation_steps`.
         key: folded with the microbatch's index.
         accumulation_steps: microbatches.
         layout: of the step.
         zero: ZeRO stage, see `DataReduction`.
+
+    Returns:
+        The gradients, and the sums over the global batch.
     """
     differentiate = jax.grad(loss, has_aux=True)
     if accumulation_steps == 1:
@@ -140,90 +88,86 @@ def compute_gradients(
             params, fixed, model_state, batch, jax.random.fold_in(key, 0)
         )
         return Gradients(tree, loss_sum, weight, model_state, metrics)
-
-    def program(*, manual: bool) -> Callable[..., tuple[Any, Any, Any]]:
-        return _accumulation(differentiate, params, batch, accumulation_steps, layout, zero, manual=manual)
-
     arguments = (params, fixed, model_state, batch, key)
-    manual = layout.mesh.shape["data"] > 1 and not jax.tree.leaves(model_state)
-    run = program(manual=manual)
-    if manual:
-        run, operations = traced(run, *arguments)
-        if calls_back(operations):
-            why = "the model or its loss calls back to Python (jax.debug.print), which jax cannot on a shard of data"
-            note_choice("accumulation", "gradients cross data in every microbatch", [("once a step", why)])
-            run = program(manual=False)
-    total, model_state, (loss_sum, weight, metrics) = run(*arguments)
+    accumulate = _choose_accumulation(differentiate, arguments, accumulation_steps, layout, zero)
+    total, model_state, (loss_sum, weight, metrics) = accumulate(*arguments)
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
 
 
-def _sum_dtype(leaf: Any) -> Any:
-    """Of a sum over microbatches: at least float32; complex numbers stay complex."""
-    return jnp.promote_types(leaf.dtype, jnp.float32)
-
-
-def _accumulation(
-    differentiate: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    accumulation_steps: int,
+def _choose_accumulation(
+    differentiate: Differentiate,
+    arguments: tuple[Tree, Tree, Tree, Batch, jax.Array],
+    count: int,
     layout: Layout,
     zero: int,
-    *,
-    manual: bool,
-) -> Callable[..., tuple[Any, Any, Any]]:
-    """(params, fixed, model_state, batch, key) -> weighted gradients, model_state and sums over all microbatches.
+) -> Accumulate:
+    """Accumulate on shards of `data` where that gives the same numbers and can be compiled.
+
+    A shard sees its own rows only: a model state that is made from the batch (batch statistics) would differ from
+    shard to shard. A model or loss that calls back to Python does not lower where `data` alone is manual (jax 0.10.2).
 
     Args:
-        differentiate: gradients of a microbatch, and what its loss gives besides.
-        params, batch, accumulation_steps, layout, zero: see `compute_gradients`.
-        manual: whether shards of `data` accumulate by themselves and are reduced after the loop.
+        differentiate: gradients of a microbatch.
+        arguments: of the program.
+        count: microbatches.
+        layout: of the step.
+        zero: ZeRO stage.
+    """
+    automatic = _automatic(differentiate, count, layout, zero)
+    params, _, model_state, batch, _ = arguments
+    if layout.mesh.shape["data"] == 1 or jax.tree.leaves(model_state):
+        return automatic
+    on_shards, operations = traced(_on_shards(differentiate, params, batch, count, layout, zero), *arguments)
+    if not calls_back(operations):
+        return on_shards
+    why = "the model or its loss calls back to Python (jax.debug.print), which jax cannot on a shard of data"
+    note_choice("accumulation", "gradients cross data in every microbatch", [("once a step", why)])
+    return automatic
+
+
+def _automatic(differentiate: Differentiate, count: int, layout: Layout, zero: int) -> Accumulate:
+    """Build the accumulation whose collectives the compiler places; arguments as those of `_on_shards`."""
+
+    def keep_part(total: Tree) -> Tree:
+        # Under ZeRO-2 the compiler reduces every microbatch into the part that a device keeps.
+        return constrain_gradients(total, layout, zero) if zero >= 2 else total
+
+    def zeros(params: Tree) -> Tree:
+        return keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
+
+    def add(total: Tree, gradients: Tree, params: Tree) -> Tree:
+        return keep_part(jax.tree.map(jnp.add, total, gradients))
+
+    return partial(_accumulate, differentiate, add, count, zeros)
+
+
+def _on_shards(
+    differentiate: Differentiate, params: Tree, batch: Batch, count: int, layout: Layout, zero: int
+) -> Accumulate:
+    """Build the accumulation that is manual over `data`: each shard its own rows, reduced after the loop.
+
+    Args:
+        differentiate: gradients of a microbatch.
+        params, batch: arrays or shapes, for their specs.
+        count: microbatches.
+        layout: of the step.
+        zero: ZeRO stage.
+
+    Returns:
+        A function of global arrays.
     """
     reduction = DataReduction(layout, zero)
-    reduce_each = manual and zero >= 2
-
-    def accumulate(params: Any, fixed: Any, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-        def add(carry: tuple[Any, Any], microbatch: tuple[jax.Array, Any]) -> tuple[tuple[Any, Any], Any]:
-            total, model_state = carry
-            index, rows = microbatch
-            tree, (loss_sum, weight, new_state, metrics) = differentiate(
-                params, fixed, model_state, rows, jax.random.fold_in(key, index)
-            )
-            # The carry keeps its dtypes, whatever dtype a model computes its state in.
-            model_state = jax.tree.map(
-                lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), new_state, model_state
-            )
-            weighted = jax.tree.map(lambda g: g.astype(_sum_dtype(g)) * divisor(weight), tree)
-            weighted = reduction.reduce(weighted, params) if reduce_each else weighted
-            total = keep_partial(jax.tree.map(jnp.add, total, weighted), params)
-            return (total, model_state), (loss_sum, weight, metrics)
-
-        def zeros(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-            shape, dim = list(leaf.shape), reduction.dim(path, leaf) if reduce_each else None
-            if dim is not None:
-                shape[dim] //= layout.mesh.shape["data"]
-            return jnp.zeros(shape, _sum_dtype(leaf))
-
-        start = keep_partial(jax.tree_util.tree_map_with_path(zeros, params), params)
-        microbatches = (jnp.arange(accumulation_steps), split_microbatches(batch, accumulation_steps))
-        (total, model_state), sums = jax.lax.scan(add, (start, model_state), microbatches)
-        return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-
-    def keep_partial(total: Any, params: Any) -> Any:
-        """ZeRO-2 in automatic code: the compiler reduces into the part that a device keeps."""
-        if manual or zero < 2:
-            return total
-        return constrain_gradients(total, layout, zero)
-
-    if not manual:
-        return accumulate
     inside = dataclasses.replace(layout, manual=layout.manual | {"data"})
 
-    def local(*args: Any) -> tuple[Any, Any, Any]:
+    def add(total: Tree, gradients: Tree, params: Tree) -> Tree:
+        gradients = reduction.reduce(gradients, params) if reduction.each_microbatch else gradients
+        return jax.tree.map(jnp.add, total, gradients)
+
+    def local(params: Tree, *rest: Tree) -> tuple[Tree, Tree, LossSums]:
         with use_layout(inside):
-            total, model_state, sums = accumulate(*args)
-        total = total if reduce_each else reduction.reduce(total, params)
+            total, model_state, sums = _accumulate(differentiate, add, count, reduction.zeros, params, *rest)
+        total = total if reduction.each_microbatch else reduction.reduce(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
     # Unchecked: the check would ask for casts in the loops of users' models. The sums above are the only
@@ -238,12 +182,65 @@ def _accumulation(
     )
 
 
-def constrain_gradients(tree: Any, layout: Layout, zero: int) -> Any:
-    """Gradients (or parameters) laid out as the optimizer state is: spread over `data` too from ZeRO-1 on."""
+def _accumulate(
+    differentiate: Differentiate,
+    add: Callable[[Tree, Tree, Tree], Tree],
+    count: int,
+    zeros: Callable[[Tree], Tree],
+    params: Tree,
+    fixed: Tree,
+    model_state: Tree,
+    batch: Batch,
+    key: jax.Array,
+) -> tuple[Tree, Tree, LossSums]:
+    """Loop over the microbatches.
+
+    Args:
+        differentiate: gradients of a microbatch.
+        add: (sum, gradients of a microbatch, params) -> sum.
+        count: microbatches.
+        zeros: params -> the sum before the first microbatch.
+        params, fixed, model_state, batch, key: see `compute_gradients`.
+
+    Returns:
+        Gradients weighted and summed, model_state after the last microbatch, and the sums of the loss.
+    """
+
+    def step(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Tree]) -> tuple[tuple[Tree, Tree], LossSums]:
+        total, state = carry
+        index, rows = microbatch
+        tree, (loss_sum, weight, new_state, metrics) = differentiate(
+            params, fixed, state, rows, jax.random.fold_in(key, index)
+        )
+        # The carry keeps its dtypes, whatever dtype a model computes its state in.
+        state = jax.tree.map(
+            lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), new_state, state
+        )
+        weighted = jax.tree.map(lambda g: g.astype(sum_dtype(g)) * divisor(weight), tree)
+        return (add(total, weighted, params), state), (loss_sum, weight, metrics)
+
+    start = (zeros(params), model_state)
+    microbatches = (jnp.arange(count), split_microbatches(batch, count))
+    (total, model_state), sums = jax.lax.scan(step, start, microbatches)
+    return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+
+def _as_dtype_of(new: jax.Array, old: jax.Array) -> jax.Array:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def constrain_gradients(tree: Tree, layout: Layout, zero: int) -> Tree:
+    """Shard gradients (or parameters) as the optimizer state is: over `data` too from ZeRO-1 on.
+
+    Args:
+        tree: like the trainable parameters.
+        layout: of the step.
+        zero: ZeRO stage; without ZeRO the tree stays as it is.
+    """
     if zero == 0 or layout.mesh.size == 1:
         return tree
 
-    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
         spec = parameter_spec(path_name(path), leaf.shape, layout, also=("data",))
         return jax.lax.with_sharding_constraint(leaf, layout.named(spec))
 

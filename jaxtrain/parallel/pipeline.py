@@ -1,15 +1,19 @@
 """One runner for every pipeline schedule: `jax.shard_map` over `pipe` and `data`, the other axes left to the compiler.
 
 The table of `schedules.py` says what each stage does in each tick. A tick is: store what arrived, at most one forward,
-at most one backward, then pass activations up and gradients down. Only the work stands in conditionals, never the
-passing: a collective-permute in a branch that some stages do not take would wait for them for ever. A backward
+at most one backward, then send activations up and gradients down. Only the work stands in conditionals, never the
+sending: a collective-permute in a branch that some stages do not take would wait for them forever. A backward
 computes its stage again from the saved input. The last stage does not run forward at all: its backward gives the loss.
+
+To follow one microbatch: `_store_arrivals` and `_forward` on each stage in turn, `_backward_last` on the last one, then
+`_store_arrivals` and `_backward_middle` on each stage down to `_backward_first`; `_send` takes it from stage to stage.
 """
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +21,43 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import constrain_parameters
 from jaxtrain.models.tasks import divisor
-from jaxtrain.parallel.gradients import DataReduction, Gradients, batch_specs
-from jaxtrain.parallel.stage import Pipeline, Stage, StageCode, Tree, enter, index, store
+from jaxtrain.parallel import stage as on_stage
+from jaxtrain.parallel.gradients import Gradients, LossSums
+from jaxtrain.parallel.microbatches import Tree, batch_specs
+from jaxtrain.parallel.reduction import DataReduction
+from jaxtrain.parallel.schedules import Tables
+from jaxtrain.parallel.stage import Pipeline, Stage, StageCode
 from jaxtrain.precision.policy import cast_floats
+
+
+class _Tick(NamedTuple):
+    """The row of a tick in the arrays of `schedules.Tables`: int32 [stages], or [] of one stage."""
+
+    forward_microbatch: jax.Array
+    forward_chunk: jax.Array
+    forward_slot: jax.Array
+    receive_slot: jax.Array
+    backward_microbatch: jax.Array
+    backward_chunk: jax.Array
+    backward_slot: jax.Array
+    receive_gradient_slot: jax.Array
+    backward_gradient_slot: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Moving:
-    """What changes from tick to tick: saved inputs, arrived gradients, what is on its way, and the sums so far."""
+    """What changes from tick to tick on one device.
+
+    Attributes:
+        inputs: carries saved for their backward, arrays [slots, ...].
+        arrived: gradients of carries, arrays [gradient slots, ...].
+        up: the carry that the stage before has sent.
+        down: the gradient that the next stage has sent.
+        outer: float32 sums of the gradients of parameters outside the stack.
+        stack: those of the chunks that this stage runs, arrays [v, n, ...].
+        sums: of the loss.
+    """
 
     inputs: Tree
     arrived: Tree
@@ -33,7 +65,37 @@ class _Moving:
     down: Tree
     outer: Tree
     stack: Tree
-    sums: Any
+    sums: LossSums
+
+
+class _Given(NamedTuple):
+    """What a backward starts from: microbatch and chunk int32 [], the saved carry, and the gradient of its output."""
+
+    microbatch: jax.Array
+    chunk: jax.Array
+    carry: Tree
+    gradient: Tree
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every tick reads and none changes, on one device.
+
+    Attributes:
+        stage: what the device holds of the model and of the batch.
+        no_carry: what it sends when it has nothing to send.
+        reduction: over `data`.
+        shapes: trained parameters with their global shapes.
+        scale: float32 [], loss scale.
+        constant: what loss sums are divided by before they are differentiated.
+    """
+
+    stage: Stage
+    no_carry: Tree
+    reduction: DataReduction
+    shapes: Tree
+    scale: jax.Array
+    constant: float
 
 
 def pipeline_gradients(
@@ -48,154 +110,230 @@ def pipeline_gradients(
     scale: jax.Array,
     zero: int = 0,
 ) -> Gradients:
-    """Gradients of the mean loss over the global batch, by the pipeline's schedule.
+    """Compute the gradients of the mean loss over the global batch, by the pipeline's schedule.
 
     Args:
         pipeline: schedule, layout and stack.
         code: what stages compute.
-        merge: (trained, fixed) -> parameters; both trees have None where the other has a leaf.
-        params: trained parameters in the compute dtype, those outside the stack whole over `fsdp`.
+        merge: (trained, fixed) -> parameters; both trees have None where the other has an array.
+        params: trained parameters in the compute dtype, those outside the stack replicated over `fsdp`.
         fixed: the frozen ones.
-        batch: leaves [B, ...]; B divides by the microbatches and the shards of the batch.
+        batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
         key: folded with the microbatch's index.
         scale: float32 [], loss scale.
         zero: ZeRO stage, see `DataReduction`.
+
+    Returns:
+        Gradients sharded over `pipe`, and over `data` as `DataReduction` says.
     """
-    schedule, layout, stack_name = pipeline.schedule, pipeline.layout, pipeline.stack
-    tables = schedule.tables()
-    ticks = {
-        field.name: jnp.asarray(getattr(tables, field.name))
-        for field in dataclasses.fields(tables)
-        if not field.name.startswith("num_")
-    }
-    reduction = DataReduction(layout, zero)
+    reduction = DataReduction(pipeline.layout, zero)
     # Losses are differentiated as sums over this constant, so that fp16 gradients keep their range.
     elements = jax.tree.leaves(batch.get("targets", batch))[0].size
-    constant = elements / (schedule.num_microbatches * layout.mesh.shape["data"])
-
-    def reduced(outer_or_stack: Tree) -> Tree:
-        """ZeRO-2: the part of a microbatch's gradient that this device keeps."""
-        return reduction.reduce(outer_or_stack, {k: params[k] for k in outer_or_stack}) if zero >= 2 else outer_or_stack
-
-    def local(outer: Tree, outer_fixed: Tree, stack: Tree, stack_fixed: Tree, batch: Tree, key: Any, scale: Any) -> Any:
-        stage = Stage(pipeline, code, merge, (outer, outer_fixed, stack, stack_fixed, batch, key))
-
-        def zeros(tree: Tree) -> Tree:
-            return jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), tree)
-
-        def buffer(slots: int) -> Tree:
-            return jax.tree.map(lambda leaf: jnp.zeros((max(slots, 1), *leaf.shape), leaf.dtype), stage.no_carry)
-
-        def add(moving: _Moving, outer: Tree | None, chunk_gradient: Tree, chunk: jax.Array) -> _Moving:
-            """The sums with one microbatch more."""
-            if outer is None:
-                outer = moving.outer
-            else:
-                outer = reduced(constrain_parameters(cast_floats(outer, jnp.float32)))
-                outer = jax.tree.map(jnp.add, moving.outer, outer)
-            summed = jax.tree.map(
-                lambda total, g: jax.lax.dynamic_update_index_in_dim(total, total[chunk] + g, chunk, 0),
-                moving.stack,
-                reduced({stack_name: cast_floats(chunk_gradient, jnp.float32)})[stack_name],
-            )
-            return dataclasses.replace(moving, outer=outer, stack=summed)
-
-        def backward_first(moving: _Moving, microbatch: Any, chunk: Any, carry: Tree, gradient: Tree) -> Any:
-            rows = stage.rows(microbatch)
-
-            def run(outer: Tree, stack: Tree) -> Tree:
-                return stage.layers(stack, stage.embed(outer, rows, microbatch), rows, microbatch, chunk)
-
-            outer, stack = jax.vjp(run, stage.outer, index(stage.stack, chunk))[1](gradient)
-            return add(moving, outer, stack, chunk), stage.no_carry
-
-        def backward_middle(moving: _Moving, microbatch: Any, chunk: Any, carry: Tree, gradient: Tree) -> Any:
-            rows = stage.rows(microbatch)
-
-            def run(stack: Tree, carry: Tree) -> Tree:
-                return stage.layers(stack, carry, rows, microbatch, chunk)
-
-            stack, down = jax.vjp(run, index(stage.stack, chunk), carry)[1](gradient)
-            return add(moving, None, stack, chunk), down
-
-        def backward_last(moving: _Moving, microbatch: Any, chunk: Any, carry: Tree, gradient: Tree) -> Any:
-            rows = stage.rows(microbatch)
-
-            def run(outer: Tree, stack: Tree, carry: Tree) -> tuple[jax.Array, Any]:
-                sums = stage.loss(outer, stage.layers(stack, carry, rows, microbatch, chunk), rows)
-                return sums[0] * (scale / constant), sums
-
-            pulled = jax.grad(run, argnums=(0, 1, 2), has_aux=True)(stage.outer, index(stage.stack, chunk), carry)
-            (outer, stack, down), sums = pulled
-            moving = dataclasses.replace(moving, sums=jax.tree.map(jnp.add, moving.sums, sums))
-            return add(moving, outer, stack, chunk), down
-
-        def idle(moving: _Moving, microbatch: Any, chunk: Any, carry: Tree, gradient: Tree) -> Any:
-            return moving, stage.no_carry
-
-        def tick(moving: _Moving, row: dict[str, jax.Array]) -> tuple[_Moving, None]:
-            now = {name: values[stage.number] for name, values in row.items()}
-            moving = dataclasses.replace(
-                moving,
-                inputs=store(moving.inputs, moving.up, now["receive_slot"]),
-                arrived=store(moving.arrived, moving.down, now["receive_gradient_slot"]),
-            )
-            microbatch, chunk = now["forward_microbatch"], jnp.maximum(now["forward_chunk"], 0)
-            carry = index(moving.inputs, jnp.maximum(now["forward_slot"], 0))
-            up = jax.lax.cond(
-                (microbatch >= 0) & ~stage.is_last(chunk),
-                stage.forward,
-                lambda microbatch, chunk, carry: stage.no_carry,
-                microbatch,
-                chunk,
-                carry,
-            )
-            microbatch, chunk = now["backward_microbatch"], jnp.maximum(now["backward_chunk"], 0)
-            carry = index(moving.inputs, jnp.maximum(now["backward_slot"], 0))
-            gradient = index(moving.arrived, jnp.maximum(now["backward_gradient_slot"], 0))
-            kind = jnp.where(stage.is_first(chunk), 1, jnp.where(stage.is_last(chunk), 3, 2))
-            moving, down = jax.lax.switch(
-                jnp.where(microbatch >= 0, kind, 0),
-                (idle, backward_first, backward_middle, backward_last),
-                moving,
-                microbatch,
-                chunk,
-                carry,
-                gradient,
-            )
-            passed = dict(up=jax.lax.ppermute(up, "pipe", stage.up), down=jax.lax.ppermute(down, "pipe", stage.down))
-            return dataclasses.replace(moving, **passed), None
-
-        chunk_gradient = jax.eval_shape(lambda: reduced({stack_name: index(stage.stack, jnp.int32(0))}))[stack_name]
-        start = _Moving(
-            inputs=buffer(tables.num_slots),
-            arrived=buffer(tables.num_gradient_slots),
-            up=stage.no_carry,
-            down=stage.no_carry,
-            outer=zeros(jax.eval_shape(reduced, stage.outer)),
-            stack=jax.tree.map(lambda g: jnp.zeros((stage.chunks, *g.shape), jnp.float32), chunk_gradient),
-            sums=stage.no_sums,
-        )
-        moving, _ = jax.lax.scan(tick, start, ticks)
-        outer_sum = jax.lax.psum(moving.outer, "pipe")
-        total = {**outer_sum, stack_name: stage.undeal(moving.stack)}
-        total = total if zero >= 2 else reduction.reduce(total, params)
-        return total, jax.lax.psum(moving.sums, ("pipe", "data"))
-
-    over_pipe, whole = PartitionSpec("pipe"), PartitionSpec()
-    specs = reduction.specs(params)
-    specs[stack_name] = jax.tree.map(
-        lambda spec: PartitionSpec("pipe", *spec[1:]), specs[stack_name], is_leaf=lambda s: isinstance(s, PartitionSpec)
-    )
-    run = enter(
+    constant = elements / (pipeline.schedule.num_microbatches * pipeline.layout.mesh.shape["data"])
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    over_pipe, everywhere = PartitionSpec("pipe"), PartitionSpec()
+    run = on_stage.enter(
         pipeline,
-        local,
-        (whole, whole, over_pipe, over_pipe, batch_specs(batch), whole, whole),
-        (specs, whole),
+        partial(_local_gradients, pipeline, code, merge, reduction, shapes, constant),
+        (everywhere, everywhere, over_pipe, over_pipe, batch_specs(batch), everywhere, everywhere),
+        (_gradient_specs(pipeline, reduction, params), everywhere),
     )
-    outer, outer_fixed = ({k: v for k, v in tree.items() if k != stack_name} for tree in (params, fixed))
-    total, (loss_sum, weight, metrics) = run(
-        outer, outer_fixed, params[stack_name], fixed[stack_name], batch, key, scale
-    )
+    (outer, stack), (outer_fixed, stack_fixed) = (_without_stack(pipeline, tree) for tree in (params, fixed))
+    total, (loss_sum, weight, metrics) = run(outer, outer_fixed, stack, stack_fixed, batch, key, scale)
     total = jax.tree.map(lambda g: g * (constant / divisor(weight)), total)
     return Gradients(total, loss_sum, weight, {}, metrics)
+
+
+def _without_stack(pipeline: Pipeline, tree: Tree) -> tuple[Tree, Tree]:
+    """Parameters outside the stack, and those of the stack."""
+    return {name: value for name, value in tree.items() if name != pipeline.stack}, tree[pipeline.stack]
+
+
+def _gradient_specs(pipeline: Pipeline, reduction: DataReduction, params: Tree) -> Tree:
+    """Specs over `pipe` and `data` of the gradients: each stage has those of the layers that it stores."""
+    specs = reduction.specs(params)
+    specs[pipeline.stack] = jax.tree.map(
+        lambda spec: PartitionSpec("pipe", *spec[1:]),
+        specs[pipeline.stack],
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+    return specs
+
+
+def _local_gradients(
+    pipeline: Pipeline,
+    code: StageCode,
+    merge: Callable[[Tree, Tree], Tree],
+    reduction: DataReduction,
+    shapes: Tree,
+    constant: float,
+    *arguments: Tree,
+) -> tuple[Tree, LossSums]:
+    """Run every tick on one device, then sum over stages and shards.
+
+    Args:
+        pipeline, code, merge: see `pipeline_gradients`.
+        reduction, shapes, constant: see `_Work`.
+        arguments: outer, outer_fixed, stack, stack_fixed, batch, key and loss scale; local arrays.
+    """
+    *held, scale = arguments
+    stage = on_stage.make_stage(pipeline, code, merge, tuple(held))
+    no_carry = on_stage.empty_carry(stage)
+    work = _Work(stage, no_carry, reduction, shapes, scale, constant)
+    tables = pipeline.schedule.tables()
+    ticks = _Tick(*(jnp.asarray(getattr(tables, name)) for name in _Tick._fields))
+    moving, _ = jax.lax.scan(partial(_tick, work), _start(work, tables), ticks)
+    outer = jax.lax.psum(moving.outer, "pipe")
+    total = {**outer, pipeline.stack: on_stage.undeal(stage, moving.stack)}
+    total = total if reduction.each_microbatch else reduction.reduce(total, shapes)
+    return total, jax.lax.psum(moving.sums, ("pipe", "data"))
+
+
+def _start(work: _Work, tables: Tables) -> _Moving:
+    """What a device has before the first tick: empty buffers and sums of 0."""
+    stage, name = work.stage, work.stage.pipeline.stack
+
+    def buffer(slots: int) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.zeros((max(slots, 1), *leaf.shape), leaf.dtype), work.no_carry)
+
+    outer = jax.eval_shape(lambda: _kept(work, stage.outer))
+    chunk = jax.eval_shape(lambda: _kept(work, {name: on_stage.index(stage.stack, jnp.int32(0))}))[name]
+    return _Moving(
+        inputs=buffer(tables.num_slots),
+        arrived=buffer(tables.num_gradient_slots),
+        up=work.no_carry,
+        down=work.no_carry,
+        outer=jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), outer),
+        stack=jax.tree.map(lambda g: jnp.zeros((stage.num_chunks, *g.shape), jnp.float32), chunk),
+        sums=on_stage.empty_sums(stage, work.no_carry),
+    )
+
+
+# --- One tick. ---
+
+
+def _tick(work: _Work, moving: _Moving, row: _Tick) -> tuple[_Moving, None]:
+    """Do what the schedule says for this stage in one tick."""
+    tick = _Tick(*(values[work.stage.number] for values in row))
+    moving = _store_arrivals(moving, tick)
+    up = _forward(work, moving, tick)
+    moving, down = _backward(work, moving, tick)
+    return _send(work, moving, up, down), None
+
+
+def _store_arrivals(moving: _Moving, tick: _Tick) -> _Moving:
+    """Put what the neighbours have sent into the slots that the schedule gives it."""
+    return dataclasses.replace(
+        moving,
+        inputs=on_stage.store(moving.inputs, moving.up, tick.receive_slot),
+        arrived=on_stage.store(moving.arrived, moving.down, tick.receive_gradient_slot),
+    )
+
+
+def _forward(work: _Work, moving: _Moving, tick: _Tick) -> Tree:
+    """Compute what this stage sends up; the last virtual stage computes its forward in its backward."""
+    microbatch, chunk = tick.forward_microbatch, jnp.maximum(tick.forward_chunk, 0)
+    carry = on_stage.index(moving.inputs, jnp.maximum(tick.forward_slot, 0))
+    return jax.lax.cond(
+        (microbatch >= 0) & ~on_stage.is_last(work.stage, chunk),
+        partial(on_stage.forward, work.stage),
+        lambda microbatch, chunk, carry: work.no_carry,
+        microbatch,
+        chunk,
+        carry,
+    )
+
+
+def _backward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[_Moving, Tree]:
+    """Add the gradients of this tick's backward to the sums, and compute what this stage sends down."""
+    stage, chunk = work.stage, jnp.maximum(tick.backward_chunk, 0)
+    given = _Given(
+        tick.backward_microbatch,
+        chunk,
+        on_stage.index(moving.inputs, jnp.maximum(tick.backward_slot, 0)),
+        on_stage.index(moving.arrived, jnp.maximum(tick.backward_gradient_slot, 0)),
+    )
+    kind = jnp.where(on_stage.is_first(stage, chunk), 1, jnp.where(on_stage.is_last(stage, chunk), 3, 2))
+    branches = (_idle, _backward_first, _backward_middle, _backward_last)
+    kind = jnp.where(given.microbatch >= 0, kind, 0)
+    return jax.lax.switch(kind, [partial(branch, work) for branch in branches], moving, given)
+
+
+def _idle(work: _Work, moving: _Moving, given: _Given) -> tuple[_Moving, Tree]:
+    return moving, work.no_carry
+
+
+def _backward_first(work: _Work, moving: _Moving, given: _Given) -> tuple[_Moving, Tree]:
+    """Run the first virtual stage backward: through its layers and the embedding; nothing is sent down."""
+    stage, (microbatch, chunk, _, gradient) = work.stage, given
+    rows = on_stage.rows_of(stage, microbatch)
+
+    def run(outer: Tree, stack: Tree) -> Tree:
+        carry = on_stage.embed(stage, outer, rows, microbatch)
+        return on_stage.layers(stage, stack, carry, rows, microbatch, chunk)
+
+    outer, stack = jax.vjp(run, stage.outer, on_stage.index(stage.stack, chunk))[1](gradient)
+    return _add(work, moving, outer, stack, chunk), work.no_carry
+
+
+def _backward_middle(work: _Work, moving: _Moving, given: _Given) -> tuple[_Moving, Tree]:
+    """Run a virtual stage between the first and the last backward: through its layers."""
+    stage, (microbatch, chunk, carry, gradient) = work.stage, given
+    rows = on_stage.rows_of(stage, microbatch)
+
+    def run(stack: Tree, carry: Tree) -> Tree:
+        return on_stage.layers(stage, stack, carry, rows, microbatch, chunk)
+
+    stack, down = jax.vjp(run, on_stage.index(stage.stack, chunk), carry)[1](gradient)
+    return _add(work, moving, None, stack, chunk), down
+
+
+def _backward_last(work: _Work, moving: _Moving, given: _Given) -> tuple[_Moving, Tree]:
+    """Run the last virtual stage forward and backward: through the loss and its layers."""
+    stage, (microbatch, chunk, carry, _) = work.stage, given
+    rows = on_stage.rows_of(stage, microbatch)
+
+    def run(outer: Tree, stack: Tree, carry: Tree) -> tuple[jax.Array, LossSums]:
+        carry = on_stage.layers(stage, stack, carry, rows, microbatch, chunk)
+        sums = on_stage.loss(stage, outer, carry, rows)
+        return sums[0] * (work.scale / work.constant), sums
+
+    differentiate = jax.grad(run, argnums=(0, 1, 2), has_aux=True)
+    (outer, stack, down), sums = differentiate(stage.outer, on_stage.index(stage.stack, chunk), carry)
+    moving = dataclasses.replace(moving, sums=jax.tree.map(jnp.add, moving.sums, sums))
+    return _add(work, moving, outer, stack, chunk), down
+
+
+def _add(work: _Work, moving: _Moving, outer: Tree | None, stack: Tree, chunk: jax.Array) -> _Moving:
+    """Add one microbatch's gradients to the sums.
+
+    Args:
+        work, moving: of this device.
+        outer: gradients of parameters outside the stack; None where the stage uses none of them.
+        stack: gradients of one chunk, arrays [n, ...].
+        chunk: its number, int32 [].
+    """
+    name = work.stage.pipeline.stack
+    if outer is None:
+        outer = moving.outer
+    else:
+        outer = _kept(work, constrain_parameters(cast_floats(outer, jnp.float32)))
+        outer = jax.tree.map(jnp.add, moving.outer, outer)
+    summed = jax.tree.map(
+        lambda total, g: jax.lax.dynamic_update_index_in_dim(total, total[chunk] + g, chunk, 0),
+        moving.stack,
+        _kept(work, {name: cast_floats(stack, jnp.float32)})[name],
+    )
+    return dataclasses.replace(moving, outer=outer, stack=summed)
+
+
+def _kept(work: _Work, gradients: Tree) -> Tree:
+    """The part of one microbatch's gradients that this device sums: under ZeRO-2 it is reduced over `data` first."""
+    if not work.reduction.each_microbatch:
+        return gradients
+    return work.reduction.reduce(gradients, {name: work.shapes[name] for name in gradients})
+
+
+def _send(work: _Work, moving: _Moving, up: Tree, down: Tree) -> _Moving:
+    """Send the carry up and the gradient down, on every stage in every tick."""
+    return dataclasses.replace(moving, up=on_stage.send_up(work.stage, up), down=on_stage.send_down(work.stage, down))

@@ -1,56 +1,72 @@
 """The forward half of a pipeline, for evaluation: what arrives in a tick is used in that tick, so nothing is stored."""
 
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models.tasks import Sums
-from jaxtrain.parallel.gradients import batch_specs
-from jaxtrain.parallel.stage import Pipeline, Stage, StageCode, Tree, enter, index
+from jaxtrain.parallel import stage as on_stage
+from jaxtrain.parallel.gradients import LossSums
+from jaxtrain.parallel.microbatches import Tree, batch_specs
+from jaxtrain.parallel.stage import Pipeline, Stage, StageCode
 
 
-def pipeline_sums(
-    pipeline: Pipeline, code: StageCode, params: Tree, batch: Tree, key: jax.Array
-) -> tuple[jax.Array, jax.Array, Sums]:
-    """Loss sum, weight and metric sums over a global batch, by the forward half of the pipeline's schedule.
+class _Tick(NamedTuple):
+    """What each stage does in a tick: int32 [stages], -1 where it idles."""
+
+    microbatch: jax.Array
+    chunk: jax.Array
+
+
+def pipeline_sums(pipeline: Pipeline, code: StageCode, params: Tree, batch: Tree, key: jax.Array) -> LossSums:
+    """Sum the loss over a global batch, by the forward half of the pipeline's schedule.
 
     Args:
         pipeline: schedule, layout and stack; every forward of the schedule reads what arrived in its own tick.
         code: what stages compute.
-        params: in the compute dtype, those outside the stack whole over `fsdp`.
-        batch: leaves [B, ...]; B divides by the microbatches and the shards of the batch.
+        params: in the compute dtype, those outside the stack replicated over `fsdp`.
+        batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
         key: folded with the microbatch's index.
+
+    Returns:
+        Loss sum and weight, float32 [], and the metric sums, the same on every device.
     """
-    stack_name, tables = pipeline.stack, pipeline.schedule.tables()
+    outer = {name: value for name, value in params.items() if name != pipeline.stack}
+    everywhere = PartitionSpec()
+    specs = (everywhere, PartitionSpec("pipe"), batch_specs(batch), everywhere)
+    run = on_stage.enter(pipeline, partial(_local_sums, pipeline, code), specs, everywhere)
+    return run(outer, params[pipeline.stack], batch, key)
+
+
+def _local_sums(pipeline: Pipeline, code: StageCode, outer: Tree, stack: Tree, batch: Tree, key: jax.Array) -> LossSums:
+    """Run every tick on one device, then sum over stages and shards."""
+    tables = pipeline.schedule.tables()
     used = (tables.forward_microbatch >= 0).any(axis=1)
-    ticks = (jnp.asarray(tables.forward_microbatch[used]), jnp.asarray(tables.forward_chunk[used]))
+    ticks = _Tick(jnp.asarray(tables.forward_microbatch[used]), jnp.asarray(tables.forward_chunk[used]))
+    stage = on_stage.make_stage(pipeline, code, lambda params, _: params, (outer, None, stack, None, batch, key))
+    no_carry = on_stage.empty_carry(stage)
+    no_sums = on_stage.empty_sums(stage, no_carry)
 
-    def local(outer: Tree, stack: Tree, batch: Tree, key: Any) -> Any:
-        stage = Stage(pipeline, code, lambda params, _: params, (outer, None, stack, None, batch, key))
+    def tick(moving: tuple[Tree, LossSums], row: _Tick) -> tuple[tuple[Tree, LossSums], None]:
+        arrived, sums = moving
+        microbatch, chunk = row.microbatch[stage.number], jnp.maximum(row.chunk[stage.number], 0)
+        branches = (
+            lambda *args: (no_carry, no_sums),
+            lambda *args: (on_stage.forward(stage, *args), no_sums),
+            lambda *args: (no_carry, _last(stage, *args)),
+        )
+        kind = jnp.where(microbatch < 0, 0, jnp.where(on_stage.is_last(stage, chunk), 2, 1))
+        up, found = jax.lax.switch(kind, branches, microbatch, chunk, arrived)
+        return (on_stage.send_up(stage, up), jax.tree.map(jnp.add, sums, found)), None
 
-        def last(microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> Any:
-            rows = stage.rows(microbatch)
-            carry = stage.layers(index(stage.stack, chunk), carry, rows, microbatch, chunk)
-            return stage.no_carry, stage.loss(stage.outer, carry, rows)
+    (_, sums), _ = jax.lax.scan(tick, (no_carry, no_sums), ticks)
+    return jax.lax.psum(sums, ("pipe", "data"))
 
-        def tick(moving: tuple[Tree, Any], row: tuple[jax.Array, jax.Array]) -> tuple[tuple[Tree, Any], None]:
-            arrived, sums = moving
-            microbatch, chunk = row[0][stage.number], jnp.maximum(row[1][stage.number], 0)
-            branches = (
-                lambda *args: (stage.no_carry, stage.no_sums),
-                lambda *args: (stage.forward(*args), stage.no_sums),
-                last,
-            )
-            kind = jnp.where(microbatch < 0, 0, jnp.where(stage.is_last(chunk), 2, 1))
-            up, new = jax.lax.switch(kind, branches, microbatch, chunk, arrived)
-            return (jax.lax.ppermute(up, "pipe", stage.up), jax.tree.map(jnp.add, sums, new)), None
 
-        (_, sums), _ = jax.lax.scan(tick, (stage.no_carry, stage.no_sums), ticks)
-        return jax.lax.psum(sums, ("pipe", "data"))
-
-    outer = {name: value for name, value in params.items() if name != stack_name}
-    whole = PartitionSpec()
-    run = enter(pipeline, local, (whole, PartitionSpec("pipe"), batch_specs(batch), whole), whole)
-    return run(outer, params[stack_name], batch, key)
+def _last(stage: Stage, microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> LossSums:
+    """Apply the last layers and the loss."""
+    rows = on_stage.rows_of(stage, microbatch)
+    carry = on_stage.layers(stage, on_stage.index(stage.stack, chunk), carry, rows, microbatch, chunk)
+    return on_stage.loss(stage, stage.outer, carry, rows)

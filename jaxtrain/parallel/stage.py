@@ -1,14 +1,14 @@
-"""What one device of a pipeline does with a microbatch, and what it holds of the model.
+"""What one device of a pipeline holds of the model and of the batch, and what it computes on a microbatch.
 
-Everything here is local to the mesh axes `pipe` and `data`; the compiler handles the others. Virtual stage: chunk c of
-stage s is number c * p + s, and layers are dealt out in that order.
+Everything here is local to the mesh axes `pipe` and `data`; the compiler handles the others. With p stages of v chunks,
+chunk c of stage s is virtual stage c * p + s; layers are dealt out to virtual stages in order, n to each.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,31 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, path_name, use_layout
-from jaxtrain.models.tasks import Sums
-from jaxtrain.parallel.gradients import split_microbatches
+from jaxtrain.parallel.gradients import LossSums
+from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.parallel.traced import calls_back, traced
 
-Tree = Any
-
 
 class StageCode(Protocol):
-    """What the stages compute, on one microbatch; `outer` are the parameters outside the stack."""
+    """What the stages compute on one microbatch.
 
-    def embed(self, outer: Tree, rows: Tree, key: jax.Array) -> Tree: ...
+    `outer` are the parameters outside the stack, `rows` the batch entries of the microbatch, and the carry is what one
+    stage sends to the next: a tree of float arrays.
+    """
 
-    def layers(self, stack: Tree, carry: Tree, rows: Tree, first_layer: jax.Array, key: jax.Array) -> Tree: ...
+    def embed(self, outer: Tree, rows: Tree, key: jax.Array) -> Tree:
+        """Compute the carry into the first layer."""
+        ...
 
-    def loss(self, outer: Tree, carry: Tree, rows: Tree) -> tuple[jax.Array, jax.Array, Sums]: ...
+    def layers(self, stack: Tree, carry: Tree, rows: Tree, first_layer: jax.Array, key: jax.Array) -> Tree:
+        """Apply consecutive layers, whose parameters have a leading layer dim, to a carry."""
+        ...
+
+    def loss(self, outer: Tree, carry: Tree, rows: Tree) -> LossSums:
+        """Compute the loss from the carry out of the last layer."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,32 +61,47 @@ class Pipeline:
 
     @property
     def layers_per_chunk(self) -> int:
+        """Consecutive layers that a stage applies in one tick."""
         return self.num_layers // (self.schedule.num_stages * self.schedule.num_chunks)
 
 
 def index(tree: Tree, number: jax.Array) -> Tree:
-    """Entry `number` of every leaf's first dim."""
+    """Take entry `number` (int32 []) of the first dim of every array."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
 
 
 def store(buffer: Tree, value: Tree, slot: jax.Array) -> Tree:
-    """The buffer with `value` in `slot`; as it was where the slot is -1."""
+    """Put a value into a slot of a buffer.
 
-    def one(b: jax.Array, x: jax.Array) -> jax.Array:
+    Args:
+        buffer: arrays [slots, ...].
+        value: arrays [...].
+        slot: int32 []; at -1 the buffer stays as it is.
+    """
+
+    def one(slots: jax.Array, x: jax.Array) -> jax.Array:
         at = jnp.maximum(slot, 0)
-        old = jax.lax.dynamic_index_in_dim(b, at, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(b, jnp.where(slot >= 0, x, old), at, 0)
+        old = jax.lax.dynamic_index_in_dim(slots, at, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(slots, jnp.where(slot >= 0, x, old), at, 0)
 
     return jax.tree.map(one, buffer, value)
 
 
 def deal(leaf: jax.Array, stages: int, chunks: int) -> jax.Array:
-    """Local layers [v * n, ...], stored in the order of the stack, as the chunks [v, n, ...] that this stage runs.
+    """Bring each layer from the stage that stores it to the stage that runs it.
 
     Parameters are stored in layer order on every layout, so that a checkpoint knows no schedule; with several chunks
     a stage runs others than it stores, and they change places once a step, in v rounds of a permutation each. In
     round r stage s sends its stored chunk (r + s // (p / g)) mod v, g = gcd(v, p), which is a permutation because
     stages with equal destinations (p / g apart) then send chunks of different remainders by g.
+
+    Args:
+        leaf: [v * n, ...], the layers that this stage stores, in the order of the stack.
+        stages: p.
+        chunks: v.
+
+    Returns:
+        [v, n, ...], the chunks that this stage runs.
     """
     own = leaf.reshape(chunks, leaf.shape[0] // chunks, *leaf.shape[1:])
     if chunks == 1:
@@ -97,80 +120,178 @@ def deal(leaf: jax.Array, stages: int, chunks: int) -> jax.Array:
     return dealt
 
 
+def undeal(stage: "Stage", dealt: Tree) -> Tree:
+    """Bring gradients of chunks back to the stage that stores their layers: the transpose of `deal`.
+
+    Args:
+        stage: of this device.
+        dealt: arrays [v, n, ...], of the chunks that it runs.
+
+    Returns:
+        Arrays [v * n, ...], of the layers that it stores.
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        stored = jax.ShapeDtypeStruct((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), leaf.dtype)
+        return jax.linear_transpose(lambda x: deal(x, stage.num_stages, stage.num_chunks), stored)(leaf)[0]
+
+    return jax.tree.map(one, dealt)
+
+
+@dataclass(frozen=True)
 class Stage:
-    """What one device does; everything is local to `pipe` and `data`."""
+    """What one device holds; everything is local to `pipe` and `data`.
 
-    def __init__(self, pipeline: Pipeline, code: StageCode, merge: Callable[[Tree, Tree], Tree], arguments: Any):
-        outer, outer_fixed, stack, stack_fixed, batch, self.key = arguments
-        schedule = pipeline.schedule
-        self.pipeline, self.code, self.merge = pipeline, code, merge
-        self.stages, self.chunks = schedule.num_stages, schedule.num_chunks
-        self.number = jax.lax.axis_index("pipe")
-        self.outer, self.outer_fixed = outer, outer_fixed
-        self.stack, self.stack_fixed = self.deal(stack), self.deal(stack_fixed)
-        self.microbatches = split_microbatches(batch, schedule.num_microbatches)
-        self.up = [(s, (s + 1) % self.stages) for s in range(self.stages)]
-        self.down = [(d, s) for s, d in self.up]
-        rows, at = self.rows(jnp.int32(0)), jnp.int32(0)
-        carry = jax.eval_shape(lambda: self.embed(self.outer, rows, at))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ConfigError(
-                    f"what embed gives holds {leaf.dtype} at {path_name(path) or 'its top'}; stages pass floats only: "
-                    "take it from the inputs, which every block gets"
-                )
-        self.no_carry = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), carry)
-        self.no_sums = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-            jax.eval_shape(lambda: self.loss(self.outer, self.no_carry, rows)),
-        )
+    Attributes:
+        pipeline: schedule, layout and stack.
+        code: what stages compute.
+        merge: (trained, fixed) -> parameters; both trees have None where the other has an array.
+        number: int32 [], of this stage.
+        outer, outer_fixed: trained and frozen parameters outside the stack.
+        stack, stack_fixed: those of the chunks that this stage runs, arrays [v, n, ...].
+        microbatches: batch entries [microbatches, rows, ...].
+        key: of the step.
+    """
 
-    def deal(self, stack: Tree) -> Tree:
-        """The chunks that this stage runs, from the layers that it stores."""
-        return jax.tree.map(lambda leaf: deal(leaf, self.stages, self.chunks), stack)
+    pipeline: Pipeline
+    code: StageCode
+    merge: Callable[[Tree, Tree], Tree]
+    number: jax.Array
+    outer: Tree
+    outer_fixed: Tree
+    stack: Tree
+    stack_fixed: Tree
+    microbatches: Tree
+    key: jax.Array
 
-    def undeal(self, dealt: Tree) -> Tree:
-        """Gradients of chunks, brought back to the layers that this stage stores: the transpose of dealing."""
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline.schedule.num_stages
 
-        def one(leaf: jax.Array) -> jax.Array:
-            stored = jax.ShapeDtypeStruct((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), leaf.dtype)
-            return jax.linear_transpose(self.deal, stored)(leaf)[0]
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of layers per stage."""
+        return self.pipeline.schedule.num_chunks
 
-        return jax.tree.map(one, dealt)
 
-    def rows(self, microbatch: jax.Array) -> Tree:
-        return index(self.microbatches, jnp.maximum(microbatch, 0))
+def make_stage(
+    pipeline: Pipeline,
+    code: StageCode,
+    merge: Callable[[Tree, Tree], Tree],
+    arguments: tuple[Tree, Tree, Tree, Tree, Tree, jax.Array],
+) -> Stage:
+    """Deal the layers out and split the batch.
 
-    def is_first(self, chunk: jax.Array) -> jax.Array:
-        return (self.number == 0) & (chunk == 0)
+    Args:
+        pipeline, code, merge: see `Stage`.
+        arguments: outer, outer_fixed, stack, stack_fixed, batch and key; local arrays, stacks in stored order.
+    """
+    outer, outer_fixed, stack, stack_fixed, batch, key = arguments
+    schedule = pipeline.schedule
 
-    def is_last(self, chunk: jax.Array) -> jax.Array:
-        return (self.number == self.stages - 1) & (chunk == self.chunks - 1)
+    def dealt(stack: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: deal(leaf, schedule.num_stages, schedule.num_chunks), stack)
 
-    def embed(self, outer: Tree, rows: Tree, microbatch: jax.Array) -> Tree:
-        key = jax.random.fold_in(self.key, microbatch)
-        return self.code.embed(self.merge(outer, self.outer_fixed), rows, key)
+    return Stage(
+        pipeline=pipeline,
+        code=code,
+        merge=merge,
+        number=jax.lax.axis_index("pipe"),
+        outer=outer,
+        outer_fixed=outer_fixed,
+        stack=dealt(stack),
+        stack_fixed=dealt(stack_fixed),
+        microbatches=split_microbatches(batch, schedule.num_microbatches),
+        key=key,
+    )
 
-    def layers(self, stack: Tree, carry: Tree, rows: Tree, microbatch: jax.Array, chunk: jax.Array) -> Tree:
-        first = (chunk * self.stages + self.number) * self.pipeline.layers_per_chunk
-        stack = self.merge(stack, index(self.stack_fixed, chunk))
-        return self.code.layers(stack, carry, rows, first, jax.random.fold_in(self.key, microbatch))
 
-    def loss(self, outer: Tree, carry: Tree, rows: Tree) -> tuple[jax.Array, jax.Array, Sums]:
-        return self.code.loss(self.merge(outer, self.outer_fixed), carry, rows)
+def empty_carry(stage: Stage) -> Tree:
+    """Make what a stage sends when it has nothing to send: zeros like the carry between two stages.
 
-    def forward(self, microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> Tree:
-        """The layers of a chunk, after the embedding on the first stage."""
-        rows = self.rows(microbatch)
-        first = (lambda _: self.embed(self.outer, rows, microbatch), lambda carry: carry)
-        carry = jax.lax.cond(self.is_first(chunk), *first, carry)
-        return self.layers(index(self.stack, chunk), carry, rows, microbatch, chunk)
+    Raises:
+        ConfigError: the carry holds something else than floats.
+    """
+    at = jnp.int32(0)
+    carry = jax.eval_shape(lambda: embed(stage, stage.outer, rows_of(stage, at), at))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(
+                f"what embed gives holds {leaf.dtype} at {path_name(path) or 'its top'}; stages pass floats only: "
+                "take it from the inputs, which every block gets"
+            )
+    return _zeros(carry)
+
+
+def empty_sums(stage: Stage, carry: Tree) -> LossSums:
+    """Make the sums of the loss before the first microbatch: zeros like those of one microbatch with this carry."""
+    return _zeros(jax.eval_shape(lambda: loss(stage, stage.outer, carry, rows_of(stage, jnp.int32(0)))))
+
+
+def _zeros(shapes: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def rows_of(stage: Stage, microbatch: jax.Array) -> Tree:
+    """Take the batch entries of a microbatch; those of the first one where the number is -1."""
+    return index(stage.microbatches, jnp.maximum(microbatch, 0))
+
+
+def is_first(stage: Stage, chunk: jax.Array) -> jax.Array:
+    """Whether a chunk of this stage is the first virtual stage, which embeds."""
+    return (stage.number == 0) & (chunk == 0)
+
+
+def is_last(stage: Stage, chunk: jax.Array) -> jax.Array:
+    """Whether a chunk of this stage is the last virtual stage, which computes the loss."""
+    return (stage.number == stage.num_stages - 1) & (chunk == stage.num_chunks - 1)
+
+
+def embed(stage: Stage, outer: Tree, rows: Tree, microbatch: jax.Array) -> Tree:
+    """Compute the carry into the first layer from `outer`, the trained parameters outside the stack."""
+    key = jax.random.fold_in(stage.key, microbatch)
+    return stage.code.embed(stage.merge(outer, stage.outer_fixed), rows, key)
+
+
+def layers(stage: Stage, stack: Tree, carry: Tree, rows: Tree, microbatch: jax.Array, chunk: jax.Array) -> Tree:
+    """Apply the layers of a chunk; `stack` are its trained parameters, arrays [n, ...]."""
+    first = (chunk * stage.num_stages + stage.number) * stage.pipeline.layers_per_chunk
+    stack = stage.merge(stack, index(stage.stack_fixed, chunk))
+    return stage.code.layers(stack, carry, rows, first, jax.random.fold_in(stage.key, microbatch))
+
+
+def loss(stage: Stage, outer: Tree, carry: Tree, rows: Tree) -> LossSums:
+    """Compute the sums of the loss from the carry out of the last layer."""
+    return stage.code.loss(stage.merge(outer, stage.outer_fixed), carry, rows)
+
+
+def forward(stage: Stage, microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> Tree:
+    """Apply the layers of a chunk, after the embedding on the first virtual stage, which reads no carry."""
+    rows = rows_of(stage, microbatch)
+    first = (lambda _: embed(stage, stage.outer, rows, microbatch), lambda carry: carry)
+    carry = jax.lax.cond(is_first(stage, chunk), *first, carry)
+    return layers(stage, index(stage.stack, chunk), carry, rows, microbatch, chunk)
+
+
+def send_up(stage: Stage, carry: Tree) -> Tree:
+    """Send a carry to the next stage of the ring, and receive that of the stage before."""
+    return jax.lax.ppermute(carry, "pipe", [(s, (s + 1) % stage.num_stages) for s in range(stage.num_stages)])
+
+
+def send_down(stage: Stage, gradient: Tree) -> Tree:
+    """Send the gradient of a carry to the stage before in the ring, and receive that of the next."""
+    return jax.lax.ppermute(gradient, "pipe", [((s + 1) % stage.num_stages, s) for s in range(stage.num_stages)])
 
 
 def check_branches(text: str, layout: Layout) -> None:
-    """Raise where a compiled pipeline would wait for ever: a permutation in a branch that some stages do not take.
+    """Check that no stage of a compiled pipeline waits forever: for a permutation in a branch that others do not take.
 
     The compiler makes one when it moves an array between two automatic axes inside a stage.
+
+    Args:
+        text: the compiled program (HLO).
+        layout: of the step.
 
     Raises:
         ConfigError: names the operation.
@@ -183,19 +304,24 @@ def check_branches(text: str, layout: Layout) -> None:
     degrees = " ".join(f"parallel.{axis}={layout.mesh.shape[axis]}" for axis in ("fsdp", "tensor"))
     raise ConfigError(
         f"a pipeline stage of this model permutes data between devices ({operation}), which would wait for other "
-        f"stages for ever under {degrees}; use 1 for one of them, or jaxtrain.embedding_lookup and an axes table"
+        f"stages forever under {degrees}; use 1 for one of them, or jaxtrain.embedding_lookup and an axes table"
     )
 
 
-def enter(pipeline: Pipeline, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The function on the local shards of `pipe` and `data`.
+def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable[..., Tree]:
+    """Run a function on the local shards of `pipe` and `data`.
 
-    Raises:
-        ConfigError: when it is called, where it calls back to Python.
+    Args:
+        pipeline: its layout has the mesh.
+        function: of local arrays.
+        in_specs, out_specs: a `PartitionSpec` (or tree of them) for each argument and result.
+
+    Returns:
+        A function of global arrays. It raises a `ConfigError` when it is called, where the model calls back to Python.
     """
     inside = dataclasses.replace(pipeline.layout, manual=frozenset({"pipe", "data"}))
 
-    def local(*args: Any) -> Any:
+    def local(*args: Tree) -> Tree:
         with use_layout(inside):
             return function(*args)
 
@@ -209,7 +335,7 @@ def enter(pipeline: Pipeline, function: Callable[..., Any], in_specs: Any, out_s
         check_vma=False,
     )
 
-    def checked(*args: Any) -> Any:
+    def checked(*args: Tree) -> Tree:
         jitted, operations = traced(run, *args)
         if calls_back(operations):
             raise ConfigError(

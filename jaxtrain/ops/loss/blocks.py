@@ -1,12 +1,13 @@
-"""How the logits of a batch are cut for the loss: the one rule of the step and of the planner. No jax here.
+"""How the logits of a batch are partitioned for the loss: the rule of the step and of the planner. No jax here.
 
 N tokens of a microbatch on one device, D width, V ids of the vocabulary on one device.
 
-- whole: logits are an array of N x V. Three matmuls (forward, gradients of both factors).
-- tokens: some tokens at once; gradients are made in the forward pass. Three matmuls too, and a float32 sum of D x V for
-  the gradient of the output layer, which each block reads and writes: blocks must be large to hide that.
-- vocabulary: some ids at once, twice: for the logsumexp, and for the gradients. Four matmuls, and nothing larger than a
-  block but a float32 sum of N x D.
+- whole: logits are an array of N x V. This takes three matmuls (forward, gradients of both factors).
+- tokens: a block has some of the tokens; gradients are made in the forward pass. This takes three matmuls too, and a
+  float32 sum of D x V for the gradient of the output layer, which each block reads and writes: blocks must be large to
+  hide that.
+- vocabulary: a block has some of the ids, and each block is computed twice: for the logsumexp, and for the gradients.
+  This takes four matmuls, and nothing is larger than a block but a float32 sum of N x D.
 """
 
 import math
@@ -15,26 +16,27 @@ from dataclasses import dataclass
 from jaxtrain.config.loss import Logits
 
 _FP32 = 4
-# Whole logits up to here (counted in float32) are left whole: nothing is as fast, and it is little beside a model.
+# Logits up to this size (counted in float32) stay one array: nothing is as fast, and it is little beside a model.
 _SMALL_BYTES = 2**30
-# Of a block of float32 logits, where ids are cut. The sum of N x D is read and written once a block: 8 N D bytes to
-# 6 N D FLOP an id, so that 1,024 ids are three times what an H100 or a TPU v5e needs to stay bound by its matmuls.
+# Bytes of a block of float32 logits by vocabulary. The sum of N x D is read and written once a block: 8 N D bytes to
+# 6 N D FLOP per id, so that 1,024 ids are three times what an H100 or a TPU v5e needs to stay bound by its matmuls.
 _BLOCK_BYTES = 128 * 2**20
 _LEAST_IDS = 1024
 # Widths of matmul tiles on every accelerator divide it.
 _TILE = 128
-# Tokens of a block: 8 D V bytes to 6 D V FLOP a token.
+# Tokens of a block: 8 D V bytes to 6 D V FLOP per token.
 _TOKENS = 2048
-# Cutting tokens must save this much of whole logits, or ids are cut, which saves more and costs a matmul.
+# Blocks of tokens must divide the memory of all logits by this, or blocks are by vocabulary, which saves more and costs
+# a matmul.
 _LEAST_SAVING = 2
 
 
 @dataclass(frozen=True)
 class LossBlocks:
-    """How logits are cut.
+    """How logits are partitioned into blocks.
 
     Attributes:
-        by: whole, or what is cut.
+        by: whole (one block), or the dimension that is partitioned.
         size: tokens or ids of a block.
         count: of blocks; the last one overlaps the one before where they do not divide.
     """
@@ -47,12 +49,13 @@ class LossBlocks:
 def choose_blocks(
     tokens: int, width: int, vocabulary: int, *, itemsize: int, by: Logits | None = None, size: int | None = None
 ) -> LossBlocks:
-    """The cut for these sizes on one device.
+    """Choose the blocks for these sizes on one device.
 
     Args:
         tokens, width, vocabulary: N, D, V.
         itemsize: bytes of the compute dtype.
-        by: the cut to make; None: whole where that is small, by tokens where that saves enough, else by vocabulary.
+        by: the dimension to partition; None: whole where that is small, tokens where that saves enough, else
+            vocabulary.
         size: tokens or ids of a block; None: from the sizes.
     """
     if by is None:
@@ -65,12 +68,18 @@ def choose_blocks(
 
 
 def ids_at_once(tokens: int) -> int:
-    """Ids of a block where the vocabulary is cut."""
+    """Ids of a block where the vocabulary is partitioned, for so many tokens on a device."""
     return max(_LEAST_IDS, _BLOCK_BYTES // (_FP32 * tokens) // _TILE * _TILE)
 
 
 def block_bytes(blocks: LossBlocks, tokens: int, width: int, vocabulary: int, *, itemsize: int) -> int:
-    """What the loss holds at its peak beside the gradients that it gives: one block's logits and the sums."""
+    """Count the bytes that the loss holds at its peak: one block's logits and the sums, without the gradients.
+
+    Args:
+        blocks: of the loss.
+        tokens, width, vocabulary: N, D, V.
+        itemsize: bytes of the compute dtype.
+    """
     match blocks.by:
         case "whole":
             return itemsize * tokens * vocabulary

@@ -1,35 +1,46 @@
-"""Cross-entropy and its gradients a block of logits at a time, on the shards of one device.
+"""Cross-entropy and its gradients, one block of logits at a time, on the shards of one device.
 
 Shapes: N tokens, D embed, V vocabulary, C ids or tokens of a block. A kernel is [D, V], or a tied table [V, D].
-Collectives run only over the axes that `Cut` names, so that one device needs none.
+Collectives run only over the axes that `BlockedLoss` names, so that one device needs none.
 """
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.loss import Logits
 from jaxtrain.ops.loss.blocks import ids_at_once
+
+# Of tokens [N], float32: the largest logit, the sum of exponentials below it, and the target's logit.
+_Statistics = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What is known of the shards before anything runs.
+class BlockedLoss:
+    """What is known of the loss before anything runs.
 
     Attributes:
+        by: tokens or vocabulary, of which a block has some.
         size: tokens or ids of a block.
         z_loss: weight of the squared logsumexp.
         tied: whether the kernel is a table [V, D].
-        vocabulary_axes: mesh axes that V is spread over, to sum over.
-        token_axes: those that N is spread over.
+        vocabulary_axes: mesh axes that V is sharded over, to sum over.
+        token_axes: those that N is sharded over.
     """
 
+    by: Logits
     size: int
     z_loss: float
     tied: bool
     vocabulary_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
+
+    @property
+    def vocabulary_dim(self) -> int:
+        """The dim of the kernel that counts ids."""
+        return 0 if self.tied else 1
 
 
 @dataclass(frozen=True)
@@ -44,14 +55,26 @@ class Normalizer:
         return self.top + self.log_sum
 
 
-def forward(h_ND: jax.Array, kernel: jax.Array, targets_N: jax.Array, cut: Cut) -> tuple[Normalizer, jax.Array]:
-    """Normalizer and negative log-likelihood of each token, float32 [N]; a block of ids at a time."""
-    size, ids = cut.size, _own_ids(kernel, cut)
+def forward(
+    h_ND: jax.Array, kernel: jax.Array, targets_N: jax.Array, form: BlockedLoss
+) -> tuple[Normalizer, jax.Array]:
+    """Compute normalizer and negative log-likelihood of each token, one block of ids at a time.
 
-    def step(carry: tuple[jax.Array, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, None]:
+    Args:
+        h_ND: hidden states in the compute dtype.
+        kernel: this device's shard of the output layer, in the same dtype.
+        targets_N: int32, global ids.
+        form: by vocabulary.
+
+    Returns:
+        The normalizer and float32 [N], over all shards of the vocabulary.
+    """
+    size, ids = form.size, _own_ids(kernel, form)
+
+    def step(carry: _Statistics, number: jax.Array) -> tuple[_Statistics, None]:
         top_N, sum_N, target_N = carry
         start, fresh_C = _block(number, size, ids.size)
-        logits_NC = _logits(h_ND, _slice(kernel, start, size, cut), cut)
+        logits_NC = _logits(h_ND, _slice(kernel, start, size, form), form)
         ids_C = jax.lax.dynamic_slice_in_dim(ids, start, size)
         if fresh_C is not None:
             logits_NC = jnp.where(fresh_C, logits_NC, -jnp.inf)
@@ -63,7 +86,7 @@ def forward(h_ND: jax.Array, kernel: jax.Array, targets_N: jax.Array, cut: Cut) 
     zero_N = jnp.zeros(h_ND.shape[:1], jnp.float32)
     start = (zero_N - jnp.inf, zero_N, zero_N)
     (top_N, sum_N, target_N), _ = jax.lax.scan(step, start, jnp.arange(-(-ids.size // size)))
-    return _over_shards(top_N, sum_N, target_N, cut)
+    return _over_shards(top_N, sum_N, target_N, form)
 
 
 def gradients_by_vocabulary(
@@ -72,53 +95,69 @@ def gradients_by_vocabulary(
     targets_N: jax.Array,
     normalizer: Normalizer,
     push_N: jax.Array,
-    cut: Cut,
+    form: BlockedLoss,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of sum(push x (negative log-likelihood + z-loss)) for hidden states and kernel, in their dtypes.
+    """Compute the gradients of sum(push x (negative log-likelihood + z-loss)) for hidden states and kernel.
 
     Logits are computed a second time. The kernel's gradient needs no sum over blocks, and takes the place of the kernel
     block by block: where the caller needs the kernel no more, the compiler keeps one array for both. (Zeros to begin
     with, it would moreover make together with those that an embedding's gradient begins with, and keep: two arrays of 1
     GiB for Llama 8B on an H100, jax 0.10.2.)
-    """
-    size, ids = cut.size, _own_ids(kernel, cut)
-    dim = _vocabulary_dim(cut)
 
-    def step(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[Any, None]:
+    Args:
+        h_ND, kernel, targets_N, form: as of `forward`.
+        normalizer: from `forward`.
+        push_N: float32, the gradient of the total for each token's loss.
+
+    Returns:
+        Gradients of h_ND and kernel in their dtypes, summed over shards.
+    """
+    size, ids = form.size, _own_ids(kernel, form)
+    dim = form.vocabulary_dim
+
+    def step(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         d_h_ND, mixed = carry
         start, fresh_C = _block(number, size, ids.size)
-        block = _slice(mixed, start, size, cut)
+        block = _slice(mixed, start, size, form)
         ids_C = jax.lax.dynamic_slice_in_dim(ids, start, size)
-        d_logits_NC = _logit_gradient(_logits(h_ND, block, cut), ids_C, targets_N, normalizer, push_N, cut)
+        d_logits_NC = _logit_gradient(_logits(h_ND, block, form), ids_C, targets_N, normalizer, push_N, form)
         if fresh_C is not None:  # the others have been done, and their part of the block is gradient by now
             d_logits_NC = jnp.where(fresh_C, d_logits_NC, 0.0)
-        d_h, d_block = _pull(h_ND, block, d_logits_NC.astype(h_ND.dtype), cut)
+        d_h, d_block = _pull(h_ND, block, d_logits_NC.astype(h_ND.dtype), form)
         d_block = d_block.astype(kernel.dtype)
         if fresh_C is not None:
-            d_block = jnp.where(fresh_C[:, None] if cut.tied else fresh_C, d_block, block)
+            d_block = jnp.where(fresh_C[:, None] if form.tied else fresh_C, d_block, block)
         return (d_h_ND + d_h, jax.lax.dynamic_update_slice_in_dim(mixed, d_block, start, dim)), None
 
     start = (jnp.zeros(h_ND.shape, jnp.float32), kernel)
     (d_h_ND, d_kernel), _ = jax.lax.scan(step, start, jnp.arange(-(-ids.size // size)))
-    d_h_ND = _sum(d_h_ND.astype(h_ND.dtype), cut.vocabulary_axes)
+    d_h_ND = _sum(d_h_ND.astype(h_ND.dtype), form.vocabulary_axes)
     if kernel.dtype != jnp.float16:
-        return d_h_ND, _sum(d_kernel, cut.token_axes)
+        return d_h_ND, _sum(d_kernel, form.token_axes)
     # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and would become a float32 array of
     # the whole output layer: 1.5 GiB more for Llama 8B on 8 H100.
-    return d_h_ND, _sum(d_kernel.astype(jnp.float32), cut.token_axes).astype(kernel.dtype)
+    return d_h_ND, _sum(d_kernel.astype(jnp.float32), form.token_axes).astype(kernel.dtype)
 
 
 def by_tokens(
-    h_ND: jax.Array, kernel: jax.Array, targets_N: jax.Array, weights_N: jax.Array, cut: Cut
+    h_ND: jax.Array, kernel: jax.Array, targets_N: jax.Array, weights_N: jax.Array, form: BlockedLoss
 ) -> tuple[Normalizer, jax.Array, jax.Array, jax.Array]:
-    """What `forward` gives, and both gradients at once for push = weights, the kernel's in float32.
+    """Compute what `forward` returns, and both gradients at once for push = weights.
 
-    No logits are computed twice: a token's whole row of logits is there when its gradient is made.
+    No logits are computed twice: all logits of a token are there when its gradient is made.
+
+    Args:
+        h_ND, kernel, targets_N: as of `forward`.
+        weights_N: float32.
+        form: by tokens.
+
+    Returns:
+        Normalizer, negative log-likelihood float32 [N], gradient of h_ND in its dtype and of the kernel in float32.
     """
-    size, count = cut.size, h_ND.shape[0]
-    ids = _own_ids(kernel, cut)
+    size, count = form.size, h_ND.shape[0]
+    ids = _own_ids(kernel, form)
 
-    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         top_N, log_sum_N, loss_N, d_h_ND, d_kernel = carry
         start, fresh_C = _block(number, size, count)
 
@@ -129,14 +168,14 @@ def by_tokens(
             return jax.lax.dynamic_update_slice_in_dim(into, x, start, 0)
 
         h_CD, targets_C, push_C = rows(h_ND), rows(targets_N), rows(weights_N)
-        logits_CV = _logits(h_CD, kernel, cut)
+        logits_CV = _logits(h_CD, kernel, form)
         top_C = jnp.max(logits_CV, axis=1)
         sum_C = jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1)
-        normalizer, loss_C = _over_shards(top_C, sum_C, _of_target(logits_CV, ids, targets_C, None), cut)
+        normalizer, loss_C = _over_shards(top_C, sum_C, _of_target(logits_CV, ids, targets_C, None), form)
         if fresh_C is not None:
             push_C = jnp.where(fresh_C, push_C, 0.0)
-        d_logits_CV = _logit_gradient(logits_CV, ids, targets_C, normalizer, push_C, cut)
-        d_h_CD, d_more = _pull(h_CD, kernel, d_logits_CV.astype(h_ND.dtype), cut)
+        d_logits_CV = _logit_gradient(logits_CV, ids, targets_C, normalizer, push_C, form)
+        d_h_CD, d_more = _pull(h_CD, kernel, d_logits_CV.astype(h_ND.dtype), form)
         d_h_CD = d_h_CD.astype(h_ND.dtype)
         if fresh_C is not None:  # the tokens of the block before have theirs
             d_h_CD = d_h_CD + rows(d_h_ND)
@@ -146,22 +185,25 @@ def by_tokens(
     zero_N = jnp.zeros((count,), jnp.float32)
     start = (zero_N, zero_N, zero_N, jnp.zeros_like(h_ND), jnp.zeros(kernel.shape, jnp.float32))
     (top, log_sum, loss_N, d_h_ND, d_kernel), _ = jax.lax.scan(step, start, jnp.arange(-(-count // size)))
-    return Normalizer(top, log_sum), loss_N, _sum(d_h_ND, cut.vocabulary_axes), _sum(d_kernel, cut.token_axes)
+    return Normalizer(top, log_sum), loss_N, _sum(d_h_ND, form.vocabulary_axes), _sum(d_kernel, form.token_axes)
 
 
-def forward_cut(cut: Cut, tokens: int, vocabulary: int) -> Cut:
-    """The cut for `forward` alone, where tokens are cut for training."""
-    return Cut(min(ids_at_once(tokens), vocabulary), cut.z_loss, cut.tied, cut.vocabulary_axes, cut.token_axes)
+def for_forward(form: BlockedLoss, tokens: int, vocabulary: int) -> BlockedLoss:
+    """The form in which `forward` computes the same loss: always by vocabulary, for which no gradient is needed.
+
+    Args:
+        form: of training.
+        tokens, vocabulary: N and V of this device.
+    """
+    if form.by == "vocabulary":
+        return form
+    return dataclasses.replace(form, by="vocabulary", size=min(ids_at_once(tokens), vocabulary))
 
 
-def _vocabulary_dim(cut: Cut) -> int:
-    return 0 if cut.tied else 1
-
-
-def _own_ids(kernel: jax.Array, cut: Cut) -> jax.Array:
-    """The ids that this shard of the kernel stands for."""
-    count = kernel.shape[_vocabulary_dim(cut)]
-    first = jax.lax.axis_index(cut.vocabulary_axes) * count if cut.vocabulary_axes else 0
+def _own_ids(kernel: jax.Array, form: BlockedLoss) -> jax.Array:
+    """The ids whose columns this shard of the kernel has: int32 [C]."""
+    count = kernel.shape[form.vocabulary_dim]
+    first = jax.lax.axis_index(form.vocabulary_axes) * count if form.vocabulary_axes else 0
     return first + jnp.arange(count)
 
 
@@ -174,8 +216,8 @@ def _block(number: jax.Array, size: int, total: int) -> tuple[jax.Array, jax.Arr
     return inside, inside + jnp.arange(size) >= start
 
 
-def _slice(kernel: jax.Array, start: jax.Array, size: int, cut: Cut) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(kernel, start, size, _vocabulary_dim(cut))
+def _slice(kernel: jax.Array, start: jax.Array, size: int, form: BlockedLoss) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(kernel, start, size, form.vocabulary_dim)
 
 
 def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
@@ -183,14 +225,14 @@ def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
     return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _logits(h_ND: jax.Array, kernel: jax.Array, cut: Cut) -> jax.Array:
-    return _product(h_ND, kernel, 1, 1 - _vocabulary_dim(cut))
+def _logits(h_ND: jax.Array, kernel: jax.Array, form: BlockedLoss) -> jax.Array:
+    return _product(h_ND, kernel, 1, 1 - form.vocabulary_dim)
 
 
-def _pull(h_ND: jax.Array, kernel: jax.Array, d_logits: jax.Array, cut: Cut) -> tuple[jax.Array, jax.Array]:
+def _pull(h_ND: jax.Array, kernel: jax.Array, d_logits: jax.Array, form: BlockedLoss) -> tuple[jax.Array, jax.Array]:
     """Gradients of both factors of the logits, float32."""
-    d_h_ND = _product(d_logits, kernel, 1, _vocabulary_dim(cut))
-    return d_h_ND, _product(d_logits, h_ND, 0, 0) if cut.tied else _product(h_ND, d_logits, 0, 0)
+    d_h_ND = _product(d_logits, kernel, 1, form.vocabulary_dim)
+    return d_h_ND, _product(d_logits, h_ND, 0, 0) if form.tied else _product(h_ND, d_logits, 0, 0)
 
 
 def _of_target(logits: jax.Array, ids: jax.Array, targets: jax.Array, fresh: jax.Array | None) -> jax.Array:
@@ -200,20 +242,22 @@ def _of_target(logits: jax.Array, ids: jax.Array, targets: jax.Array, fresh: jax
 
 
 def _logit_gradient(
-    logits: jax.Array, ids: jax.Array, targets: jax.Array, normalizer: Normalizer, push: jax.Array, cut: Cut
+    logits: jax.Array, ids: jax.Array, targets: jax.Array, normalizer: Normalizer, push: jax.Array, form: BlockedLoss
 ) -> jax.Array:
     """push x (softmax x (1 + 2 z logsumexp) - target), float32."""
     softmax = jnp.exp(logits - normalizer.top[:, None] - normalizer.log_sum[:, None])
-    spread = push * (1 + 2 * cut.z_loss * normalizer.logsumexp) if cut.z_loss else push
+    spread = push * (1 + 2 * form.z_loss * normalizer.logsumexp) if form.z_loss else push
     return softmax * spread[:, None] - jnp.where(ids[None] == targets[:, None], push[:, None], 0.0)
 
 
-def _over_shards(top: jax.Array, total: jax.Array, target: jax.Array, cut: Cut) -> tuple[Normalizer, jax.Array]:
+def _over_shards(
+    top: jax.Array, total: jax.Array, target: jax.Array, form: BlockedLoss
+) -> tuple[Normalizer, jax.Array]:
     """Normalizer and loss over all shards of the vocabulary from those of each."""
-    highest = jax.lax.pmax(top, cut.vocabulary_axes) if cut.vocabulary_axes else top
-    log_sum = jnp.log(_sum(total * jnp.exp(top - highest), cut.vocabulary_axes))
+    highest = jax.lax.pmax(top, form.vocabulary_axes) if form.vocabulary_axes else top
+    log_sum = jnp.log(_sum(total * jnp.exp(top - highest), form.vocabulary_axes))
     # The difference of the large numbers first: an offset of all logits costs no digits.
-    return Normalizer(highest, log_sum), log_sum + (highest - _sum(target, cut.vocabulary_axes))
+    return Normalizer(highest, log_sum), log_sum + (highest - _sum(target, form.vocabulary_axes))
 
 
 def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
