@@ -8,16 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxtrain.config.keys import all_keys, locate, members, nearest
+from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.mistakes import KeyPath, explain
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
 from jaxtrain.config.no_effect import no_effect_notes
-from jaxtrain.config.other_names import other_name
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
-
-Path_ = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,10 @@ class _Tree:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.where: dict[Path_, str] = {}
+        self.where: dict[KeyPath, str] = {}
         self.notes: list[str] = []
 
-    def set(self, path: Path_, value: Any, where: str) -> None:
+    def set(self, path: KeyPath, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
         if path == ("parallel",) and value == "auto":
             self._drop("parallel", [axis for axis in AXES if axis in self._node(path)], f"parallel=auto ({where})")
@@ -98,7 +96,7 @@ class _Tree:
             del self.where[known]
         self.where[path] = where
 
-    def _node(self, path: Path_) -> dict[str, Any]:
+    def _node(self, path: KeyPath) -> dict[str, Any]:
         node = self.values
         for depth, part in enumerate(path):
             child = node.setdefault(part, {})
@@ -108,7 +106,7 @@ class _Tree:
             node = child
         return node
 
-    def _yield_to(self, path: Path_, value: Mapping[str, Any], where: str) -> None:
+    def _yield_to(self, path: KeyPath, value: Mapping[str, Any], where: str) -> None:
         """Drop older keys that a new kind does not have, or that a new size sets."""
         if len(path) != 1 or path[0] not in Config.model_fields:
             return
@@ -133,32 +131,6 @@ class _Tree:
                 self.notes.append(f"{'.'.join(known)} ({self.where.pop(known)}) gave way to {successor}")
 
 
-def _where(tree: _Tree, path: Path_) -> str:
-    """Where a path was set: itself, else the group above it, else the key below it that was set last."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in tree.where:
-            return tree.where[path[:length]]
-    below = [where for known, where in tree.where.items() if known[: len(path)] == path]
-    return below[-1] if below else "default"
-
-
-def _schema_path(location: tuple[Any, ...], values: dict[str, Any]) -> Path_:
-    """A pydantic error location without the tags that unions put into it."""
-    path: list[str] = []
-    node: Any = values
-    for part in location:
-        if isinstance(node, dict) and node.get("kind") == part and part not in node:
-            continue
-        path.append(str(part))
-        if isinstance(node, dict):
-            node = node.get(part)
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        else:
-            node = None
-    return tuple(path)
-
-
 def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with the default kind written into groups that leave it out, where pydantic wants it."""
     filled = dict(values)
@@ -169,97 +141,7 @@ def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _show(value: Any) -> str:
-    """A value as it is written in a file, near enough for a message."""
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else repr(value)
-    )
-
-
-def _hint(path: Path_, values: dict[str, Any]) -> str:
-    """What would work instead of an unknown key."""
-    kinds = members(Config.model_fields[path[0]].annotation) if path[0] in Config.model_fields else {}
-    owners = [kind for kind, group in kinds.items() if kind and path[1:] in [(key,) for key in group.model_fields]]
-    if owners:
-        return f"{path[0]}.kind={values[path[0]]['kind']} does not have it, {path[0]}.kind={owners[0]} does"
-    meant = other_name(".".join(path), all_keys(path, values))
-    if meant is not None and (" " in meant or "=" in meant):
-        return meant if " " in meant else f"set {meant}"
-    close = nearest(".".join(path), values)
-    return f"did you mean {close!r}?" if close else "'jaxtrain config NAME' lists the keys"
-
-
-def _explain(error: ValidationError, tree: _Tree) -> str:
-    """One line for the first mistake that pydantic found."""
-    # A missing key may be there misspelt: the wrong one says more.
-    first = min(error.errors(), key=lambda found: found["type"] == "missing")
-    path = _schema_path(first["loc"], tree.values)
-    dotted, where = ".".join(path), _where(tree, path)
-    kind, value, context = first["type"], first["input"], first.get("ctx", {})
-    tag = {"union_tag_invalid": "kind", "union_tag_not_found": "kind", "unknown_size": "size"}.get(kind)
-    if tag:
-        dotted, where = f"{dotted}.{tag}", _where(tree, (*path, tag))
-    if kind == "extra_forbidden":
-        line = f"unknown key {dotted!r} ({where}); {_hint(path, tree.values)}"
-    elif kind in ("missing", "union_tag_not_found") and (tag is None or isinstance(value, dict)):
-        above = dotted.rpartition(".")[0]
-        line = f"key {dotted!r} is missing; {above} ({_where(tree, tuple(above.split('.')))}) needs it"
-    elif kind in ("union_tag_invalid", "literal_error", "unknown_size"):
-        expected = context.get("expected_tags") or context.get("expected", "")
-        got = value.get(tag) if tag else value
-        options = [option.strip().strip("'") for option in expected.replace(" or ", ", ").split(",")]
-        close = difflib.get_close_matches(str(got), options, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        line = f"{dotted} is {_show(got)} ({where}), not one of {', '.join(options)}{hint}"
-    elif kind == "value_error":
-        line = f"{dotted} ({where}): {first['msg'].removeprefix('Value error, ')}"
-    else:
-        # Errors inside a union or a list go on below the key, which is named with its whole value.
-        key, siblings = locate(path, tree.values)
-        if key:
-            dotted, where, value = (
-                key.path,
-                _where(tree, tuple(key.path.split("."))),
-                _value(tree.values, key.path, value),
-            )
-        else:
-            dotted = dotted.removesuffix(".kind") if tag else dotted
-        takes = f"it takes {key.type}" if key else f"it takes keys of its own, such as {siblings[0].path}"
-        message = first["msg"].removeprefix("Input should be ")
-        if kind == "too_short":
-            message = f"at least {context['min_length']} of them"
-        if key and key.type == "list of text" and isinstance(value, str):
-            takes += f", as in [{value}]"
-        limit = f", {message}" if key and ("than" in message or "finite" in message or "at least" in message) else ""
-        line = f"{dotted} is {_show(value)} ({where}); {takes}{limit}"
-    # A list that loses a wrong item can be too short as well: what stands above the first mistake is no second one.
-    here = _key_path(first["loc"], tree.values)
-    others = len({at for found in error.errors() if not here.startswith(at := _key_path(found["loc"], tree.values))})
-    return line + (f" (and {others} more)" if others else "")
-
-
-def _key_path(location: tuple[Any, ...], values: dict[str, Any]) -> str:
-    """The key of an error location: what goes on below it is about the same key."""
-    path = _schema_path(location, values)
-    key, _ = locate(path, values)
-    return key.path if key else ".".join(path)
-
-
-def _value(values: Any, path: str, default: Any) -> Any:
-    """What stands at a dotted path."""
-    for part in path.split("."):
-        if isinstance(values, dict) and part in values:
-            values = values[part]
-        elif isinstance(values, list | tuple) and part.isdigit() and int(part) < len(values):
-            values = values[int(part)]
-        else:
-            return default
-    return values
-
-
-def _split_override(override: str) -> tuple[Path_, Any]:
+def _split_override(override: str) -> tuple[KeyPath, Any]:
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key or any(not part for part in key.split(".")):
         raise ConfigError(f"cannot read {override!r} (command line); write key=value, as in train.steps=100")
@@ -311,7 +193,7 @@ def load_config(
     try:
         config = Config.model_validate(tree.values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, tree)) from None
+        raise ConfigError(explain(error, tree.values, tree.where)) from None
     origins = {".".join(path): where for path, where in tree.where.items()}
     notes = (*tree.notes, *no_effect_notes(config, origins))
     size = getattr(config.model, "size", None)

@@ -9,7 +9,9 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
-from jaxtrain.run.own_parts import check_given_again, part_changes, recorded_parts
+from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes, recorded_parts
+from jaxtrain.train.assemble import Run
+from jaxtrain.train.state import TrainState
 
 RESUME_MODES = ("auto", "must", "never")
 _SHAPES_STATE = {
@@ -52,6 +54,42 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
     return None if resume == "never" else latest
 
 
+def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
+    """What a checkpoint says of the run that wrote it: its config, which rows batch k holds, its parts from Python."""
+    return {
+        "name": run.name,
+        "config": run.config.model_dump(mode="json"),
+        "stream": json.loads(json.dumps(run.stream)),
+        "from_python": own,
+    }
+
+
+def check_resumed(
+    checkpointer: Checkpointer, target: TrainState, current: Mapping[str, Any], *, run_dir: Path, may_change: bool
+) -> list[str]:
+    """What changed since the newest checkpoint, once it is known that this run can go on from it.
+
+    Args:
+        checkpointer: holds a checkpoint.
+        target: the state of this run as shapes; no array is read, and nothing has to be compiled.
+        current: `run_metadata` of this run.
+        run_dir: for messages.
+        may_change: whether another configuration may go on.
+
+    Raises:
+        ConfigError, DataError: see `changes_since`.
+        CheckpointError: the checkpoint is of another model or optimizer; names the settings that were changed.
+    """
+    changes = changes_since(checkpointer.metadata(), current, run_dir=run_dir, may_change=may_change)
+    try:
+        checkpointer.check_like(target)
+    except CheckpointError as error:
+        found = state_changes(changes)
+        back = f"; changed since: {', '.join(found[:3])}; set that back," if found else ";"
+        raise CheckpointError(f"{error}{back} use another --run-dir, or start again with --resume never") from None
+    return changes
+
+
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
@@ -68,7 +106,7 @@ def set_aside(run_dir: Path) -> Path | None:
     return folder
 
 
-def finished_row(run_dir: Path) -> dict[str, Any]:
+def finished_row(run_dir: Path) -> dict[str, float | int | None]:
     """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
     path = run_dir / "run.json"
     final = json.loads(path.read_text(encoding="utf-8")).get("final") if path.exists() else None

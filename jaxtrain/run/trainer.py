@@ -1,13 +1,11 @@
-"""A whole run: data, compile, resume, loop, evaluation, checkpoints, report."""
+"""A run from its config to its result: start the process, hold the directory, prepare, train."""
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.local_path import local_path
-from jaxtrain.errors import DivergedError, PreemptedError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.result import Result
 from jaxtrain.runtime import distributed
@@ -16,13 +14,6 @@ if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
     from jaxtrain.models.tasks import Task
-
-
-_STATUS: dict[type[BaseException], str] = {
-    PreemptedError: "preempted",
-    DivergedError: "diverged",
-    KeyboardInterrupt: "stopped",
-}
 
 
 def run_config(
@@ -78,17 +69,22 @@ def run_config(
     main = distributed.is_main_process()
     shown = progress or Progress(process_index=0 if main else 1)
     with shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt:
-        from jaxtrain.run.session import Session
+        from jaxtrain.run.prepare import closing_on_failure, prepare_session
+        from jaxtrain.run.session import close_session, train_session
 
-        session = Session(loaded, folder, shown, interrupt, main=main)
-        try:
-            session.prepare(resume=resume, model=model, task=task, data=data)
-            return session.run()
-        except BaseException as error:
-            # What went wrong first is what the user must see, so an error while closing does not replace it.
-            with contextlib.suppress(Exception):
-                session.close(_STATUS.get(type(error), "failed"))
-            raise
+        session = prepare_session(
+            loaded,
+            folder,
+            resume=resume,
+            model=model,
+            task=task,
+            data=data,
+            progress=shown,
+            interrupt=interrupt,
+            main=main,
+        )
+        with closing_on_failure(lambda status: close_session(session, status)):
+            return train_session(session)
 
 
 def _check_parts(**parts: Any) -> None:

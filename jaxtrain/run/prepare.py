@@ -1,0 +1,179 @@
+"""From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config import Loaded
+from jaxtrain.config.kinds import check_kinds
+from jaxtrain.data import Data
+from jaxtrain.errors import DivergedError, PreemptedError
+from jaxtrain.layout.degrees import config_degrees
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.models.model import Model
+from jaxtrain.models.tasks import Task
+from jaxtrain.run.banner import banner_lines
+from jaxtrain.run.held_out import HeldOut
+from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.own_parts import own_parts
+from jaxtrain.run.profile import ProfileWindow
+from jaxtrain.run.record import open_record
+from jaxtrain.run.resume import check_resumed, choose_start, finished_row, run_metadata, set_aside
+from jaxtrain.run.session import Session
+from jaxtrain.run.step_log import StepLog, run_meter
+from jaxtrain.runtime import distributed
+from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
+from jaxtrain.train.state import TrainState
+
+_STATUS: dict[type[BaseException], str] = {
+    PreemptedError: "preempted",
+    DivergedError: "diverged",
+    KeyboardInterrupt: "stopped",
+}
+
+
+def prepare_session(
+    loaded: Loaded,
+    run_dir: Path,
+    *,
+    resume: str | None,
+    model: Model | None,
+    task: Task | None,
+    data: Data | None,
+    progress: Progress,
+    interrupt: Interrupt,
+    main: bool,
+) -> Session:
+    """Make every part of a run; what was opened is closed again where a later part cannot be made.
+
+    Args:
+        loaded: the config.
+        run_dir: exists and is locked.
+        resume: see `choose_start`.
+        model, task, data: your own instead of the config's.
+        progress: what people see.
+        interrupt: entered.
+        main: whether this process writes.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: the run cannot start.
+    """
+    began = time.monotonic()
+    own = own_parts(model=model, task=task, data=data)
+    run = _assembled(loaded, model=model, task=task, data=data, progress=progress)
+    metadata = run_metadata(run, own)
+    checkpointer = _checkpointer(run, run_dir, progress)
+    with closing_on_failure(lambda status: checkpointer.close()):
+        resumed = choose_start(checkpointer, run_dir, resume)
+        notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
+        if resumed is not None:
+            target = run.step.abstract_state
+            changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
+            same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
+            notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
+        progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))
+        state = _compiled_state(run, checkpointer, progress, is_resumed=resumed is not None)
+        start = 0 if resumed is None else int(state.step)
+        if resumed is None and main:
+            # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
+            previous = set_aside(run_dir)
+            if previous is not None:
+                progress.message(f"what an earlier run left here was moved to {previous}")
+        # Where no step will give a row, it is read before run.json is begun again.
+        row = finished_row(run_dir) if start >= run.config.train.steps else {}
+        meter = run_meter(run, own_model=model is not None)
+        record = open_record(loaded, run, run_dir, start=start, own=own, began=began, main=main)
+        return Session(
+            run=run,
+            run_dir=run_dir,
+            start=start,
+            state=state,
+            metadata=metadata,
+            checkpointer=checkpointer,
+            record=record,
+            steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
+            held_out=HeldOut(run, record, progress),
+            profile=ProfileWindow(run.config.profile, run_dir, progress),
+            progress=progress,
+            interrupt=interrupt,
+        )
+
+
+@contextlib.contextmanager
+def closing_on_failure(close: Callable[[str], None]) -> Iterator[None]:
+    """Close with the status of what went wrong, and raise that: an error while closing does not replace it.
+
+    Args:
+        close: receives preempted, diverged, stopped or failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            close(_STATUS.get(type(error), "failed"))
+        raise
+
+
+def _assembled(loaded: Loaded, *, model: Model | None, task: Task | None, data: Data | None, progress: Progress) -> Run:
+    """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
+    config = loaded.config
+    make_mesh(**config_degrees(config.parallel), devices=None)
+    if model is None and data is None:
+        check_kinds(config, own_task=task is not None)
+    with progress.phase("reading data") as phase:
+        opened = data if data is not None else open_run_data(config)
+        phase.note(opened.description[0] if opened.description else "")
+    return assemble(config, opened, name=loaded.name, model=model, task=task)
+
+
+def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
+    keep = run.config.checkpoint
+    return Checkpointer(
+        run_dir / "checkpoints",
+        keep_last=keep.keep_last,
+        keep_every=keep.keep_every,
+        keep_best=keep.keep_best,
+        report=progress.message,
+    )
+
+
+def _compiled_state(run: Run, checkpointer: Checkpointer, progress: Progress, *, is_resumed: bool) -> TrainState:
+    """Compile the step, and create the state or restore it from the newest intact checkpoint."""
+    with ThreadPoolExecutor(1) as pool:
+        # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
+        created = None if is_resumed else pool.submit(run.step.init, run.config.seed)
+        _compile(run, progress)
+        if created is None:
+            with progress.phase("restoring checkpoint"):
+                return checkpointer.restore(run.step.abstract_state)
+        with progress.phase("creating state"):
+            return jax.block_until_ready(created.result())
+
+
+def _compile(run: Run, progress: Progress) -> None:
+    """Compile the step for the shapes of its batches, and show whether the program came from the cache."""
+    with progress.phase("tracing") as phase:
+        lowered = run.step.lower(run.batches.spec())
+        phase.note("; ".join(run.step.choices))
+    seen: set[str] = set()
+
+    def listen(event: str, **_: Any) -> None:
+        seen.add(event.removeprefix("/jax/compilation_cache/"))
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        with progress.phase("compiling") as phase:
+            run.step.use(lowered.compile())
+            kept = distributed.cache_folder(run.config.compilation_cache) is not None
+            # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
+            found = "cache_hits" in seen and "cache_misses" not in seen
+            phase.note("from cache" if found else "cached next time" if kept else "")
+    finally:
+        jax.monitoring.unregister_event_listener(listen)

@@ -1,0 +1,36 @@
+"""The text that a run generates at its end."""
+
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.train.assemble import Run
+from jaxtrain.train.state import TrainState
+
+
+def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
+    """Continue `evaluation.sample_prompt`; None where there is no prompt, no tokenizer or no text model.
+
+    Args:
+        run: what was trained.
+        state: the last state; its `evaluation_params` are used.
+        progress: what people see.
+    """
+    settings, tokenizer, decoder = run.config.evaluation, run.data.tokenizer, run.step.model.decoder
+    prompt = settings.sample_prompt
+    if prompt is None or tokenizer is None or decoder is None:
+        return None
+    from jaxtrain.inference.generate import Sampling, generate_text
+
+    length, limit = max(len(tokenizer.encode(prompt)), 1), decoder.max_length
+    room = limit - length
+    if room < 1:
+        progress.message(f"no sample: evaluation.sample_prompt has {length} tokens, the model takes {limit}")
+        return None
+    with progress.phase("sampling"):
+        return generate_text(
+            run.step,
+            state.evaluation_params,
+            tokenizer,
+            [prompt],
+            new_tokens=min(settings.sample_tokens, room),
+            sampling=Sampling(settings.sample_temperature),
+            seed=run.config.seed,
+        )[0]

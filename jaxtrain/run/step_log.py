@@ -1,0 +1,75 @@
+"""What is noted of each step that is done: its time, its row of metrics, the bar."""
+
+from collections.abc import Mapping
+
+import jax
+
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.throughput import Meter, device_memory_bytes
+from jaxtrain.metrics.writers import Scalars, flat_scalars
+from jaxtrain.run.flops import step_flops
+from jaxtrain.run.record import RunRecord
+from jaxtrain.runtime.peaks import peak_flops
+from jaxtrain.train.assemble import Run
+
+
+class StepLog:
+    """Measures every step and logs some of them.
+
+    Args:
+        run: what is trained.
+        meter: collects the times.
+        record: receives the rows.
+        progress: what people see.
+        start: steps done before this process.
+        row: the last logged row, from before this process where no step will give one.
+    """
+
+    def __init__(
+        self, run: Run, *, meter: Meter, record: RunRecord, progress: Progress, start: int, row: Scalars
+    ) -> None:
+        self._meter, self._record, self._progress = meter, record, progress
+        self._every = run.config.logging.every
+        self._always = (start + 1, run.config.train.steps)
+        self.row: Scalars = row
+
+    def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+        """Take note of a step that is done.
+
+        Args:
+            number: of the step, counted from 1.
+            metrics: on the device; read only if the step is logged.
+            seconds: wall time of the step.
+            waited: seconds of it that the loop waited for a batch.
+        """
+        self._meter.record(number, seconds, waited)
+        if number % self._every == 0 or number in self._always:
+            self._log(number, metrics)
+        else:
+            self._progress.update(number, {})
+
+    def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        values = flat_scalars(jax.device_get(dict(metrics)))
+        standard = {name: values.pop(name) for name in ("loss", "grad_norm", "learning_rate", "skipped_steps")}
+        for name in ("weight", "skipped_in_a_row"):
+            values.pop(name)
+        self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
+        self._record.scalars(number, self.row)
+        self._progress.update(number, self.row)
+
+
+def run_meter(run: Run, *, own_model: bool) -> Meter:
+    """The meter of a run: what a step counts, and the FLOPs and the peak that utilization is computed from.
+
+    Args:
+        run: what is trained.
+        own_model: the model came from Python, so that the config's count of FLOPs is not of it.
+    """
+    config, data = run.config, run.data
+    peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
+    return Meter(
+        "tokens" if data.unit == "tokens" else "examples",
+        data.units_per_row * config.train.global_batch_size,
+        flops_per_step=None if own_model else step_flops(run),
+        peak_flops=None if peak is None else peak * run.step.mesh.size,
+    )
