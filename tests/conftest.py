@@ -1,10 +1,14 @@
-"""Every test process has 8 emulated CPU devices, and a compilation cache that the processes of one run share."""
+"""Every test process has 8 emulated CPU devices, and a compilation cache that the processes of one run share.
+
+Plain `pytest` leaves out the tests marked `long`; `pytest --all` runs them too.
+"""
 
 import os
 import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -19,7 +23,32 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 # Subprocesses inherit this; workers of pytest-xdist share the folder of the run that started them.
 os.environ.setdefault("JAXTRAIN_CACHE_DIR", tempfile.mkdtemp(prefix="jaxtrain-tests-"))
 os.environ["JAX_PLATFORMS"] = "cpu"
+# What the tests prove is decided before LLVM, whose optimizations take a third of the time of compiling for the CPU and
+# with it of the suite. Programs this small run as fast without.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 distributed.start(emulate=8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests marked 'long'")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests unless `--all`, `-m` or the id of a test asks for them."""
+    if config.option.all or config.option.markexpr or any("::" in word for word in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+    getattr(config, "workeroutput", {})["left_out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Count what the workers left out in the summary line, which pytest-xdist does not; each leaves out the same."""
+    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
+    reporter.stats["deselected"] = [None] * getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 @dataclass(frozen=True)

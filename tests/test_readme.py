@@ -1,6 +1,9 @@
-"""What the README prints runs as printed, and its links lead somewhere."""
+"""What the README prints runs as printed, its links lead somewhere, and its table is proved by plain `pytest`."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+# What each row of the table under "What works, and the proof" claims, and what it names as proof.
+TABLE = re.findall(r"^\| (?!what \|)([^|]+) \| ([^|]+) \|$", README, flags=re.MULTILINE)
+# The tests of what a row names and that is no test itself: a script that measures, a command, the page.
+TESTS_OF = {
+    "this page": "tests/test_readme.py",
+    "`jaxtrain bench`": "tests/bench/test_bench_command.py",
+    "`scripts/bench_start.py`": "tests/bench/test_start.py",
+}
 
 
 @pytest.mark.parametrize("index", range(3), ids=["own-model", "config", "parts"])
@@ -38,3 +49,26 @@ def test_links_and_proofs_exist() -> None:
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert paths
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def selected() -> list[str]:
+    """Ids of all tests that plain `pytest` runs."""
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_the_table_is_read() -> None:
+    assert len(TABLE) == README.count("\n| ") - 1, "each row but that of the titles"
+
+
+@pytest.mark.parametrize(("claim", "proof"), TABLE, ids=[claim[:40] for claim, _ in TABLE])
+def test_each_row_is_proved_by_plain_pytest(claim: str, proof: str, selected: list[str]) -> None:
+    named = re.findall(r"`(tests/[^`]+)`", proof) + [tests for name, tests in TESTS_OF.items() if name in proof]
+    assert named, f"no test proves: {claim}"
+    begins = {path: path if path.endswith("/") else f"{path}::" for path in named}
+    without = [path for path, begin in begins.items() if not any(test.startswith(begin) for test in selected)]
+    assert not without, f"plain pytest runs no test of {without}, which prove: {claim}"

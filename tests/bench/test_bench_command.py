@@ -7,7 +7,6 @@ import pytest
 
 from jaxtrain.bench.measure import PARTS
 from jaxtrain.bench.picture import draw
-from jaxtrain.bench.start import NoStepError, cold_and_warm, start_seconds
 from jaxtrain.cli import main
 
 TINY = ["model.num_layers=2", "model.embed_dim=32", "model.num_heads=2", "model.max_sequence_length=32"]
@@ -109,18 +108,3 @@ def test_the_parts_are_those_of_the_help(capsys):
     assert main(["bench", "--help"]) == 0
     said = capsys.readouterr().out
     assert all(part in said for part in PARTS)
-
-
-@pytest.mark.long
-def test_a_warm_start_reads_what_the_cold_one_compiled():
-    words = [*TINY_RUN, "train.steps=5"]
-    cold, warm = cold_and_warm("bench_cpu", words)
-    assert any("cached next time" in line for line in cold.said)
-    assert any("from cache" in line for line in warm.said)
-    assert positive(cold.seconds)
-    assert positive(warm.seconds)
-
-
-def test_a_run_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(NoStepError, match=r"model\.embed_dim"):
-        start_seconds("bench_cpu", ["model.embed_dim=-1"], tmp_path)

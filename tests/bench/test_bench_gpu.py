@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.commands.table import COMMANDS
 from jaxtrain.config import load_config
 from jaxtrain.plan.workload.describe import describe_workload
 
@@ -42,16 +41,20 @@ def test_rows_are_measured_and_failures_are_recorded(tmp_path):
     assert "Llama 1b fp8" in table
 
 
-def test_every_row_names_configs_and_keys_that_exist(script, tmp_path):
+@pytest.mark.parametrize("smoke", [False, True], ids=["as measured", "smoke"])
+def test_every_row_s_command_is_accepted(script, cli, tmp_path, smoke):
+    """Up to where its answer would be written, which is the last check before anything is measured."""
     for row in script.ROWS:
-        for smoke in (False, True):
-            words = script.command_of(row, tmp_path, "python", smoke=smoke)
-            if row.kind != "bench":
-                assert Path(words[1]).is_file()
-                continue
-            given = [word for word in words[4:] if "=" in word]
-            describe_workload(load_config(words[4], overrides=given).config)
-    assert "bench" in COMMANDS
+        words = script.command_of(row, tmp_path, "python", smoke=smoke)
+        if row.kind != "bench":
+            assert Path(words[1]).is_file()
+            continue
+        assert words[:4] == [sys.executable, "-m", "jaxtrain", "bench"]
+        given = [word for word in words[5:] if "=" in word]
+        describe_workload(load_config(words[4], overrides=given).config)
+        answer = cli(*words[3 : words.index("--json")], "--json", "/nowhere/rows.json")
+        assert (answer.code, answer.out) == (2, "")
+        assert "cannot write /nowhere/rows.json" in answer.err
 
 
 def test_check_plan_takes_the_rows(script):

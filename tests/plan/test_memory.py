@@ -1,7 +1,9 @@
 """The analytic memory against what compilers said of the same steps: state within 1 %, the peak within 15 %.
 
 `compiled.json` holds what compilers said on one day; `scripts/compile_memory.py` makes such rows, and `test_exact.py`
-compiles anew.
+compiles anew. The constants of `plan/memory/` were fitted to its rows under "fitted". Those under "held_out" were
+compiled after the constants were set: they hold the claim for configs that the constants have not seen. No constant is
+to be changed for them; a row that a constant is fitted to moves to the others.
 """
 
 import json
@@ -13,11 +15,21 @@ from jaxtrain.config import load_config
 from jaxtrain.plan.catalogue.hardware import find, target_of
 from jaxtrain.plan.search.analyse import analyse
 
-ROWS = json.loads((Path(__file__).parent / "compiled.json").read_text())["rows"]
-_GIB = 2**30
+COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text())
+ROWS = [
+    pytest.param(row, id=f"{kind} {row['target']} {row['config']}")
+    for kind in ("fitted", "held_out")
+    for row in COMPILED[kind]
+]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['target']} {row['config']}")
+def test_no_row_is_both_fitted_and_held_out() -> None:
+    fitted, held_out = ({(row["target"], row["config"]) for row in COMPILED[kind]} for kind in ("fitted", "held_out"))
+    assert held_out
+    assert not fitted & held_out
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_memory_is_the_compiler_s(row: dict) -> None:
     name, count = row["target"].split(" x ")
     config, *overrides = row["config"].split()

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.policy import POLICIES, LossScale, LossScaling, cast_floats, get_policy
@@ -82,27 +84,47 @@ def test_casts_touch_floats_only():
     assert cast["none"] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "param_dtype", "compute_dtype", "matmul_precision", "loss_scaled", "linear_format"),
-    [
-        ("fp32", jnp.float32, jnp.float32, "highest", False, None),
-        ("tf32", jnp.float32, jnp.float32, "tensorfloat32", False, None),
-        ("bf16", jnp.float32, jnp.bfloat16, None, False, None),
-        ("bf16_pure", jnp.bfloat16, jnp.bfloat16, None, False, None),
-        ("fp16", jnp.float32, jnp.float16, None, True, None),
-        ("fp8", jnp.float32, jnp.bfloat16, None, False, "fp8"),
-    ],
-)
-def test_policies(name, param_dtype, compute_dtype, matmul_precision, loss_scaled, linear_format):
-    policy = get_policy(name)
-    assert (policy.param_dtype, policy.compute_dtype) == (param_dtype, compute_dtype)
-    assert (policy.matmul_precision, policy.loss_scaled) == (matmul_precision, loss_scaled)
-    assert policy.linear_format == linear_format
+# What a step under each policy does: the dtype of the parameters, that of what the model computes with, the precision
+# that its products ask for, and whether the state has a loss scale. Of fp8 it is in tests/train/test_low_precision.py.
+STEPS = {
+    "fp32": (jnp.float32, jnp.float32, "[HIGHEST, HIGHEST]", False),
+    "tf32": (jnp.float32, jnp.float32, "[HIGH, HIGH]", False),
+    "bf16": (jnp.float32, jnp.bfloat16, None, False),
+    "bf16_pure": (jnp.bfloat16, jnp.bfloat16, None, False),
+    "fp16": (jnp.float32, jnp.float16, None, True),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_keeps_and_computes_in_the_dtypes_of_its_policy(name):
+    kept, computed, precision, scaled = STEPS[name]
+    seen = []
+
+    def apply(params, model_state, inputs, *, key, train):
+        seen.append((params["kernel"].dtype, inputs.dtype))
+        return inputs @ params["kernel"], model_state
+
+    model = jt.Model("product", lambda key: ({"kernel": jax.random.normal(key, (4, 3))}, {}), apply)
+    one = jt.make_mesh(devices=jax.devices()[:1])
+    step = jt.make_train_step(model, jt.classification(), optax.adam(1e-3), mesh=one, policy=name)
+    state = step.abstract_state
+    assert state.params["kernel"].dtype == kept
+    assert (state.loss_scale is not None) == scaled
+    program = step.lower({"inputs": np.ones((8, 4), np.float32), "targets": np.zeros(8, np.int32)}).as_text()
+    assert set(seen) == {(jnp.dtype(computed), jnp.dtype(computed))}
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    assert products
+    for line in products:
+        assert (precision in line) if precision else "HIGH" not in line, line
+
+
+def test_a_policy_stands_for_itself():
+    policy = get_policy("bf16")
     assert get_policy(policy) is policy
 
 
-def test_unknown_policy():
-    with pytest.raises(ConfigError) as caught:
+def test_unknown_policy_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigError, match="'fp12'") as caught:
         get_policy("fp12")
-    assert str(caught.value) == "unknown precision policy 'fp12'; known: fp32, tf32, bf16, bf16_pure, fp16, fp8"
-    assert len(POLICIES) == 6
+    assert all(name in str(caught.value) for name in POLICIES)
+    assert "\n" not in str(caught.value)

@@ -6,29 +6,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_runs import environment, losses, run_process, write_config
+from training_runs import environment, losses, write_config
+
+import jaxtrain as jt
 
 LAYOUTS = {
     "data": ["parallel.data=8", "train.accumulation_steps=2"],
     "fsdp x tensor": ["parallel.fsdp=4", "parallel.tensor=2", "train.accumulation_steps=2"],
     "stages across processes": ["parallel.pipe=2", "parallel.data=4", "parallel.microbatches=2"],
 }
+SHORT = dict(train__steps=4, evaluation={"max_batches": 2})
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("alone")
-    config = write_config(folder, train__steps=6, evaluation={"max_batches": 2})
-    words = ["--emulate", "8", "parallel.data=8", "train.accumulation_steps=2", "train.global_batch_size=16"]
-    result = run_process(config, folder / "run", *words)
-    assert result.returncode == 0, result.stderr
+    layout = {"parallel.data": 8, "train.accumulation_steps": 2, "train.global_batch_size": 16}
+    jt.run_config(str(write_config(folder, **SHORT)), run_dir=folder / "run", overrides=layout)
     return losses(folder / "run")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("row", LAYOUTS)
+@pytest.mark.parametrize(
+    "row", ["data", pytest.param("fsdp x tensor", marks=pytest.mark.long), "stages across processes"]
+)
 def test_same_losses(row: str, alone: dict[int, float], tmp_path: Path) -> None:
-    config = write_config(tmp_path, train__steps=6, evaluation={"max_batches": 2})
+    config = write_config(tmp_path, **SHORT)
     launch = ["launch", "--processes", "2", "--emulate", "4", "--"]
     words = [*launch, "train", str(config), "--run-dir", str(tmp_path / "run")]
     result = subprocess.run(

@@ -1,0 +1,43 @@
+"""The time to the first step: what a warm start saves, and that deeper models make no longer programs.
+
+`scripts/bench_start.py` measures the times; here is what they follow from. No time is asserted.
+"""
+
+import math
+
+import pytest
+
+from jaxtrain.bench.start import NoStepError, cold_and_warm, start_seconds
+from jaxtrain.config import load_config
+from jaxtrain.plan.compilers.exact import batch_shapes
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.train.assemble import build_step
+
+TINY = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.max_sequence_length=16"]
+TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num_rows=64", "train.steps=5"]
+
+
+def test_a_warm_start_reads_what_the_cold_one_compiled():
+    cold, warm = cold_and_warm("bench_cpu", TINY_RUN, emulate=1)
+    assert any("cached next time" in line for line in cold.said)
+    assert any("from cache" in line for line in warm.said)
+    for start in (cold, warm):
+        assert start.seconds > 0
+        assert math.isfinite(start.seconds)
+
+
+def test_a_run_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(NoStepError, match=r"model\.embed_dim"):
+        start_seconds("bench_cpu", ["model.embed_dim=-1"], tmp_path)
+
+
+def test_a_deeper_model_is_no_longer_a_program():
+    """Layers are a loop over their stacked parameters, so that 48 compile as fast as 6."""
+    lengths = []
+    for num_layers in (6, 48):
+        overrides = [*TINY[1:], f"model.num_layers={num_layers}", "train.global_batch_size=8", "parallel.data=8"]
+        config = load_config("bench_cpu", overrides=overrides).config
+        work = describe_workload(config)
+        step = build_step(config, input_shape=work.input_shape, vocab_size=work.vocab_size, num_outputs=None)
+        lengths.append(len(step.lower(batch_shapes(work)).as_text().splitlines()))
+    assert lengths[0] == lengths[1]
