@@ -1,1 +1,1 @@
-"""What a run says about itself: metric files, throughput, progress for people, and the report."""
+"""What a run reports: metric files, throughput, progress on the terminal, and the HTML report."""

@@ -1,4 +1,4 @@
-"""How long a run will still take, and how its loss went: what the progress display keeps between updates."""
+"""The remaining time of a run and the curve of its loss, which the progress display keeps between updates."""
 
 import math
 
@@ -8,10 +8,10 @@ _MOST_LOSSES = 1024
 
 
 class RemainingTime:
-    """Estimates the time left from the pace of this process, its first step left out since it may compile.
+    """Estimates the remaining time from the steps of this process, except the first one, which may compile.
 
     Args:
-        total_steps: steps of the whole run.
+        total_steps: steps of the run, including those of earlier processes.
         first_step: steps done before this process.
     """
 
@@ -22,7 +22,7 @@ class RemainingTime:
         self._last: tuple[int, float] | None = None
 
     def update(self, step: int, now: float) -> None:
-        """Notes that `step` steps were done at time `now` (seconds of any steady clock)."""
+        """Record that `step` steps were done at time `now` (seconds of any monotonic clock)."""
         if step <= self._first_step:
             return
         if self._base is None:
@@ -30,7 +30,7 @@ class RemainingTime:
         self._last = (step, now)
 
     def seconds(self) -> float | None:
-        """Seconds left; None until a step after the first was seen."""
+        """Return the remaining seconds; None before the second step of this process."""
         if self._base is None or self._last is None or self._last[0] <= self._base[0]:
             return None
         step_seconds = (self._last[1] - self._base[1]) / (self._last[0] - self._base[0])
@@ -38,7 +38,7 @@ class RemainingTime:
 
 
 class Trend:
-    """A series of losses, thinned as it grows so that a long run keeps at most about a thousand of them."""
+    """A series of losses that is thinned as it grows: it keeps at most about a thousand of them."""
 
     def __init__(self) -> None:
         self._values: list[float] = []
@@ -47,7 +47,7 @@ class Trend:
         self._last = math.nan
 
     def add(self, value: float) -> None:
-        """Adds the next loss; NaN and infinities are left out."""
+        """Add the next loss; NaN and infinities are ignored."""
         if not math.isfinite(value):
             return
         self._last = value
@@ -59,9 +59,9 @@ class Trend:
             self._stride *= 2
 
     def ends(self) -> tuple[float, float]:
-        """First and last value."""
+        """Return the first and the last loss; NaN where there is none."""
         return (self._values[0], self._last) if self._values else (math.nan, math.nan)
 
     def sparkline(self) -> str:
-        """The curve as block characters; empty below two values, where there is no curve."""
+        """Draw the curve as block characters; the text is empty for fewer than two losses."""
         return sparkline(self._values) if self._seen > 1 else ""

@@ -1,4 +1,4 @@
-"""Numbers for people: durations, counts and sparklines as short text."""
+"""Numbers as short text for users: durations, counts, sizes and sparklines."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def format_duration(seconds: float | None) -> str:
-    """A duration as `0.42 s`, `3.1 s`, `1:24`, `2:05:09` or `3 d 4:05`.
+    """Format a duration as `0.42 s`, `3.1 s`, `1:24`, `2:05:09` or `3 d 4:05`.
 
     Args:
-        seconds: None or a non-finite number gives a dash.
+        seconds: the duration; None or a non-finite number gives a dash.
     """
     if seconds is None or not math.isfinite(seconds):
         return "-"
@@ -25,7 +25,11 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_clock(seconds: float | None) -> str:
-    """A duration as a clock, for a remaining time that counts down: `0:24`, `1:05:09`, `3 d 4:05`."""
+    """Format a duration as a clock, for a remaining time that counts down: `0:24`, `1:05:09`, `3 d 4:05`.
+
+    Args:
+        seconds: the duration; None or a non-finite number gives a dash.
+    """
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, second = divmod(round(max(seconds, 0.0)), 60)
@@ -39,13 +43,17 @@ def format_clock(seconds: float | None) -> str:
 
 
 def format_count(count: float | None) -> str:
-    """A count in three digits with a decimal suffix: `999`, `12.1k`, `124M`, `8.03B`, `15.6T`."""
+    """Format a count with three digits and a decimal suffix: `999`, `12.1k`, `124M`, `8.03B`, `15.6T`.
+
+    Args:
+        count: the number; None or a non-finite number gives a dash.
+    """
     if count is None or not math.isfinite(count):
         return "-"
     if count < 0:
         return "-" + format_count(-count)
     for factor, suffix in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "B"), (1e12, "T")):
-        # 999.5 and not 1000: what rounds to 1000 belongs to the next suffix.
+        # 999.5 and not 1000, because a number that rounds to 1000 belongs to the next suffix.
         if count / factor < 999.5 or suffix == "T":
             scaled = count / factor
             break
@@ -56,7 +64,11 @@ def format_count(count: float | None) -> str:
 
 
 def format_bytes(count: float | None) -> str:
-    """A size in binary units: `512 B`, `1.5 MiB`, `71.2 GiB`."""
+    """Format a size in binary units: `512 B`, `1.5 MiB`, `71.2 GiB`.
+
+    Args:
+        count: bytes; None or a non-finite number gives a dash.
+    """
     if count is None or not math.isfinite(count):
         return "-"
     scaled, unit = float(count), "B"
@@ -68,9 +80,13 @@ def format_bytes(count: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], *, width: int = 40) -> str:
-    """The finite values as one line of block characters, averaged down to at most `width` of them.
+    """Draw the finite values as one line of block characters.
 
-    The range shown leaves out the highest 2 %: the first losses of a run would otherwise flatten the rest.
+    The range excludes the highest 2 %, because the first losses of a run would otherwise flatten the rest.
+
+    Args:
+        values: in order.
+        width: the most characters; more values are averaged over equal bins.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

@@ -1,7 +1,7 @@
-"""What people see of a run: phases with their time, one bar or one line a logged row, and the result.
+"""What users see of a run: phases with their time, one bar or one line per logged row, and the result.
 
-Phases and progress go to standard error, results (a sample, the summary) to standard output, so that
-`jaxtrain sample ... > file` holds the sample alone.
+Phases and progress are written to standard error, results (a sample, the summary) to standard output, so that the file
+of `jaxtrain sample ... > file` holds only the sample.
 """
 
 import os
@@ -20,25 +20,27 @@ _SLOW_PHASE_SECONDS = 2.0
 
 
 class Phase:
-    """A phase that is running; `note` adds a remark to the line it ends with."""
+    """A phase that is running; `note` adds a remark to the line that is printed at its end."""
 
     def __init__(self) -> None:
         self.remark = ""
 
     def note(self, text: str) -> None:
-        """Sets the remark shown in parentheses at the end, such as `from cache`."""
+        """Set the remark that the line shows in parentheses, such as `from cache`."""
         self.remark = text
 
 
 class Progress:
-    """Shows a run to people: live on a terminal, plain lines elsewhere, nothing on processes other than the first.
+    """Shows the progress of a run: live on a terminal, as plain lines elsewhere.
+
+    Only the first process prints.
 
     Args:
-        process_index: the JAX process; only process 0 prints.
-        live: True for a bar with the terminal's control codes, False for plain lines; None decides: live when
-            standard error is a terminal and neither NO_COLOR nor CI is set.
-        errors: where phases and progress go; None: standard error.
-        output: where results go; None: standard output.
+        process_index: index of the JAX process; only process 0 prints.
+        live: True for a bar with the terminal's control codes, False for plain lines; None: a bar where standard error
+            is a terminal and neither NO_COLOR nor CI is set.
+        errors: stream for phases and progress; None: standard error.
+        output: stream for results; None: standard output.
     """
 
     def __init__(
@@ -66,7 +68,10 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Shows that a phase runs and, at its end, how long it took; one that fails says so and raises on."""
+        """Show that a phase runs and, at its end, how long it took.
+
+        Where the phase raises an error its line says that it failed, and the error is raised again.
+        """
         handle = Phase()
         started = time.monotonic()
         timer = None
@@ -90,15 +95,15 @@ class Progress:
             self.message(f"{name} … {'failed after ' if failed else ''}{format_duration(seconds)}{remark}")
 
     def banner(self, lines: Sequence[str]) -> None:
-        """Prints what the run is and what was chosen for it."""
+        """Print lines that describe the run and the settings that were chosen for it."""
         for line in lines:
             self.message(line)
 
     def start(self, total_steps: int, first_step: int) -> None:
-        """Begins the steps.
+        """Begin to show steps.
 
         Args:
-            total_steps: steps of the whole run, those of earlier processes counted.
+            total_steps: steps of the run, including those of earlier processes.
             first_step: steps done before this process; 0 for a fresh run.
         """
         self._total_steps = total_steps
@@ -107,11 +112,13 @@ class Progress:
             self._view.start_bar(total_steps, first_step)
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Takes note that `step` steps are done.
+        """Record that `step` steps are done.
+
+        It is called after every step, so that the remaining time is known from step 2 on.
 
         Args:
-            step: steps done in all. Call it after every step, so that the remaining time is known from step 2 on.
-            values: the logged row of this step (keys of metrics.jsonl), empty when the step was not logged.
+            step: steps done by all processes of the run so far.
+            values: the logged row of this step (keys of metrics.jsonl); empty where the step was not logged.
         """
         if self.silent or self._remaining is None:
             return
@@ -130,14 +137,14 @@ class Progress:
             self._line("  ".join(parts))
 
     def message(self, text: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         if self._view is not None:
             self._view.print(text)
         else:
             self._line(text)
 
     def finish(self, summary_lines: Sequence[str]) -> None:
-        """Ends the bar, draws the loss as a small curve and prints the summary as a result."""
+        """End the bar, draw the loss as a small curve and print the summary as a result."""
         self.close()
         curve = self._losses.sparkline()
         if curve:
@@ -147,13 +154,13 @@ class Progress:
             self.result("\n".join(summary_lines))
 
     def result(self, text: str) -> None:
-        """Prints what the command was asked for to standard output."""
+        """Print the answer of the command to standard output."""
         if not self.silent:
             self.close()
             _write(self._output, text)
 
     def close(self) -> None:
-        """Takes the live display off the terminal; safe to call twice."""
+        """Remove the live display from the terminal; a second call does nothing."""
         if self._view is not None:
             self._view.close()
 
@@ -163,7 +170,14 @@ class Progress:
 
 
 def describe(values: Mapping[str, Any]) -> list[str]:
-    """The parts of a row that people follow: loss, rate, data wait, skipped steps and evaluation results."""
+    """Format the parts of a row that a line of progress shows.
+
+    Args:
+        values: a logged row (keys of metrics.jsonl).
+
+    Returns:
+        Texts for the loss, the rate, the wait for data, MFU, skipped steps and results of evaluation.
+    """
     parts = []
     if values.get("loss") is not None:
         parts.append(f"loss {values['loss']:.3f}")
@@ -172,7 +186,7 @@ def describe(values: Mapping[str, Any]) -> list[str]:
             parts.append(f"{format_count(values[f'{unit}_per_second'])} {short}")
     step_seconds, wait = values.get("step_seconds"), values.get("data_wait_seconds")
     if step_seconds and wait is not None:
-        # The wait is a mean and the step a median: a single slow read can exceed one usual step.
+        # The wait is a mean and the step a median, so that a single slow read can make the wait exceed the step.
         parts.append(f"data wait {min(100.0, 100 * wait / step_seconds):.0f} %")
     if values.get("model_flops_utilization") is not None:
         parts.append(f"MFU {100 * values['model_flops_utilization']:.1f} %")
@@ -191,6 +205,6 @@ def _wants_live(stream: TextIO) -> bool:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Prints a line; signs that the stream's encoding lacks become escapes instead of an error."""
+    """Print a line; characters that the stream's encoding lacks become escapes instead of an error."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(text.encode(encoding, errors="backslashreplace").decode(encoding), file=stream, flush=True)

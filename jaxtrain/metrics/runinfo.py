@@ -1,4 +1,4 @@
-"""What `run.json` holds: everything needed to know, later, what ran, on what, with which versions."""
+"""The content of `run.json`: what ran, on which devices and with which versions."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ def run_info(
     model: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The content of `run.json` at the start of a run.
+    """Make the content of `run.json` at the start of a run.
 
     Args:
         config: the resolved config.
@@ -36,7 +36,7 @@ def run_info(
         data: `description` (lines of text) and `fingerprint`.
 
     Returns:
-        A dict of strict JSON values, with status `running`. The environment is not in it, since variables hold
+        A dict of strict JSON values, with status `running`. Environment variables are not in it, because they may hold
         keys and tokens.
     """
     commit, dirty = git_state(Path.cwd())
@@ -62,12 +62,18 @@ def run_info(
 
 
 def finished_info(info: Mapping[str, Any], *, status: str, final: Mapping[str, Any]) -> dict[str, Any]:
-    """`run.json` at the end of a run: the same content with how it ended (`done`, `preempted`, `diverged` ...)."""
+    """Make the content of `run.json` at the end of a run.
+
+    Args:
+        info: the content at the start.
+        status: how the run ended: `done`, `preempted`, `diverged` and so on.
+        final: last metrics and times of the run.
+    """
     return strict_json({**info, "status": status, "finished": _timestamp(), "final": dict(final)})
 
 
 def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Versions of Python and of installed packages, read without importing them; None where one is missing."""
+    """Read the versions of Python and of packages without importing them; a missing package has None."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -78,7 +84,10 @@ def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None
 
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:
-    """The commit that is checked out at `directory` and whether tracked files differ from it; None outside git."""
+    """Return the commit that is checked out at `directory`, and whether tracked files differ from it.
+
+    Both are None outside a git repository.
+    """
     commit = _git(directory, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None, None
@@ -88,7 +97,7 @@ def git_state(directory: Path) -> tuple[str | None, bool | None]:
 
 def _git(directory: Path, *arguments: str) -> str | None:
     try:
-        # Without optional locks `git status` cannot get in the way of someone who commits at this moment.
+        # Without optional locks `git status` cannot block a commit that somebody makes at the same moment.
         done = subprocess.run(
             ["git", "--no-optional-locks", "-C", str(directory), *arguments],
             capture_output=True,

@@ -1,41 +1,51 @@
-"""The live display on a terminal: a spinner while a phase runs, a bar while steps run. Nothing but rich's calls."""
+"""The live display on a terminal, drawn by rich: a spinner while a phase runs, a bar while steps run."""
 
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-# The bar is drawn by a thread that takes the interpreter lock from the loop: a few times a second is enough.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.progress import ProgressColumn, TaskID
+
+# The thread that draws the bar takes the interpreter lock from the loop: a few times per second is enough.
 _REFRESH_PER_SECOND = 4
+# The task of a phase that the bar shows as its title.
+_NO_TASK = cast("TaskID", -1)
 
 
 class LiveView:
-    """One live region at a time: the bar when there is one, else spinners with elapsed time.
+    """Shows one live region at a time: the bar where there is one, else spinners with the elapsed time.
 
-    rich is imported at the first call: a run whose output is a file never pays for it.
+    rich is imported at the first call, so that a run whose output is a file does not import it.
+
+    Args:
+        stream: the terminal.
     """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
-        self._console: Any = None
-        self._bar: Any = None
-        self._bar_task: Any = None
-        self._spinner: Any = None
-        self._phases: list[tuple[str, Any]] = []
+        self._console: Console | None = None
+        self._bar: RichProgress | None = None
+        self._bar_task = _NO_TASK
+        self._spinner: RichProgress | None = None
+        self._phases: list[tuple[str, TaskID]] = []
         self._lock = threading.RLock()
 
     def begin(self, name: str) -> None:
-        """Shows that a phase runs: in place of the bar's title, else as a line with a spinner."""
+        """Show that a phase runs: as the title of the bar, or as a line with a spinner where there is no bar."""
         with self._lock:
             if self._bar is not None:
-                self._phases.append((name, None))
+                self._phases.append((name, _NO_TASK))
                 self._bar.update(self._bar_task, description=name)
                 return
             spinner = self._spinner or self._start_spinner()
             self._phases.append((name, spinner.add_task(name, total=None)))
 
     def end(self) -> None:
-        """Takes the innermost phase away; its line with the time is printed by the caller."""
+        """Remove the innermost phase; the caller prints its line with the time."""
         with self._lock:
             if not self._phases:
                 return
@@ -49,7 +59,12 @@ class LiveView:
                     self._spinner = None
 
     def start_bar(self, total_steps: int, first_step: int) -> None:
-        """Shows the bar."""
+        """Show the bar.
+
+        Args:
+            total_steps: steps of the run.
+            first_step: steps done before this process.
+        """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.table import Column
 
@@ -66,17 +81,23 @@ class LiveView:
         self._bar.start()
 
     def move_bar(self, step: int, facts: Sequence[str], remaining: str | None) -> None:
-        """Moves the bar; without facts those shown stay."""
+        """Move the bar.
+
+        Args:
+            step: steps done.
+            facts: texts such as the loss, in order of importance; empty: the texts that are shown stay.
+            remaining: text of the remaining time; None: it is not known.
+        """
         if self._bar is None:
             return
-        fields: dict[str, str] = {"remaining": remaining or ""}
+        fields: dict[str, Any] = {"remaining": remaining or ""}
         if facts:
-            fields["facts"] = self._fitting(facts)
+            fields["facts"] = self._fitting(self._bar, facts)
         self._bar.update(self._bar_task, completed=step, **fields)
 
-    def _fitting(self, facts: Sequence[str]) -> str:
-        """As many facts as fit on the line: on a narrow terminal the last ones go, and not the count or the time."""
-        count = len(str(self._bar.tasks[0].total))
+    def _fitting(self, bar: "RichProgress", facts: Sequence[str]) -> str:
+        """Join as many facts as fit on the line; a narrow terminal shows the count and the time, not the last facts."""
+        count = len(str(bar.tasks[0].total))
         room = self._open_console().width - (len("evaluating") + 8 + 2 * count + 1 + len("ETA 00:00:00") + 4)
         shown = ""
         for fact in facts:
@@ -87,11 +108,11 @@ class LiveView:
         return shown
 
     def print(self, text: str) -> None:
-        """Prints a line above what is live."""
+        """Print a line above the live region."""
         self._open_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Ends what is live; a bar stays on the terminal as it was last."""
+        """End the live region; a bar stays on the terminal as it was last drawn."""
         with self._lock:
             for view in (self._spinner, self._bar):
                 if view is not None:
@@ -99,7 +120,7 @@ class LiveView:
             self._spinner = self._bar = None
             self._phases.clear()
 
-    def _start_spinner(self) -> Any:
+    def _start_spinner(self) -> "RichProgress":
         from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -107,7 +128,7 @@ class LiveView:
         self._spinner.start()
         return self._spinner
 
-    def _new_view(self, *columns: Any, transient: bool = False) -> Any:
+    def _new_view(self, *columns: "ProgressColumn", transient: bool = False) -> "RichProgress":
         from rich.progress import Progress
 
         return Progress(
@@ -115,12 +136,12 @@ class LiveView:
             console=self._open_console(),
             transient=transient,
             refresh_per_second=_REFRESH_PER_SECOND,
-            # Prints of the program go above the bar on the same terminal, and into a file when they are sent there.
+            # What the program prints goes above the bar on the same terminal, or to a file where it is redirected.
             redirect_stdout=sys.stdout.isatty(),
             expand=not transient,
         )
 
-    def _open_console(self) -> Any:
+    def _open_console(self) -> "Console":
         if self._console is None:
             from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Rates of a run from times measured on the host: tokens a second, step time, data wait and MFU."""
+"""Rates of a run, from times measured on the host: tokens per second, step time, wait for data and MFU."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -6,15 +6,14 @@ from typing import Literal
 
 
 class Meter:
-    """Collects step times and turns them, once a logged row, into rates. Plain arithmetic: no clock, no device.
+    """Collects step times and computes rates from them for each logged row; it uses no clock and no device.
 
     Args:
-        unit: what is counted: tokens (language models) or examples.
+        unit: what is counted: "tokens" (language models) or "examples".
         units_per_step: tokens or examples in a global batch.
         flops_per_step: floating-point operations of one forward and backward pass of a global batch
-            (`model_flops_per_row` times rows); None when unknown.
-        peak_flops: dense peak of *all* devices together in FLOP/s (`peaks.peak_flops` times devices); None when
-            unknown.
+            (`model_flops_per_row` times rows); None where they are not known.
+        peak_flops: dense peak of *all* devices together in FLOP/s; None where it is not known.
     """
 
     def __init__(
@@ -33,22 +32,25 @@ class Meter:
         self._data_wait_seconds: list[float] = []
 
     def record(self, step: int, seconds: float, data_wait_seconds: float) -> None:
-        """Adds one step to the window.
+        """Add one step to the window.
 
         Args:
-            step: number of the step, counted from 1; it only names the row.
-            seconds: wall time from the end of the step before to the end of this one.
-            data_wait_seconds: the part of it in which the loop waited for a batch.
+            step: number of the step, counted from 1; the rates do not depend on it.
+            seconds: wall time from the end of the previous step to the end of this one.
+            data_wait_seconds: the part of `seconds` in which the loop waited for a batch.
         """
         self._step_seconds.append(seconds)
         self._data_wait_seconds.append(data_wait_seconds)
 
     def rates(self) -> dict[str, float | None]:
-        """Rates over the window since the last `row`; None where nothing was recorded or the peak is unknown.
+        """Compute rates over the window since the last `row`.
 
-        `step_seconds` is a median, so that one slow step does not hide the usual pace; tokens a second and model FLOPs
-        utilization are over the whole time of the window. The loop leaves evaluations and saves out of both; the
-        `wall_seconds` of run.json hold them.
+        `step_seconds` is a median, so that one slow step does not hide the usual step time; tokens per second and
+        model FLOPs utilization are means over the window. The loop excludes evaluations and saves from both; the
+        `wall_seconds` of run.json include them.
+
+        Returns:
+            Names of metrics.jsonl -> values; None where no step was recorded or the peak is not known.
         """
         steps, seconds = len(self._step_seconds), sum(self._step_seconds)
         steps_per_second = steps / seconds if seconds > 0 else None
@@ -73,19 +75,19 @@ class Meter:
         device_memory_bytes: int | None,
         more: Mapping[str, float | int | None] | None = None,
     ) -> dict[str, float | int | None]:
-        """The row of `metrics.jsonl` for `step`; starts a new window.
+        """Make the row of `metrics.jsonl` for a step, and begin a new window.
 
         Args:
-            step: steps done in all, over every process that worked on this run; tokens follow from it.
-            loss: as a float, like `grad_norm` (global norm before clipping) and `learning_rate`.
-            grad_norm: see `loss`.
-            learning_rate: see `loss`.
-            skipped_steps: non-finite steps so far.
-            device_memory_bytes: `device_memory_bytes()`.
+            step: steps done by all processes of the run so far; the count of tokens or examples follows from it.
+            loss: of the step.
+            grad_norm: global norm of the gradients before clipping.
+            learning_rate: of the step.
+            skipped_steps: steps with non-finite gradients so far.
+            device_memory_bytes: peak memory of a device, in bytes; None where it is not known.
             more: metrics of the task, appended.
 
         Returns:
-            Keys in the order of the design page.
+            Name -> value, in the order in which a row is written.
         """
         values = {
             "step": step,
@@ -104,7 +106,7 @@ class Meter:
 
 
 def device_memory_bytes() -> int | None:
-    """Peak memory in use on the first local device, in bytes; None where the backend gives none (CPU)."""
+    """Return the peak memory of the first local device in bytes; None where the backend does not report it (CPU)."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()

@@ -1,9 +1,9 @@
-"""Where metrics go: one small protocol, a file that is always written, and dashboards by choice."""
+"""Where metrics are written: one small protocol, a file that is always written, and dashboards by choice."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 import numpy as np
 
@@ -12,14 +12,17 @@ from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.files import plain_number, write_lines_atomic, write_text_atomic
 
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
+
 Scalars = Mapping[str, float | int | None]
 
 
 def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers by name; entry i of a vector `name` becomes `name_i`.
+    """Flatten metrics to one number per name; entry i of a vector `name` becomes `name_i`.
 
     Args:
-        values: numbers, or arrays of NumPy or JAX on the host.
+        values: numbers, or arrays of NumPy or JAX on the host; None stays None.
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -31,31 +34,34 @@ def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Writer(Protocol):
-    """What takes the metrics of a run. One process writes; the others have none."""
+    """The interface of everything that records the metrics of a run; only one process of a run has a writer."""
 
     def scalars(self, step: int, values: Scalars) -> None:
-        """Records numbers of one step; None is a value that is not known."""
+        """Record numbers of one step; None is a value that is not known."""
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Records a named text, such as a generated sample."""
+        """Record a named text of one step, such as a generated sample."""
         ...
 
     def close(self) -> None:
-        """Flushes and lets go; a second call does nothing."""
+        """Write what is buffered and close the target; a second call does nothing."""
         ...
 
 
 class JsonlWriter:
-    """One strict JSON object a line, `step` first; NaN and infinities become null.
+    """Writes one strict JSON object per line, with `step` first; NaN and infinities become null.
 
-    The file is opened at the first write and appended line by line, so that a killed run keeps all but at most
-    its last line.
+    The file is opened at the first write and appended line by line, so that a run that is killed loses at most its
+    last line.
+
+    Args:
+        path: the file of metrics.
     """
 
     def __init__(self, path: str | Path):
         self.path = local_path(path, what="file of metrics")
-        self._file: Any = None
+        self._file: TextIO | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -70,9 +76,9 @@ class JsonlWriter:
         self._append({"step": int(step), name: text})
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows of steps after `step` and lines that are no whole row, in one atomic exchange.
+        """Drop the rows of steps after `step`, and incomplete lines; the file is replaced atomically.
 
-        A run that resumes at `step` takes the later steps again; rows kept from before would be there twice.
+        A run that resumes at `step` repeats the later steps, so that rows from before would be in the file twice.
         """
         self.close()
         if not self.path.exists():
@@ -97,12 +103,17 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """TensorBoard events through tensorboardX; numbers and texts, and nothing for None."""
+    """Writes TensorBoard events through tensorboardX: numbers and texts, and nothing for None.
+
+    Args:
+        directory: of the events.
+        resumed_step: steps done before this process; TensorBoard hides later events of an interrupted run.
+    """
 
     def __init__(self, directory: Path, *, resumed_step: int = 0):
         self._directory = Path(directory)
         self._resumed_step = resumed_step
-        self._writer: Any = None
+        self._writer: SummaryWriter | None = None
 
     def scalars(self, step: int, values: Scalars) -> None:
         writer = self._open()
@@ -112,7 +123,7 @@ class TensorBoardWriter:
                 writer.add_scalar(name, number, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        # TensorBoard shows Markdown; four spaces keep a sample as it is.
+        # TensorBoard renders Markdown; four spaces make it show a sample unchanged.
         self._open().add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
     def close(self) -> None:
@@ -120,19 +131,29 @@ class TensorBoardWriter:
             self._writer.close()
             self._writer = None
 
-    def _open(self) -> Any:
+    def _open(self) -> "SummaryWriter":
         if self._writer is None:
-            # Imported at the first row: it costs start-up time that the first step need not wait for.
+            # Imported at the first row, so that the first step does not wait for the import.
             from tensorboardX import SummaryWriter
 
-            # A purge step makes TensorBoard hide what an interrupted run wrote beyond the resumed step.
+            # A purge step makes TensorBoard hide what an interrupted run wrote after the resumed step.
             purge = self._resumed_step + 1 if self._resumed_step else None
             self._writer = SummaryWriter(logdir=str(self._directory), purge_step=purge, write_to_disk=True)
         return self._writer
 
 
 class WandbWriter:
-    """Weights & Biases. A resumed run goes on in the same W&B run, whose id is kept in the run directory."""
+    """Writes to Weights & Biases. A resumed run continues the same W&B run, whose id is kept in the run directory.
+
+    Args:
+        run_dir: an existing directory.
+        project: the W&B project.
+        run_name: name of the run on the dashboard.
+        resumed_step: steps done before this process; 0 begins a new W&B run.
+
+    Raises:
+        ConfigError: the package wandb is not installed.
+    """
 
     def __init__(self, run_dir: Path, *, project: str, run_name: str, resumed_step: int = 0):
         wandb = _import_extra("wandb")
@@ -140,7 +161,7 @@ class WandbWriter:
         known_id = id_path.read_text(encoding="utf-8").strip() if resumed_step and id_path.exists() else None
         self._run = wandb.init(project=project, name=run_name, dir=str(run_dir), id=known_id, resume="allow")
         write_text_atomic(id_path, f"{self._run.id}\n")
-        # W&B drops rows whose own step counter falls, as it does on a resume: ours is a plain value instead.
+        # W&B drops rows whose W&B step is lower than an earlier one, as after a resume: our step is a plain value.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._open = True
@@ -158,7 +179,15 @@ class WandbWriter:
 
 
 class TrackioWriter:
-    """trackio, a local dashboard with W&B's interface."""
+    """Writes to trackio, a local dashboard with W&B's interface.
+
+    Args:
+        project: the trackio project.
+        run_name: name of the run on the dashboard.
+
+    Raises:
+        ConfigError: the package trackio is not installed.
+    """
 
     def __init__(self, *, project: str, run_name: str):
         self._trackio = _import_extra("trackio")
@@ -178,7 +207,11 @@ class TrackioWriter:
 
 
 class MultiWriter:
-    """Hands every row to each of several writers."""
+    """Gives every row to each of several writers.
+
+    Args:
+        writers: in the order in which they get a row.
+    """
 
     def __init__(self, writers: Iterable[Writer]):
         self.writers: Sequence[Writer] = tuple(writers)
@@ -192,7 +225,7 @@ class MultiWriter:
             writer.text(step, name, text)
 
     def close(self) -> None:
-        """Closes every writer, also after one failed to, and raises the first failure at the end."""
+        """Close every writer, even where closing one fails; the first failure is raised at the end."""
         failures: list[Exception] = []
         for writer in self.writers:
             try:
@@ -204,23 +237,25 @@ class MultiWriter:
 
 
 def open_writers(run_dir: Path, config: LoggingConfig, *, run_name: str, resumed_step: int) -> MultiWriter:
-    """The writers that a config asks for; on a resume, rows after the resumed step are dropped first.
+    """Open the writers that a config asks for; rows after the resumed step are dropped first.
+
+    Only the process that holds the lock of the run directory should call it.
 
     Args:
-        run_dir: an existing directory; gets `metrics.jsonl` and `tensorboard/`.
-        config: which writers besides metrics.jsonl.
+        run_dir: an existing directory; it gets `metrics.jsonl` and `tensorboard/`.
+        config: says which writers there are besides metrics.jsonl.
         run_name: name of the run on dashboards.
         resumed_step: steps done before this process; 0 for a fresh run.
 
     Returns:
-        One writer for all. Only the process that holds the run directory's lock should open it.
+        One writer that gives every row to all of them.
 
     Raises:
-        ConfigError: a dashboard is asked for and its package is missing.
+        ConfigError: the config asks for a dashboard whose package is not installed.
     """
     run_dir = Path(run_dir)
     writers: list[Writer] = []
-    # Dashboards first: a missing package is found before a file is touched.
+    # Dashboards first, so that a missing package is found before a file is changed.
     if config.wandb:
         writers.append(WandbWriter(run_dir, project=config.project, run_name=run_name, resumed_step=resumed_step))
     if config.trackio:
@@ -239,7 +274,7 @@ def _known(values: Scalars) -> dict[str, float | int]:
 
 
 def _is_kept(line: str, last_step: int) -> bool:
-    """Whether a line is a whole row of a step up to `last_step`."""
+    """Return whether a line is a complete row of a step up to `last_step`."""
     try:
         row = json.loads(line) if line.endswith("\n") else None
     except ValueError:
@@ -249,7 +284,7 @@ def _is_kept(line: str, last_step: int) -> bool:
 
 
 def _import_extra(package: str) -> Any:
-    """Imports an optional dashboard package."""
+    """Import the package of a dashboard, which is an optional dependency."""
     import importlib
 
     try:

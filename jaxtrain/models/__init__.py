@@ -1,1 +1,1 @@
-"""Shipped models and the contract they share with everybody's own."""
+"""The shipped models, and the contract that they share with the models of users."""

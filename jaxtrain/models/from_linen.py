@@ -2,12 +2,13 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.errors
 import jax
 from flax import linen
+from flax.linen.module import InterceptorContext
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
@@ -15,7 +16,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, ModelState, Params
 
-# How modules are asked to train: the argument, and its value in training; it is the opposite in evaluation.
+# Arguments that switch a module to training -> their value in training; evaluation uses the opposite.
 _TRAINING_ARGUMENTS = {
     "train": True,
     "training": True,
@@ -26,14 +27,14 @@ _TRAINING_ARGUMENTS = {
 
 
 def _changes_in_training(module: linen.Module) -> bool:
-    """Whether a layer computes something else in training than in evaluation."""
+    """Return whether a layer computes something else in training than in evaluation."""
     if isinstance(module, linen.MultiHeadDotProductAttention):
         return module.dropout_rate > 0
     return isinstance(module, linen.BatchNorm) or (isinstance(module, linen.Dropout) and module.rate > 0)
 
 
-def _shape(value: Any) -> Any:
-    """Structure of a variable's value, with the shapes and dtypes in it; a sown value is a tuple."""
+def _shape(value: Any) -> object:
+    """Describe a variable's value by its structure, shapes and dtypes; a sown value is a tuple."""
     return jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), value), jax.tree.structure(value)
 
 
@@ -44,24 +45,25 @@ def from_linen(
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     name: str | None = None,
 ) -> Model:
-    """A model from a Linen module.
+    """Make a model from a Linen module.
 
     Args:
-        module: its `__call__` takes inputs and says by which keyword it is told to train: `train`, `training` or
-            `is_training`, `deterministic` or `use_running_average`; all that it takes are given. Where `__call__`
-            takes none, the module's own fields of these names are set. A module without dropout and batch norm needs
-            none.
+        module: its `__call__` takes the inputs, and training is switched on by the keywords `train`, `training`,
+            `is_training`, `deterministic` or `use_running_average`; every one that `__call__` takes is given. Where
+            `__call__` takes none of them, the module's fields of these names are set. A module without dropout and
+            batch norm needs none.
         example_inputs: inputs (arrays or `ShapeDtypeStruct`s) of the right shape, for `init`.
-        axes: parameter path -> logical axes; None: those of the parameters' partitioning metadata
-            (`with_logical_partitioning`, `with_partitioning`), and the default sharding for parameters without.
-        name: for people; None: the class name.
+        axes: parameter path -> logical axes. None: the partitioning metadata of the parameters
+            (`with_logical_partitioning`, `with_partitioning`), and the default sharding for parameters that have none.
+        name: the name that messages show; None: the name of the class.
 
     Returns:
-        The record; collection "params" is its params, every other collection its model_state, but for what each call
-        adds to (`self.sow`): that is dropped.
+        The model. Its params are the collection "params"; its model_state holds all other collections, except values
+        that each call adds to (`self.sow`), which are dropped.
 
     Raises:
-        ConfigError: no module of Linen, or it holds dropout or batch norm, and nothing tells it whether it is trained.
+        ConfigError: `module` is not a Linen module; or it holds dropout or batch norm, and no argument or field
+            switches it between training and evaluation.
     """
     if not isinstance(module, linen.Module):
         given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
@@ -93,7 +95,12 @@ def from_linen(
 
     changing: list[str] = []
 
-    def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def watch(
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: InterceptorContext,
+    ) -> Any:
         if _changes_in_training(context.module):
             changing.append(type(context.module).__name__)
         return call(*args, **kwargs)
@@ -102,13 +109,13 @@ def from_linen(
         shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
     if changing and not arguments and not fields:
         raise ConfigError(
-            f"{type(module).__name__} holds {changing[0]}, but nothing tells it whether it is trained: its __call__ "
-            "takes neither train nor deterministic; add `train: bool` to __call__ and pass "
+            f"{type(module).__name__} holds {changing[0]}, but no argument switches it between training and "
+            "evaluation: its __call__ takes neither train nor deterministic; add `train: bool` to __call__ and pass "
             + ("use_running_average=not train" if changing[0] == "BatchNorm" else "deterministic=not train")
         )
 
-    # The structure of the state never changes: what grows with a call, as sown values do, is no state.
-    def after_call(variables: Any) -> Any:
+    # The structure of the state never changes: values that grow with a call, as sown ones do, are not state.
+    def after_call(variables: Mapping[str, Any]) -> Any:
         inputs = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), example_inputs)
         rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
         mutable = [name for name in variables if name != "params"]
@@ -126,7 +133,7 @@ def from_linen(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
         keywords = arguments_for(train)
-        # Flax takes "params" for every stream that is not given by its name ("noise", "droppath").
+        # Flax uses "params" for every stream that is not given by its name ("noise", "droppath").
         rngs = {"params": jax.random.fold_in(key, 1), "dropout": key} if key is not None else None
         variables = {"params": params, **model_state}
         if not train:
@@ -134,8 +141,8 @@ def from_linen(
                 return module_for(train).apply(variables, inputs, rngs=rngs, **keywords), model_state
             except flax.errors.InvalidRngError as error:
                 raise ConfigError(
-                    f"{type(module).__name__} draws random numbers in evaluation, where there are none "
-                    f"({str(error).split('(http')[0].strip()}); draw them only where it is told to train"
+                    f"{type(module).__name__} draws random numbers in evaluation, where it gets no key "
+                    f"({str(error).split('(http')[0].strip()}); draw them only in training"
                 ) from None
         outputs, changed = module_for(train).apply(variables, inputs, rngs=rngs, mutable=list(model_state), **keywords)
         return outputs, {**model_state, **without_sown(changed)}

@@ -1,4 +1,4 @@
-"""A Flax NNX module as a `Model`: split once, so that no NNX object crosses a `jit` boundary."""
+"""A Flax NNX module as a `Model`: the module is split once, so that no NNX object crosses a `jit` boundary."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
 
 
 def to_dict(state: nnx.State) -> dict[str, Any]:
-    """A state as a plain nested dict of arrays, every key a string."""
+    """Convert an NNX state to a plain nested dict of arrays, in which every key is a string."""
     nested: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         node = nested
@@ -29,10 +29,10 @@ def to_dict(state: nnx.State) -> dict[str, Any]:
 
 
 def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
-    """A state of the template's variables with the values of a nested dict, as `to_dict` made it."""
+    """Make an NNX state from a template's variables and the values of a nested dict (the inverse of `to_dict`)."""
     flat = []
     for path, variable in nnx.to_flat_state(template):
-        node: Any = nested
+        node: Any = nested  # a dict, at the end of the path an array
         for part in path:
             node = node[str(part)]
         # An array that is a plain attribute has no variable around it.
@@ -41,9 +41,10 @@ def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
 
 
 def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
-    """Random streams of a module (dropout), each from its own fold of the step's key.
+    """Seed the random streams of a module (dropout), each with its own fold of the step's key.
 
-    A stream keeps its shape: stacked layers (`nnx.split_rngs`, `nnx.vmap`, `nnx.scan`) hold a key and a count each.
+    A stream keeps its shape: stacked layers (`nnx.split_rngs`, `nnx.vmap`, `nnx.scan`) hold one key and one count per
+    layer.
     """
     key = jax.random.key(0) if key is None else key
     flat = []
@@ -59,7 +60,7 @@ def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
 
 
 def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
-    """The axes table that the partitioning metadata of variables (`nnx.with_partitioning`) gives."""
+    """Read the axes table from the partitioning metadata of variables (`nnx.with_partitioning`)."""
     return {
         "/".join(map(str, path)): tuple(variable.get_value())
         for path, variable in nnx.to_flat_state(nnx.get_partition_spec(template))
@@ -68,9 +69,9 @@ def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
 
 
 def building(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
-    """`make`, with names of axes that are no mesh axes and with plain arrays as attributes.
+    """Wrap `make` so that its module may name logical axes and may hold plain arrays as attributes.
 
-    Flax would look for each name in a mesh as it makes the variable.
+    Without it Flax would look for the name of each logical axis in a mesh when it makes the variable.
     """
 
     def made(rngs: nnx.Rngs) -> nnx.Module:
@@ -84,12 +85,12 @@ def building(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[nnx.Rngs], nnx
 
 
 def _mark_arrays(module: nnx.Module) -> None:
-    """Make data of the arrays that are plain attributes.
+    """Mark the arrays that are plain attributes of a module as data (`nnx.data`).
 
-    Flax does so itself outside a trace; inside one it takes them for static, and they would outlive their trace.
+    Flax does this itself outside a trace. Inside one it treats them as static, and they would outlive their trace.
 
     Raises:
-        ConfigError: an array in a container that Flax takes for static.
+        ConfigError: an array is in a container that Flax treats as static.
     """
     for path, node in list(nnx.iter_graph(module)):
         if not isinstance(node, nnx.Pytree):
@@ -112,7 +113,14 @@ def _is_node(value: Any) -> bool:
 
 
 def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
-    """`Model.linears` of a module that stands in its model's place."""
+    """Find the kernels of a model's `Linear` layers: the value of `Model.linears`.
+
+    Args:
+        module: the module of the whole model, so that paths in it are those of the parameters.
+
+    Returns:
+        Path of the kernel -> its number of input dims and of output dims.
+    """
     return {
         "/".join(map(str, (*path, "kernel"))): (node.num_input_dims, node.num_output_dims)
         for path, node in nnx.iter_graph(module)
@@ -120,11 +128,11 @@ def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check_maker(make: Any) -> None:
-    """Raise where `make` is no function of the random streams.
+def _check_maker(make: object) -> None:
+    """Raise an error where `make` is not a function of the random streams alone.
 
     Raises:
-        ConfigError: what was given, and how to write it.
+        ConfigError: says what was given, and how to write it.
     """
     kind = make if isinstance(make, type) else type(make)
     write = f"write from_nnx(lambda rngs: {kind.__name__}(..., rngs=rngs))"
@@ -137,7 +145,7 @@ def _check_maker(make: Any) -> None:
     try:
         # Flax's metaclass hides what a class takes.
         signature = inspect.signature(functools.partial(make.__init__, None) if isinstance(make, type) else make)
-    except ValueError:  # a callable of C code: calling it will tell
+    except ValueError:  # a callable written in C has no signature: the call itself raises
         return
     try:
         signature.bind(None)
@@ -157,25 +165,25 @@ def from_nnx(
     name: str | None = None,
     gathers_itself: tuple[str, ...] = (),
 ) -> Model:
-    """A model from a function that builds an NNX module.
+    """Make a model from a function that builds an NNX module.
 
     Args:
-        make: rngs -> module; called once abstractly here and once inside the sharded init.
-        axes: parameter path -> logical axes (see `Model.axes`); None: those of the parameters' partitioning metadata
-            (`nnx.with_partitioning`), and the default sharding for parameters without.
-        call: (module, inputs, key, train) -> outputs; None: `module(inputs)`. Either is called after `module.train()`
-            or `module.eval()`, with dropout streams seeded from the step's key. Marked as `DrawsByRow`, its key is
-            that of all shards.
-        name: for people; None: the class name.
+        make: rngs -> module; it is called once abstractly here and once inside the sharded init.
+        axes: parameter path -> logical axes (see `Model.axes`). None: the partitioning metadata of the parameters
+            (`nnx.with_partitioning`), and the default sharding for parameters that have none.
+        call: (module, inputs, key, train) -> outputs; None: `module(inputs)`. It is called after `module.train()` or
+            `module.eval()`, with dropout streams seeded from the step's key. Where it is marked as `DrawsByRow`, it
+            gets the same key on every shard.
+        name: the name that messages show; None: the name of the class.
         gathers_itself: see `Model.gathers_itself`.
 
     Returns:
-        The record; `nnx.Param`s are its params, every other variable but random streams its model_state, and so are
-        arrays that are plain attributes.
+        The model. Its params are the `nnx.Param`s of the module; its model_state holds all other variables except
+        random streams, and the arrays that are plain attributes.
 
     Raises:
-        ConfigError: `make` is a module, takes more than the random streams, or returns no module; or the module holds
-            an array in a plain container.
+        ConfigError: `make` is a module, takes more than the random streams, or does not return a module; or the module
+            holds an array in a plain container.
 
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
@@ -196,7 +204,7 @@ def from_nnx(
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        # What the module draws itself is never drawn by row.
+        # Random numbers that the module draws itself never follow from a row's number.
         own_key = shard_key(key) if key is not None and isinstance(call, DrawsByRow) else key
         streams = _reseed(rng_template, own_key)
         module = nnx.merge(graph, from_dict(param_template, params), streams, from_dict(state_template, model_state))
@@ -206,11 +214,11 @@ def from_nnx(
         else:
             outputs = module(inputs)  # type: ignore[operator]  # a user's module is callable
         after = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
-        # Variables that a call adds (what it sows) are dropped: the structure of the state never changes.
+        # Variables that a call adds (sown values) are dropped, because the structure of the state never changes.
         kept = [(path, variable) for path, variable in after if path in state_paths]
         return outputs, to_dict(nnx.from_flat_state(kept))
 
     linears = linear_kernels(abstract)
-    whole = DrawsByRow(apply) if isinstance(call, DrawsByRow) else apply
+    marked = DrawsByRow(apply) if isinstance(call, DrawsByRow) else apply
     axes = metadata_axes(param_template) if axes is None else axes
-    return Model(name or type(abstract).__name__, init, whole, axes, gathers_itself, linears=linears)
+    return Model(name or type(abstract).__name__, init, marked, axes, gathers_itself, linears=linears)

@@ -1,7 +1,7 @@
-"""Initial values in exact arithmetic: the same bits on every mesh, compiler and backend.
+"""Initial values in exact arithmetic, so that they have the same bits on every mesh, compiler and backend.
 
-The usual normal draw ends in a polynomial (the inverse error function) that compilers contract differently with the
-shape of a shard: on jax 0.12, kernels split four ways differed in the last bit. Integers do not round.
+The usual normal draw ends in a polynomial (the inverse error function) that compilers fuse differently for different
+shapes of a shard: on jax 0.12, kernels in four shards differed in the last bit. Integers do not round.
 """
 
 import math
@@ -18,11 +18,17 @@ _STDDEV = math.sqrt(2 * _WORDS * (2**32 - 1) / 12)
 
 
 def normal(stddev: float) -> Initializer:
-    """Draws that are close to normal: sums of eight 16-bit uniform integers, scaled once.
+    """Make an initializer whose draws are close to normal: sums of eight 16-bit uniform integers, scaled once.
 
-    By the central limit theorem (Irwin-Hall distribution): mean 0, exactly this variance, kurtosis 2.85 (a normal has
-    3), nothing beyond 4.9 standard deviations. The sum is below 2^24, so that float32 holds it exactly and the one
-    multiplication is the only rounding.
+    By the central limit theorem (Irwin-Hall distribution) the draws have mean 0, exactly this variance and kurtosis
+    2.85 (a normal distribution has 3), and none is beyond 4.9 standard deviations. The sum is below 2^24, so that
+    float32 holds it exactly and the one multiplication is the only rounding.
+
+    Args:
+        stddev: standard deviation of the draws.
+
+    Returns:
+        (key, shape, dtype) -> array.
     """
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
@@ -30,7 +36,7 @@ def normal(stddev: float) -> Initializer:
             word = jax.random.bits(word_key, shape, jnp.uint32)
             return total + (word & 0xFFFF).astype(jnp.int32) + (word >> 16).astype(jnp.int32), None
 
-        # A loop, because a random draw is a long program to compile.
+        # A loop, because each random draw adds a long program to compile.
         total, _ = jax.lax.scan(add, jnp.full(shape, -_MEAN, jnp.int32), jax.random.split(key, _WORDS))
         return (total.astype(jnp.float32) * jnp.float32(stddev / _STDDEV)).astype(dtype)
 
@@ -38,7 +44,16 @@ def normal(stddev: float) -> Initializer:
 
 
 def fan_in_normal(gain: float) -> Initializer:
-    """`normal` with variance gain / fan-in, where all dims but the last are inputs (He et al. 2015: gain 2)."""
+    """Make `normal` with the variance gain / fan-in, where all dims except the last are inputs.
+
+    Source: He et al. 2015, with gain 2 before a ReLU.
+
+    Args:
+        gain: variance of the outputs for inputs of variance 1.
+
+    Returns:
+        (key, shape, dtype) -> array.
+    """
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         return normal(math.sqrt(gain / math.prod(shape[:-1])))(key, shape, dtype)

@@ -1,6 +1,6 @@
 """Layers of the shipped models as NNX modules; they compute in the dtype of their input.
 
-Shapes: B batch, L sequence, D embed, H query heads, G key-value heads, K head dim, F MLP width, V vocabulary.
+Shapes: B batch, L length, H heads, K head_dim.
 """
 
 import math
@@ -16,9 +16,18 @@ from jaxtrain.ops.linear import linear
 
 
 class Linear(nnx.Module):
-    """Kernel [*inputs, *outputs] over the last dims of the input, with or without a bias.
+    """A linear layer over the last dims of its input, with or without a bias.
 
-    `low_precision` says whether the step's policy may multiply it in fewer bits, and `quantize` store it so.
+    Its kernel has the shape [*inputs, *outputs] and its bias [*outputs], both float32.
+
+    Args:
+        inputs: sizes of the dims of the input that the layer contracts; they are its last ones.
+        outputs: sizes of the dims that take their place.
+        bias: whether a bias is added.
+        initializer: draws the kernel.
+        rngs: random streams; `params` draws the kernel.
+        low_precision: whether the precision policy of the step may multiply this layer in fewer bits, and `quantize`
+            may store its kernel in 8 bits.
     """
 
     def __init__(
@@ -38,13 +47,20 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
-        # Not `[...]`, because a quantized kernel is no array.
+        # Not `[...]`, because a quantized kernel is not an array.
         kernel = self.kernel.get_value()
         return linear(x, kernel, bias, num_input_dims=self.num_input_dims, low_precision=self.low_precision)
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last dim, computed in float32."""
+    """LayerNorm or RMSNorm over the last dim, computed in float32 and returned in the dtype of the input.
+
+    Args:
+        dim: size of the last dim.
+        kind: "layernorm" or "rmsnorm".
+        bias: whether LayerNorm has a bias; RMSNorm has none.
+        epsilon: added to the mean of squares before its root is taken.
+    """
 
     def __init__(self, dim: int, *, kind: str, bias: bool, epsilon: float):
         self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
@@ -63,9 +79,17 @@ class Norm(nnx.Module):
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout of [B, ...]; the input itself without a key or at rate 0.
+    """Apply inverted dropout; without a key or at rate 0 the result is the input itself.
 
-    Each row draws from its own number in the batch, so that the mask is the same on every mesh.
+    Each row draws from a key that is folded with its number in the batch, so that the mask is the same on every mesh.
+
+    Args:
+        x: [B, ...], any float dtype.
+        rate: share of the elements that become 0.
+        key: random key, the same on every shard; None: no dropout.
+
+    Returns:
+        The shape and dtype of x.
     """
     if rate == 0 or key is None:
         return x
@@ -75,9 +99,18 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """Rotation per position of each pair of dims: float32 [head_dim / 2].
+    """Compute by how much each pair of dims is rotated per position.
 
-    Source: Su et al. 2021; the scaling is that of Llama 3.1 (low frequencies slowed, high ones kept, a ramp between).
+    Source: Su et al. 2021. The scaling is that of Llama 3.1: low frequencies are divided by the factor, high ones are
+    kept, and a linear ramp joins the two.
+
+    Args:
+        head_dim: dims of a head.
+        theta: base of the frequencies.
+        scaling: for sequences longer than those of the first training; None: no scaling.
+
+    Returns:
+        Radians per position, float32 [head_dim / 2].
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
@@ -89,7 +122,16 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None)
 
 
 def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """Rotary position embedding of queries or keys, first half of the dims paired with the second; float32 inside."""
+    """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
+
+    Args:
+        x_BLHK: queries or keys, any float dtype; the rotation is computed in float32.
+        positions_BL: positions of the tokens, integers; a batch of 1 serves all rows.
+        frequencies: radians per position, float32 [K / 2].
+
+    Returns:
+        [B, L, H, K] in the dtype of x_BLHK.
+    """
     angles = positions_BL[..., None].astype(jnp.float32) * frequencies  # [B, L, K / 2]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)

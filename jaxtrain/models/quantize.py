@@ -1,9 +1,8 @@
 """A model's parameters with the kernels of its linear layers in 8-bit integers, for inference."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
@@ -14,22 +13,25 @@ FORMATS = ("int8", "int8_dynamic")
 
 
 def quantize(params: Params, model: Model, format: str = "int8") -> Params:
-    """Parameters that `model.apply` (and an `Evaluator`, and `generate_text`) takes in place of these.
+    """Quantize the kernels of a model's linear layers.
 
+    The result serves `model.apply`, an `Evaluator` and `generate_text` in place of the floating-point parameters.
     Embeddings, output layers, norms, routers and experts stay as they are. Every layer of a stack and every output
     channel has its own scale.
 
     Args:
-        params: of the model, floating.
-        model: what they belong to.
-        format: `int8`: weights only; `int8_dynamic`: the inputs of the layers too, a scale a token, in integer matmuls.
+        params: floating-point parameters of the model.
+        model: the model that they belong to.
+        format: `int8` stores the weights in 8 bits; `int8_dynamic` also rounds the inputs of the layers, with one
+            scale per token, and multiplies integers.
 
     Returns:
-        The same tree with a `QuantizedKernel` for each kernel of `model.linears`; the rest is shared.
+        The same tree with a `QuantizedKernel` for each kernel of `model.linears`; all other leaves are those of
+        `params`.
 
     Raises:
-        ConfigError: an unknown format, a model without linear layers, or parameters that are quantized already or of
-            another model.
+        ConfigError: the format is not known, the model has no linear layers, or the parameters are quantized already
+            or belong to another model.
 
     Example:
         >>> small = quantize(state.params, step.model)
@@ -46,19 +48,21 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
     leaves = {path_name(path): leaf for path, leaf in flat}
     for name in model.linears:
         if name not in leaves:
-            raise ConfigError(f"no {name} in the parameters: they are not of the model {model.name}; give state.params")
+            raise ConfigError(
+                f"no {name} in the parameters: they do not belong to the model {model.name}; give state.params"
+            )
         if isinstance(leaves[name], QuantizedKernel):
-            raise ConfigError(f"{name} is quantized already: give the floating parameters to get {format}")
+            raise ConfigError(f"{name} is quantized already: give the floating-point parameters to get {format}")
 
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+    def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array | QuantizedKernel:
         dims = model.linears.get(path_name(path))
         return leaf if dims is None else quantize_kernel(leaf, *dims, activations=format == "int8_dynamic")
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def quantized_bytes(params: Params, dtype: Any) -> tuple[int, int]:
-    """Bytes of the quantized kernels, values and scales, and of the same kernels in a dtype."""
+def quantized_bytes(params: Params, dtype: DTypeLike) -> tuple[int, int]:
+    """Count the bytes of the quantized kernels (values and scales), and of the same kernels in a dtype."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     kernels = [leaf for leaf in leaves if isinstance(leaf, QuantizedKernel)]
     stored = sum(kernel.values.nbytes + kernel.scale.nbytes for kernel in kernels)

@@ -1,4 +1,4 @@
-"""Equal blocks, stacked along a leading layer dim and scanned: a 48-layer model compiles like a 6-layer one."""
+"""Equal blocks, stacked along a leading layer dim and scanned, so that 48 layers compile as fast as 6."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,13 @@ from jaxtrain.remat.policy import Remat
 
 
 def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """A module whose variables have a leading dim [num_layers], each layer initialised from its own key."""
+    """Build a stack of equal layers: a module whose variables have a leading dim [num_layers].
+
+    Args:
+        make: rngs -> one layer.
+        num_layers: layers of the stack; each is initialised from its own key.
+        rngs: random streams; `params` gives the keys.
+    """
     make = building(make)
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), num_layers)
@@ -33,21 +39,21 @@ def scan_stack(
     unroll_on: tuple[str, ...] = (),
     first_layer: jax.Array | int = 0,
 ) -> tuple[Any, Any]:
-    """Run the layers of a stack in turn; variables that are not parameters (batch statistics) are updated in place.
+    """Run the layers of a stack in order; variables that are not parameters (batch statistics) are updated in place.
 
     Args:
-        stack: what `make_stack` built.
-        call: (block, carry, key, per_layer slice) -> (carry, output of this layer).
-        carry: what flows from layer to layer.
+        stack: a stack that `make_stack` built.
+        call: (block, carry, key, slice of per_layer) -> (carry, output of this layer).
+        carry: tree of arrays that each layer takes from the layer before it.
         path: path of the stack inside the model, as in its axes table.
         remat: what the backward pass keeps of each layer.
-        key: folded with the layer's index for each layer; None: no randomness.
-        per_layer: a tree with a leading layer dim, handed out slice by slice.
-        first_layer: index of the first layer in the whole stack, when this is a slice of it.
-        unroll_on: platforms whose compiler does badly on the body of a scan; there the layers are written out.
+        key: folded with the index of each layer; None: no randomness.
+        per_layer: a tree whose leaves have a leading layer dim; each layer gets its slice.
+        unroll_on: platforms whose compiler is slow on the body of a scan; there the layers are unrolled.
+        first_layer: index of the first layer in the model's stack, where `stack` holds a range of its layers.
 
     Returns:
-        The last carry and the layers' outputs, stacked.
+        The carry after the last layer, and the layers' outputs, stacked along a leading layer dim.
     """
     graph, params, rest = nnx.split(stack, nnx.Param, ...)
     stacked_params, stacked_rest = to_dict(params), to_dict(rest)

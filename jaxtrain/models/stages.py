@@ -9,11 +9,12 @@ from flax import nnx
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import building, from_dict, linear_kernels, metadata_axes, to_dict
-from jaxtrain.models.model import DrawsByRow, Model, Params, Parts, PartsApply, Rebuild
+from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, Rebuild
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat.policy import Remat
 
-# (module, inputs, key, train) -> carry; (block, carry, inputs, key, train) -> carry; (module, carry, train) -> outputs
+# (module, inputs, key, train) -> carry; (block, carry, inputs, key, train) -> carry; (module, carry, train) -> outputs.
+# The module is Any, because each caller's function names its own subclass of nnx.Module.
 EmbedCall = Callable[[Any, Any, jax.Array | None, bool], Any]
 BlockCall = Callable[[Any, Any, Any, jax.Array | None, bool], Any]
 HeadCall = Callable[[Any, Any, bool], Any]
@@ -30,22 +31,27 @@ def from_stages(
     remat: Remat | None = None,
     name: str | None = None,
 ) -> Model:
-    """A model from an NNX module whose equal blocks were made by `make_stack`; it works on every mesh axis.
+    """Make a model from an NNX module whose equal blocks `make_stack` built; the model works on every mesh axis.
 
     Args:
-        make: rngs -> module; it holds parameters only, random numbers come from the keys below.
-        stack: attribute of the module that holds the stack.
-        embed: (module, inputs, key, train) -> carry, a tree of arrays.
+        make: rngs -> module. The module holds parameters only; random numbers come from the keys that `embed` and
+            `block` get.
+        stack: name of the attribute of the module that holds the stack.
+        embed: (module, inputs, key, train) -> carry, a tree of arrays. It must not use the stack of the module.
         block: (block, carry, inputs, key, train) -> carry of the same shapes and dtypes.
-        head: (module, carry, train) -> outputs, which may hold `DeferredLogits`. In `embed` and `head` the stack of the
-            module must not be used.
-            Those of `embed` and `block` that are marked as `DrawsByRow` get the same key on every shard.
-        axes: see `Model.axes`; rows of the stack begin with "layers". None: those of the partitioning metadata.
+        head: (module, carry, train) -> outputs, which may hold `DeferredLogits`. It must not use the stack of the
+            module.
+        axes: the table of logical axes (see `Model.axes`), where rows of the stack begin with "layers". None: the
+            table of the partitioning metadata.
         remat: what the backward pass keeps of each block; None: everything.
-        name: for people; None: the class name.
+        name: the name that messages show; None: the name of the class.
+
+    Returns:
+        The model with its parts. `embed` and `block` get the same key on every shard where they are marked as
+        `DrawsByRow`.
 
     Raises:
-        ConfigError: the module has no such stack, or variables that are not parameters.
+        ConfigError: the module has no such stack, or it has variables that are not parameters.
 
     Example:
         >>> model = from_stages(make, stack="blocks", embed=lambda m, tokens, key, train: m.embedding(tokens), ...)
@@ -56,18 +62,19 @@ def from_stages(
     others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
     if others:
         raise ConfigError(
-            f"a model of stages holds parameters only, but {others[0]} is none; draw random numbers from the key that "
-            "embed and block get, make constants in block or wrap them in nnx.Param with trainable=..., and use "
-            "from_nnx for batch statistics"
+            f"a model of stages holds parameters only, but {others[0]} is not a parameter; draw random numbers from "
+            "the key that embed and block get, make constants in block or wrap them in nnx.Param with trainable=..., "
+            "and use from_nnx for batch statistics"
         )
-    if not hasattr(abstract, stack):
+    blocks = getattr(abstract, stack, None)
+    if blocks is None:
         raise ConfigError(f"{type(abstract).__name__} has no attribute {stack!r}; stack names what make_stack built")
-    stack_graph, stack_template = nnx.split(getattr(abstract, stack))
+    stack_graph, stack_template = nnx.split(blocks)
     num_layers = jax.tree.leaves(to_dict(stack_template))[0].shape[0]
     abstract_stack = to_dict(template)[stack]
 
     def module(params: Params) -> nnx.Module:
-        # What stands in for the stack has shapes only: a call that used it would fail.
+        # The stack in this module has shapes only: a call that used it would fail.
         return nnx.merge(graph, from_dict(template, {**params, stack: abstract_stack}))
 
     def run_embed(params: Params, inputs: Any, *, key: jax.Array | None, train: bool) -> Any:
@@ -76,7 +83,7 @@ def from_stages(
     def run_layers(
         layers: Params, carry: Any, inputs: Any, *, first_layer: jax.Array | int, key: jax.Array | None, train: bool
     ) -> Any:
-        def call(layer: Any, carry: Any, layer_key: jax.Array | None, _: Any) -> tuple[Any, None]:
+        def call(layer: nnx.Module, carry: Any, layer_key: jax.Array | None, _: None) -> tuple[Any, None]:
             return block(layer, carry, inputs, layer_key, train), None
 
         blocks = nnx.merge(stack_graph, from_dict(stack_template, layers))
@@ -90,11 +97,11 @@ def from_stages(
     def marked_as(given: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         return DrawsByRow(function) if isinstance(given, DrawsByRow) else function
 
-    def init(key: jax.Array) -> tuple[Params, dict[str, Any]]:
+    def init(key: jax.Array) -> tuple[Params, ModelState]:
         return to_dict(nnx.split(make(nnx.Rngs(key)))[1]), {}
 
     if axes is None:
-        # The blocks of a stack have names for the dims of one layer.
+        # The metadata of a stacked parameter names the dims of one layer only.
         axes = {
             path: ("layers", *row) if path.startswith(f"{stack}/") else row
             for path, row in metadata_axes(template).items()

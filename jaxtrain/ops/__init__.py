@@ -1,1 +1,1 @@
-"""Operations that models are made of, each with a plain reference."""
+"""Operations that models are made of; a fast one has a plain reference beside it, against which it is tested."""

@@ -1,4 +1,4 @@
-"""GELU in its tanh form with a backward pass of its own.
+"""GELU in its tanh form, with its own backward pass.
 
 Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), the approximation that GPT-2 uses.
 """
@@ -10,16 +10,23 @@ import jax.numpy as jnp
 
 _SLOPE = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
-# Beyond this tanh is 1 in every dtype, so that the slope stays; the square and the cube of float16 would overflow.
+# Beyond this magnitude tanh is 1 in every dtype, so that x may be clipped; float16 squares and cubes would overflow.
 _FLAT_FROM = 16.0
 
 
 @jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
-    """`jax.nn.gelu` (tanh form) of any shape, in the dtype of x.
+    """Compute `jax.nn.gelu` in its tanh form.
 
-    Its backward pass keeps x alone and takes one tanh, where autodiff's keeps what stands between: 2 % of a step of
-    `bench_cpu` and 4 % of its temporaries. It is finite wherever x is; autodiff's is not in float16 from |x| = 200.
+    The backward pass keeps only x and computes one tanh, while autodiff keeps intermediate results: this saves 2 % of
+    the time of a `bench_cpu` step and 4 % of its temporary memory. The gradient is finite wherever x is; autodiff's
+    gradient is not, in float16 from |x| = 200 on.
+
+    Args:
+        x: any float dtype and shape.
+
+    Returns:
+        The shape and dtype of x.
     """
     return jax.nn.gelu(x, approximate=True)
 

@@ -1,6 +1,6 @@
-"""Rows of a table by index, on any mesh: each device looks up what it holds.
+"""Rows of a table by index, on any mesh: each device looks up the rows that it holds.
 
-Shapes: B batch, L sequence, V rows of the table (vocabulary, positions), D embed.
+Shapes: B batch, L length, V vocabulary (or positions: the rows of the table), D model width.
 """
 
 import jax
@@ -10,33 +10,37 @@ from jaxtrain.layout.manual import divides, run_manually, spec_of
 from jaxtrain.layout.sharding import current_layout
 
 
-def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
-    return jnp.take(table, indices, axis=0, mode="clip")
+def _take(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+    return jnp.take(table_VD, indices_BL, axis=0, mode="clip")
 
 
 def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | None) -> jax.Array:
-    """Rows of a table: [B, L, D] in the dtype of the table; indices outside it take its first or last row.
+    """Look up rows of a table; an index outside the table gives its first or last row.
 
-    With the rows spread over `tensor` a device gives zeros for rows it lacks, and the sum over `tensor` is the row. The
-    gradient is a scatter on each device and one sum: the compiler's own partition of a scatter gathers what it
-    scatters, and fails inside a pipeline stage (`spmd_partitioner_util.cc:497`, jax 0.10.2 to 0.12.0).
+    Where the rows are sharded over `tensor`, a device gives zeros for rows that it does not hold, and the sum over
+    `tensor` is the row. The gradient is a scatter on each device and one sum, because the compiler's own partitioning
+    of a scatter gathers the updates, and fails inside a pipeline stage (`spmd_partitioner_util.cc:497`, jax 0.10.2 to
+    0.12.0).
 
     Args:
-        table_VD: whole over `fsdp`.
-        indices_BL: int32; a batch of 1 serves for all rows.
-        rows: logical axis of V, or None where the rows are whole.
+        table_VD: any float dtype, replicated over `fsdp`.
+        indices_BL: integers; a batch of 1 serves all rows.
+        rows: logical axis of V; None where the rows are replicated.
+
+    Returns:
+        [B, L, D] in the dtype of the table.
     """
-    # Ids of 8 or 16 bits would be compared with sizes that do not fit into them.
+    # Sizes of the table may not fit into ids of 8 or 16 bits, with which they are compared.
     indices_BL = indices_BL.astype(jnp.int32) if jnp.issubdtype(indices_BL.dtype, jnp.integer) else indices_BL
     layout = current_layout()
     batch = None if indices_BL.shape[0] == 1 else "batch"
     if layout is None or layout.mesh.size == 1 or not divides(layout, indices_BL, batch, "sequence"):
         return _take(table_VD, indices_BL)
     table_spec = spec_of(layout, rows, None)
-    spread = table_spec[0] is not None
+    sharded = table_spec[0] is not None
 
     def local(table: jax.Array, indices: jax.Array) -> jax.Array:
-        if not spread:
+        if not sharded:
             return _take(table, indices)
         own = jnp.clip(indices, 0, table_VD.shape[0] - 1) - jax.lax.axis_index(table_spec[0]) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])

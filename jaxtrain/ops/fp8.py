@@ -1,24 +1,25 @@
-"""A matmul of 8-bit floats: e4m3 forward, e5m2 for gradients, one scale a tensor, chosen from the tensor itself.
+"""A matmul of 8-bit floats: e4m3 forward, e5m2 for gradients, and one scale per tensor, chosen from the tensor itself.
 
-    y = x w        x, w rounded to float8_e4m3fn
-    dx = dy w^T    dy rounded to float8_e5m2, w as above
-    dw = x^T dy    likewise
+    y = x w        x and w rounded to float8_e4m3fn
+    dx = dy w^T    dy rounded to float8_e5m2, w to float8_e4m3fn
+    dw = x^T dy    x rounded to float8_e4m3fn, dy to float8_e5m2
 
-Formats and scaling: Micikevicius et al. 2022, sections 3 and 4; the scale is that of the tensor's own largest magnitude
-("current" scaling), so that there is no history to keep and no step whose scale is out of date.
+Formats and scaling: Micikevicius et al. 2022, sections 3 and 4. The scale follows from the tensor's own largest
+magnitude ("current" scaling), so that there is no history to keep and no step whose scale is out of date.
 
 Scales are powers of two. A scale then commutes with every rounding of the product, so that it does not matter whether
-a backend applies it before the product or after: hardware units and their emulation give the same numbers but for the
-order (and, on Hopper, the width) of the sum. Nor does it matter which scale a shard picks, except to values so small
-beside the largest that they round to subnormals.
+a backend applies it before the product or after: hardware units and their emulation give the same numbers except for
+the order (and, on Hopper, the width) of the sum. It does not matter either which scale a shard chooses, except for
+values so small, compared with the largest, that they round to subnormals.
 
-Shapes: N rows (one dim or several), D input features, F output features.
+Shapes: N rows (one dim or several), I input features, O output features.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxtrain.layout.sharding import platform
 
@@ -26,34 +27,43 @@ FORWARD = jnp.float8_e4m3fn
 GRADIENT = jnp.float8_e5m2
 
 # Largest numbers: 1.75 x 2^8 = 448 and 1.75 x 2^15 = 57344 (Micikevicius et al. 2022, table 1).
-_TOP_EXPONENT = {FORWARD: 8, GRADIENT: 15}
-_TOP_MANTISSA = 0x600000  # of 1.75, in the bits of a float32
-# Of a scale. A tensor of smaller numbers than about 2^-85 loses some of its range; its scale stays a normal float32.
+_TOP_EXPONENT = {jnp.dtype(FORWARD): 8, jnp.dtype(GRADIENT): 15}
+_TOP_MANTISSA = 0x600000  # the mantissa of 1.75, in the bits of a float32
+# The largest exponent of a scale. A tensor of smaller numbers than about 2^-85 loses some of its range, so that its
+# scale stays a normal float32.
 _MOST_EXPONENT = 100
 
 
 class Scaled(NamedTuple):
-    """A tensor in an 8-bit format: `values` times `unit`, float32 [], a power of two (NaN where it held one)."""
+    """A tensor in an 8-bit format: the tensor is `values` times `unit`.
+
+    Attributes:
+        values: `FORWARD` or `GRADIENT`, in the shape of the tensor.
+        unit: a power of two, float32 []; NaN where the tensor held an infinity or NaN.
+    """
 
     values: jax.Array
     unit: jax.Array
 
 
-def quantize(x: jax.Array, dtype: Any) -> Scaled:
-    """Round a tensor to an 8-bit format under the largest power of two that keeps it in range.
+def quantize(x: jax.Array, dtype: DTypeLike) -> Scaled:
+    """Round a tensor to an 8-bit format, scaled by the largest power of two that keeps it in range.
 
-    Saturates, never overflows. An infinity or NaN anywhere makes the unit NaN, so that it reaches the result and the
-    step can skip its update.
+    Values saturate and never overflow. An infinity or NaN anywhere makes the unit NaN, so that it reaches the result
+    and the step can skip its update.
 
     Args:
-        x: float32 or bfloat16, of any shape. Of a sharded tensor the largest magnitude is that over all shards, except
-            those of mesh axes that the code being traced handles itself.
+        x: float32 or bfloat16, of any shape. The largest magnitude of a sharded tensor is taken over all shards,
+            except over mesh axes that are manual in the code being traced.
         dtype: `FORWARD` or `GRADIENT`.
+
+    Returns:
+        The rounded values and their unit.
     """
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     above = ((bits & 0x7FFFFF) > _TOP_MANTISSA).astype(jnp.int32)
-    exponent = _TOP_EXPONENT[dtype] - ((bits >> 23) - 127) - above
+    exponent = _TOP_EXPONENT[jnp.dtype(dtype)] - ((bits >> 23) - 127) - above
     exponent = jnp.clip(exponent, -_MOST_EXPONENT, _MOST_EXPONENT)
     limit = float(jnp.finfo(dtype).max)
     values = jnp.clip(x.astype(jnp.float32) * _power_of_two(exponent), -limit, limit).astype(dtype)
@@ -64,19 +74,20 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _dot(a: Scaled, b: Scaled, a_dims: tuple[int, ...], b_dims: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The product over these dims, summed in float32.
+def _dot(a: Scaled, b: Scaled, a_dims: tuple[int, ...], b_dims: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Multiply two scaled tensors, contracting the given dims, with a sum in float32.
 
-    On GPUs the operands stay in 8 bits and the scales come after: XLA makes a native product of it whether it chooses
-    cuBLAS or Triton, where scales before the product (`convert(a) * scale`) are found by its cuBLAS pass alone. Older
-    GPUs get the conversion from XLA. Elsewhere the operands are raised to the dtype of the result, exactly. The product
-    is rounded before it is scaled, which is the same for powers of two, and is what remat policies save.
+    On GPUs the operands stay in 8 bits and the scales are applied after the product: XLA then uses a native product
+    whether it chooses cuBLAS or Triton, while scales before the product (`convert(a) * scale`) are recognised by its
+    cuBLAS pass alone. For older GPUs XLA inserts the conversion. On other platforms the operands are converted to the
+    dtype of the result, exactly. The product is rounded before it is scaled, which gives the same numbers for powers of
+    two; the product before scaling is what remat policies save.
     """
     lhs, rhs, precision = a.values, b.values, None
     if platform() != "gpu":
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
     elif GRADIENT in (lhs.dtype, rhs.dtype):
-        precision = jax.lax.Precision.HIGHEST  # for cuBLAS: no "fast accumulation", which cuts the sum to 14 bits
+        precision = jax.lax.Precision.HIGHEST  # for cuBLAS: no "fast accumulation", which keeps 14 bits of the sum
     dims = ((a_dims, b_dims), ((), ()))
     product = jax.lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
     return product * (a.unit * b.unit).astype(dtype)
@@ -84,14 +95,14 @@ def _dot(a: Scaled, b: Scaled, a_dims: tuple[int, ...], b_dims: tuple[int, ...],
 
 @jax.custom_vjp
 def fp8_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel in 8-bit floats, forward and backward.
+    """Multiply x @ kernel in 8-bit floats, in the forward and in the backward pass.
 
     Args:
-        x: [*N, D], float32 or bfloat16.
-        kernel: [D, F], the same dtype.
+        x: [*N, I], float32 or bfloat16.
+        kernel: [I, O], the same dtype.
 
     Returns:
-        [*N, F] in that dtype. Gradients come in it too.
+        [*N, O] in the dtype of x; gradients are in that dtype too.
     """
     return _forward(x, kernel)[0]
 

@@ -1,6 +1,6 @@
 """Matmuls with a kernel of 8-bit integers, for inference.
 
-Shapes: N rows (one dim or several), D input features, F output features.
+Shapes: N rows (one dim or several), I input features, O output features.
 """
 
 import jax
@@ -8,23 +8,24 @@ import jax.numpy as jnp
 
 from jaxtrain.precision.quantized import QuantizedKernel, round_to_int8
 
-# More products of two numbers up to 127 may exceed an int32.
+# The sum of more products of two numbers up to 127 may exceed an int32.
 _MOST_INPUTS = (2**31 - 1) // 127**2
 
 
 def int8_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """x @ kernel.
+    """Multiply x @ kernel.
 
-    Without `kernel.activations` the integers are raised to the dtype of x, exactly, and the product is summed in
-    float32 and scaled; gradients flow to x. With it each row of x is rounded to int8 by its own largest magnitude, and
-    integers are multiplied and summed as integers, exactly (in pieces of 133,144 inputs); it has no gradient.
+    Without `kernel.activations` the integers are converted to the dtype of x, exactly, and the product is summed in
+    float32 and scaled; gradients flow to x. With `kernel.activations` each row of x is rounded to int8, scaled by its
+    own largest magnitude, and the integers are multiplied and summed exactly (in chunks of 133,144 inputs); this has
+    no gradient.
 
     Args:
-        x: [*N, D], any float dtype.
-        kernel: of [D, F].
+        x: [*N, I], any float dtype.
+        kernel: quantized, of shape [I, O].
 
     Returns:
-        [*N, F] in the dtype of x.
+        [*N, O] in the dtype of x.
     """
     dims = (((x.ndim - 1,), (0,)), ((), ()))
     if not kernel.activations:

@@ -1,6 +1,6 @@
 """A linear layer over the last dims of its input, in the number format that the step asks for.
 
-Shapes: N tokens or rows, D input features, F output features.
+Shapes: N rows (one dim or several), I input features, O output features.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from jaxtrain.ops.fp8 import fp8_matmul
 from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.precision.quantized import QuantizedKernel
 
-# What linear layers multiply in, and one entry a layer that did, of the step that is being traced. Set by
+# The number format of the step that is being traced, and one entry per layer that was multiplied in it. Set by
 # `use_linear_format` around a trace, never globally.
 _format: contextvars.ContextVar[tuple[str, list[str]] | None] = contextvars.ContextVar("linear_format", default=None)
 
 
 @contextlib.contextmanager
 def use_linear_format(name: str | None, *, required_of: str | None = None) -> Iterator[None]:
-    """Multiply linear layers in a format while a model is traced.
+    """Set the number format in which linear layers are multiplied while a model is traced.
 
     Args:
         name: "fp8"; None: the dtype of the operands.
-        required_of: a model, for the error where none of its layers multiplied in the format.
+        required_of: name of a model that must have at least one layer multiplied in the format; None: no such check.
 
     Raises:
-        ConfigError: so, or a format that is not known.
+        ConfigError: the format is not known, or no layer of the model was multiplied in it.
     """
     if name not in (None, "fp8"):
         raise ConfigError(f"no linear_format {name!r} to train in; known: fp8, or None for the compute dtype")
@@ -56,35 +56,37 @@ def linear(
     num_input_dims: int = 1,
     low_precision: bool = False,
 ) -> jax.Array:
-    """x @ kernel (+ bias), contracting the last `num_input_dims` dims of x with the first ones of the kernel.
+    """Multiply x @ kernel, and add the bias.
 
-    Leading dims are flattened before the product: the transposed products that autodiff makes from a 3-D one miss
-    XLA's fast path on CPU (55 against 24.5 ms for one layer's backward, `docs/benchmarks.md`). Where the sequence is
-    spread over devices they stay apart, because rows of two spread dims are no contiguous block of one.
+    The last `num_input_dims` dims of x are contracted with the first ones of the kernel. Leading dims are flattened
+    before the product, because the transposed products that autodiff makes from a 3-D product miss XLA's fast path on
+    CPU (55 instead of 24.5 ms for the backward pass of one layer, `docs/benchmarks.md`). Where the sequence is sharded
+    they stay separate, because the rows of two sharded dims are not a contiguous block of one dim.
 
     Args:
-        x: [..., *D], any float dtype.
-        kernel: [*D, *F], the same dtype; or quantized.
-        bias: [*F] or None.
-        num_input_dims: how many dims D has.
-        low_precision: whether the step's format applies, as it does to the layers of blocks; not to output layers.
+        x: [..., *I], any float dtype.
+        kernel: [*I, *O], the same dtype; or quantized.
+        bias: [*O] or None.
+        num_input_dims: number of dims of *I.
+        low_precision: whether the number format of `use_linear_format` applies, as it does to the layers of blocks
+            but not to output layers.
 
     Returns:
-        [..., *F] in the dtype of x.
+        [..., *O] in the dtype of x.
     """
     leading, inputs = x.shape[: x.ndim - num_input_dims], kernel.shape[:num_input_dims]
     outputs = kernel.shape[num_input_dims:]
     rows = leading if splits_sequence() else (math.prod(leading),)
-    x_ND = x.reshape(*rows, math.prod(inputs))
-    kernel_DF = kernel.reshape(math.prod(inputs), math.prod(outputs))
+    x_NI = x.reshape(*rows, math.prod(inputs))
+    kernel_IO = kernel.reshape(math.prod(inputs), math.prod(outputs))
     wanted = _format.get() if low_precision else None
-    if isinstance(kernel_DF, QuantizedKernel):
-        y_NF = int8_matmul(x_ND, kernel_DF)
+    if isinstance(kernel_IO, QuantizedKernel):
+        y_NO = int8_matmul(x_NI, kernel_IO)
     elif wanted is None:
-        y_NF = jnp.dot(x_ND, kernel_DF)
+        y_NO = jnp.dot(x_NI, kernel_IO)
     else:
         wanted[1].append(wanted[0])
-        y_NF = fp8_matmul(x_ND, kernel_DF)
+        y_NO = fp8_matmul(x_NI, kernel_IO)
     if bias is not None:
-        y_NF = y_NF + bias.reshape(-1)
-    return y_NF.reshape(*leading, *outputs)
+        y_NO = y_NO + bias.reshape(-1)
+    return y_NO.reshape(*leading, *outputs)

@@ -1,1 +1,1 @@
-"""Optimizers and learning rate schedules, built from optax.."""
+"""Optimizers and learning rate schedules, built from optax's transformations."""

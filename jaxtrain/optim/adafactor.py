@@ -1,13 +1,13 @@
-"""Adafactor's statistics, one set for each layer of a stack (Shazeer and Stern 2018).
+"""Adafactor's statistics, one set per layer of a stack (Shazeer and Stern 2018).
 
 The paper's statistics are those of one matrix: the sums over rows and columns, the root mean square (RMS) that clips an
-update, and the RMS of the parameter that scales it. `optax` takes an array for a matrix, so that the layers of a stack
-would share them. Here the dims that count layers and experts are never averaged over. All else is as `optax.adafactor`
-has it. Reductions keep the other dims, so that a stack stays sharded over layers without a gather.
+update, and the RMS of the parameter that scales it. `optax` treats an array as one matrix, so that the layers of a
+stack would share them. Here the dims that count layers and experts are never averaged over. Everything else is the same
+as in `optax.adafactor`. Reductions keep the other dims, so that a stack stays sharded over layers without a gather.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from jaxtrain.optim.rules import factored_dims
 # (path, shape) -> the dims that count layers and experts.
 Counting = Callable[[str, tuple[int, ...]], tuple[int, ...]]
 
-# Shazeer and Stern 2018, section 6 and algorithm 4: added to squared gradients, least RMS of a parameter, largest RMS
-# of an update, and the exponent of the second moment's decay, 1 - t^-0.8.
+# Shazeer and Stern 2018, section 6 and algorithm 4: the number added to squared gradients, the least RMS of a
+# parameter, the largest RMS of an update, and the exponent of the second moment's decay, 1 - t^-0.8.
 _SQUARE_EPSILON = 1e-30
 _LEAST_RMS = 1e-3
 _LARGEST_RMS = 1.0
@@ -28,38 +28,40 @@ _DECAY_EXPONENT = 0.8
 
 
 class FactoredState(NamedTuple):
-    """State of `scale_by_factored_rms`; each tree has an array of one 0 where it does not apply.
+    """The state of `scale_by_factored_rms`, in trees like the parameters.
 
     Attributes:
-        count: int32 [], updates done.
-        v_row: mean squares over the larger of the two factored dims, float32, that dim left out.
-        v_col: mean squares over the smaller one.
-        v: mean squares of parameters that are not factored.
+        count: updates done, int32 [].
+        v_row: mean squares over the larger of the two factored dims, float32, without that dim; zeros [1] for
+            parameters that are not factored.
+        v_col: mean squares over the smaller of the two, without that dim; zeros [1] for parameters that are not
+            factored.
+        v: mean squares of parameters that are not factored, float32; zeros [1] for those that are.
     """
 
     count: jax.Array
-    v_row: Any
-    v_col: Any
-    v: Any
+    v_row: optax.Params
+    v_col: optax.Params
+    v: optax.Params
 
 
 def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> optax.GradientTransformation:
-    """Divide updates by the root of their second moment, which matrices keep as row and column means.
+    """Divide updates by the root of their second moment, which matrices keep as means of rows and of columns.
 
     Args:
-        counting: tells the dims that count layers and experts.
-        min_dim_size_to_factor: a layer is factored over its two largest dims if both are at least this.
+        counting: (path, shape) -> the dims that count layers and experts.
+        min_dim_size_to_factor: a layer is factored over its two largest dims where both have at least this size.
 
     Returns:
         gradients (float32) -> updates of the same shapes, with a `FactoredState`.
     """
 
-    def dims_of(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    def dims_of(path: jax.tree_util.KeyPath, shape: tuple[int, ...]) -> tuple[int, int] | None:
         return factored_dims(shape, counting(path_name(path), shape), min_dim_size_to_factor)
 
-    def init(params: Any) -> FactoredState:
-        def zeros(which: int) -> Any:
-            def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def init(params: optax.Params) -> FactoredState:
+        def zeros(which: int) -> optax.Params:
+            def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
                 dims = dims_of(path, leaf.shape)
                 if dims is None:
                     return jnp.zeros(leaf.shape if which == 2 else (1,), jnp.float32)
@@ -72,10 +74,14 @@ def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> op
 
         return FactoredState(jnp.int32(0), zeros(0), zeros(1), zeros(2))
 
-    def update(updates: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+    def update(
+        updates: optax.Updates, state: FactoredState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, FactoredState]:
         decay = 1 - (state.count + 1).astype(jnp.float32) ** -_DECAY_EXPONENT
 
-        def one(path: tuple[Any, ...], g: jax.Array, row: jax.Array, col: jax.Array, v: jax.Array) -> tuple[Any, ...]:
+        def one(
+            path: jax.tree_util.KeyPath, g: jax.Array, row: jax.Array, col: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, ...]:
             squares = jnp.square(g) + _SQUARE_EPSILON
             dims = dims_of(path, g.shape)
             if dims is None:
@@ -96,7 +102,11 @@ def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> op
 
 
 def clip_by_rms(counting: Counting) -> optax.GradientTransformation:
-    """Updates whose RMS over one layer is above 1, divided by it."""
+    """Clip updates: those whose RMS over one layer is above 1 are divided by it.
+
+    Args:
+        counting: (path, shape) -> the dims that count layers and experts.
+    """
 
     def one(path: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
         return update / jnp.maximum(1.0, _rms(update, counting(path, update.shape)) / _LARGEST_RMS)
@@ -105,7 +115,11 @@ def clip_by_rms(counting: Counting) -> optax.GradientTransformation:
 
 
 def scale_by_parameter_rms(counting: Counting) -> optax.GradientTransformation:
-    """Updates times the RMS of the parameter over one layer, at least 1e-3."""
+    """Multiply updates by the RMS of the parameter over one layer, or by 1e-3 where that is larger.
+
+    Args:
+        counting: (path, shape) -> the dims that count layers and experts.
+    """
 
     def one(path: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
         rms = _rms(parameter.astype(jnp.float32), counting(path, parameter.shape))
@@ -115,16 +129,18 @@ def scale_by_parameter_rms(counting: Counting) -> optax.GradientTransformation:
 
 
 def _rms(x: jax.Array, counting: tuple[int, ...]) -> jax.Array:
-    """Root mean square over the dims that do not count, which stay with size 1."""
+    """Compute the root mean square over all dims that do not count layers or experts; they stay, with size 1."""
     dims = tuple(dim for dim in range(x.ndim) if dim not in counting)
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
 
 
 def _stateless(one: Callable[[str, jax.Array, jax.Array], jax.Array]) -> optax.GradientTransformation:
-    """A transformation of (path, update, parameter) -> update."""
+    """Make a transformation without state from a function (path, update, parameter) -> update."""
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        def named(path: tuple[Any, ...], leaf: jax.Array, parameter: jax.Array) -> jax.Array:
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        def named(path: jax.tree_util.KeyPath, leaf: jax.Array, parameter: jax.Array) -> jax.Array:
             return one(path_name(path), leaf, parameter)
 
         return jax.tree_util.tree_map_with_path(named, updates, params), state

@@ -1,10 +1,10 @@
-"""Which parameters decay and which are trained: predicates over paths and shapes."""
+"""Which parameters are decayed and which are trained, as predicates over paths and shapes."""
 
 import fnmatch
 from collections.abc import Callable
-from typing import Any
 
 import jax
+import optax
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable
@@ -12,19 +12,19 @@ from jaxtrain.layout.sharding import path_name
 from jaxtrain.layout.state_entries import counting_dims
 
 
-def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[Any], Any]:
-    """params -> tree of bool: True for matrices and kernels, False for biases and norm scales.
+def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[optax.Params], optax.Params]:
+    """Make the mask of weight decay: params -> tree of bool, True for matrices and kernels.
 
-    A parameter decays when it has two dims or more besides those that count layers and experts; attention biases
-    [heads, head_dim] do not decay although they have two.
+    A parameter is decayed where it has two dims or more besides those that count layers and experts. Parameters named
+    `bias` or `scale` are not decayed, even where they have two, as attention biases [heads, head_dim] do.
 
     Args:
-        axes: the model's table.
-        stack: top-level path of the parameters that are stacked layer by layer, for those without a row.
+        axes: the model's table of logical axes.
+        stack: top-level path of the parameters that are stacked layer by layer, for those without a row in the table.
     """
 
-    def mask(params: Any) -> Any:
-        def decays(path: tuple[Any, ...], leaf: Any) -> bool:
+    def mask(params: optax.Params) -> optax.Params:
+        def decays(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
             name = path_name(path)
             dims = leaf.ndim - len(counting_dims(name, leaf.shape, axes, stack=stack))
             return dims >= 2 and name.rsplit("/", 1)[-1] not in ("bias", "scale")
@@ -35,10 +35,15 @@ def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[Any], 
 
 
 def check_patterns(key: str, patterns: tuple[str, ...], paths: list[str]) -> None:
-    """Raise where a pattern of a config's key matches no parameter.
+    """Check that each pattern of a config's key matches a parameter.
+
+    Args:
+        key: the key that holds the patterns, for the message.
+        patterns: patterns of paths, with `*`.
+        paths: all parameter paths.
 
     Raises:
-        ConfigError: names the pattern and some parameters.
+        ConfigError: a pattern matches no parameter; the message names the pattern and some parameters.
     """
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
@@ -47,14 +52,17 @@ def check_patterns(key: str, patterns: tuple[str, ...], paths: list[str]) -> Non
 
 
 def trainable_predicate(freeze: tuple[str, ...], paths: list[str]) -> Callable[[str], bool] | None:
-    """path -> whether it is trained; None when nothing is frozen.
+    """Make the predicate that says whether the parameter at a path is trained.
 
     Args:
-        freeze: patterns such as `embedding` or `blocks/attention/*`.
-        paths: all parameter paths, to check the patterns against.
+        freeze: patterns of frozen parameters, such as `embedding` or `blocks/attention/*`.
+        paths: all parameter paths, against which the patterns are checked.
+
+    Returns:
+        path -> whether the parameter is trained; None where nothing is frozen.
 
     Raises:
-        ConfigError: a pattern that matches no parameter, or patterns that match all of them.
+        ConfigError: a pattern matches no parameter, or the patterns match all of them.
     """
     if not freeze:
         return None

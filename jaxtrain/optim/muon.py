@@ -1,17 +1,17 @@
-"""Muon: momentum whose matrices are made orthogonal (Jordan et al. 2024), spread over every device of the mesh.
+"""Muon: momentum whose matrices are made orthogonal (Jordan et al. 2024), with the work sharded over the whole mesh.
 
-Orthogonalising needs whole matrices, while they are stored in shards. So the matrices of a stack change places: each
-device gets some of them whole, works on them without communication, and gives every part back to where it is stored.
-Where they do not divide, some devices get a matrix of zeros. They change places over one mesh axis after the other,
-because XLA's partitioner moves two axes at once by making the whole stack everywhere (jaxlib 0.10.2). So no device ever
-holds a whole stack. `optax.contrib.muon` has the same iteration and no place for these constraints.
+To make a matrix orthogonal a device needs all of it, while matrices are stored in shards. Therefore the matrices of a
+stack are resharded: each device gets some complete matrices, computes without communication, and the results are
+resharded to where they are stored. Where the number of matrices does not divide by the devices, some devices get a
+matrix of zeros. The matrices are resharded over one mesh axis after the other, because XLA's partitioner replicates the
+stack on every device where two axes change at once (jaxlib 0.10.2); so no device ever holds all matrices of a stack.
+`optax.contrib.muon` has the same iteration, but no place for these constraints.
 
 Shapes: M the short side of a matrix, N the long side.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxtrain.optim.rules import Matrix
 
 # Jordan et al. 2024: an odd polynomial with the steepest slope at 0 that brings singular values to 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Root mean square of an update, about that of AdamW's, so that one learning rate serves both (Liu et al. 2025).
+# Root mean square of an update: about that of AdamW, so that one learning rate serves both (Liu et al. 2025).
 _UPDATE_RMS = 0.2
 # Added to the norm of a matrix; the value is optax.contrib.muon's.
 _NORM_EPSILON = 1e-8
@@ -33,15 +33,20 @@ _NORM_EPSILON = 1e-8
 def orthogonalize(
     matrix_of: Callable[[str, tuple[int, ...]], Matrix | None], steps: int
 ) -> optax.GradientTransformation:
-    """Each matrix U S V^T of the updates as 0.2 sqrt(max(M, N)) U V^T, approximately.
+    """Make each matrix U S V^T of the updates orthogonal: approximately 0.2 sqrt(max(M, N)) U V^T.
 
     Args:
-        matrix_of: (path, shape) -> where the matrices of an update are; it has them in every leaf.
+        matrix_of: (path, shape) -> the dims of the matrices of an update; every leaf must have some.
         steps: Newton-Schulz iterations.
+
+    Returns:
+        updates -> updates of the same shapes and shardings; it has no state.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
             name = path_name(path)
             matrix = matrix_of(name, leaf.shape)
             assert matrix is not None, name
@@ -53,7 +58,15 @@ def orthogonalize(
 
 
 def newton_schulz(x: jax.Array, steps: int) -> jax.Array:
-    """Nearly U V^T of each x [..., M, N] = U S V^T, M <= N: singular values come out between 0.7 and 1.2."""
+    """Compute approximately U V^T of each matrix x = U S V^T by Newton-Schulz iterations.
+
+    Args:
+        x: float32 [..., M, N] with M <= N.
+        steps: iterations.
+
+    Returns:
+        [..., M, N] with singular values between 0.7 and 1.2.
+    """
     a, b, c = _COEFFICIENTS
 
     def step(_: int, x: jax.Array) -> jax.Array:
@@ -61,19 +74,20 @@ def newton_schulz(x: jax.Array, steps: int) -> jax.Array:
         return a * x + (b * product + c * (product @ product)) @ x
 
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    # Added, so that the momentum of a part that is no longer used fades out with its updates, and 0 stays 0.
+    # Epsilon is added and not a lower bound, so that an update shrinks with its momentum where no gradients come any
+    # more, and 0 stays 0.
     return jax.lax.fori_loop(0, steps, step, x / (norm + _NORM_EPSILON))
 
 
 def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.Array:
-    """One parameter's update, orthogonal, of the same shape."""
+    """Make the matrices of one parameter's update orthogonal; the shape stays the same."""
     rows, columns = (math.prod(leaf.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
     sides = (matrix.rows, matrix.columns) if rows <= columns else (matrix.columns, matrix.rows)
     order = (*matrix.batch, *sides[0], *sides[1])
     layout = current_layout()
 
     def run(x: jax.Array) -> jax.Array:
-        """Of x [..., the dims of the short side, those of the long side]."""
+        """Make x [..., dims of the short side, dims of the long side] orthogonal."""
         lead = x.shape[: x.ndim - len(sides[0]) - len(sides[1])]
         found = newton_schulz(x.reshape(*lead, min(rows, columns), max(rows, columns)), steps)
         return (found * (_UPDATE_RMS * math.sqrt(max(rows, columns)))).reshape(x.shape)
@@ -81,7 +95,7 @@ def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.A
     with jax.named_scope("newton_schulz"):
         x = jnp.transpose(leaf, order)
         if layout is None or layout.mesh.size == 1 or not matrix.batch:
-            x = run(x)  # a matrix alone is worked on where it lies, as the compiler sees fit
+            x = run(x)  # a matrix alone stays sharded as it is; the compiler places the collectives
         else:
             stored = parameter_spec(path, leaf.shape, layout, also=layout.state_axes)
             x = _dealt(run, x, len(matrix.batch), [stored[d] for d in order], layout)
@@ -91,14 +105,17 @@ def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.A
 def _dealt(
     run: Callable[[jax.Array], jax.Array], x: jax.Array, num_counts: int, stored: list[Entry], layout: Layout
 ) -> jax.Array:
-    """`run` on whole matrices, each on one device.
+    """Apply `run` to complete matrices, each of which is on one device.
 
     Args:
-        run: keeps the shape of what it gets.
+        run: function of matrices that keeps their shape.
         x: [counts..., dims of a matrix...].
-        num_counts: dims that count matrices; the mesh axes that split them stay there.
-        stored: mesh axes of every dim of x.
+        num_counts: number of dims that count matrices; the mesh axes over which they are sharded stay there.
+        stored: mesh axes of every dim of x as it is stored.
         layout: of the step.
+
+    Returns:
+        The shape of x, sharded as it is stored.
     """
     parts = [entry_degree(entry, layout.degrees) for entry in stored[:num_counts]]
     # [counts...] as [parts..., matrices of a part], then the matrices of a part over one axis after the other.
@@ -121,7 +138,8 @@ def _dealt(
         spec = PartitionSpec(*stored[:num_counts], tuple(moved) or None, *sides)
         return jax.lax.with_sharding_constraint(flat, layout.named(spec))
 
-    # From how they are stored, said too: the partitioner would lay the momentum out as the work is, then bring it back.
+    # The first constraint is the stored sharding, because the partitioner would otherwise shard the momentum like the
+    # work and then reshard it back.
     for number in range(len(free) + 1):
         flat = constrain(flat, free[:number])
     flat = run(flat)

@@ -1,7 +1,8 @@
 """Optimizers as optax chains. A new one is a function of its config group and one line of the table.
 
-Every chain is: direction, then decoupled weight decay of matrices, then minus the learning rate. Clipping, loss
-scaling and the non-finite guard belong to the step, which needs the gradient norm anyway.
+Every chain is a direction, then decoupled weight decay of matrices, then a product with minus the learning rate.
+Clipping, loss scaling and the guard against non-finite gradients belong to the step, which needs the gradient norm
+anyway.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +32,12 @@ from jaxtrain.optim.rules import Matrix, as_matrix
 
 @dataclass(frozen=True)
 class Names:
-    """What a model says of its parameters: its table, and the top-level path of those stacked layer by layer."""
+    """Names of a model's parameters and of their dims.
+
+    Attributes:
+        axes: the model's table of logical axes.
+        stack: top-level path of the parameters that are stacked layer by layer; None: there are none.
+    """
 
     axes: AxesTable
     stack: str | None
@@ -42,19 +48,19 @@ def _sgd(config: SGDConfig, names: Names) -> list[optax.GradientTransformation]:
 
 
 def _adamw(config: AdamWConfig, names: Names) -> list[optax.GradientTransformation]:
-    """Two moments: 8 bytes of state a parameter in fp32 (Loshchilov and Hutter 2017)."""
+    """Make AdamW's direction: two moments, 8 bytes of state per parameter in fp32 (Loshchilov and Hutter 2017)."""
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     return [store_moments(adam, config.moments, nonnegative=("nu",))]
 
 
 def _muon(config: MuonConfig, names: Names) -> list[optax.GradientTransformation]:
-    """One momentum of matrices, 4 bytes a parameter (Jordan et al. 2024), and AdamW for the rest."""
+    """Make Muon's direction of matrices, 4 bytes of state per parameter (Jordan et al. 2024), and AdamW's of others."""
 
     def matrix(path: str, shape: tuple[int, ...]) -> Matrix | None:
         return as_matrix(path, shape, names.axes, stack=names.stack, exclude=config.adamw)
 
-    def kinds(params: Any) -> Any:
-        def kind(path: tuple[Any, ...], leaf: Any) -> str:
+    def kinds(params: optax.Params) -> optax.Params:
+        def kind(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:
             return "adamw" if matrix(path_name(path), leaf.shape) is None else "muon"
 
         return jax.tree_util.tree_map_with_path(kind, params)
@@ -65,12 +71,15 @@ def _muon(config: MuonConfig, names: Names) -> list[optax.GradientTransformation
 
 
 def _lion(config: LionConfig, names: Names) -> list[optax.GradientTransformation]:
-    """One momentum: 4 bytes of state a parameter in fp32 (Chen et al. 2023)."""
+    """Make Lion's direction: one momentum, 4 bytes of state per parameter in fp32 (Chen et al. 2023)."""
     return [store_moments(optax.scale_by_lion(config.b1, config.b2), config.moments)]
 
 
 def _adafactor(config: AdafactorConfig, names: Names) -> list[optax.GradientTransformation]:
-    """Row and column sums instead of a second moment (Shazeer and Stern 2018), in the order optax.adafactor has."""
+    """Make Adafactor's direction: means of rows and columns instead of a second moment (Shazeer and Stern 2018).
+
+    Its pieces are in the order of `optax.adafactor`.
+    """
 
     def counting(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return counting_dims(path, shape, names.axes, stack=names.stack)
@@ -96,18 +105,20 @@ def build_optimizer(
     axes: Mapping[str, tuple[str | None, ...]],
     stack: str | None = None,
 ) -> optax.GradientTransformation:
-    """The chain that an optimizer group describes.
+    """Build the optimizer that a config group describes, as an optax chain.
 
     Args:
-        config: kind and its numbers.
+        config: the kind of optimizer and its settings.
         learning_rate: optimizer step -> learning rate.
-        axes: the model's table, which tells the dims that count layers and experts from others, and matrices for Muon.
-        stack: top-level path of the parameters that are stacked layer by layer, for those without a row.
+        axes: the model's table of logical axes. It says which dims count layers and experts, and which parameters are
+            matrices for Muon.
+        stack: top-level path of the parameters that are stacked layer by layer, for those without a row in the table.
 
     Returns:
         gradients (fp32, clipped) -> updates to add to the parameters.
     """
-    # A place in the chain with and without it: state is saved by places, and a resumed run may change the setting.
+    # The decay has a place in the chain even where it is 0: state is saved by its place in the chain, and a resumed run
+    # may change the setting.
     mask = decay_mask(axes, stack=stack)
     decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
     directions = _DIRECTIONS[config.kind](config, Names(axes, stack))

@@ -1,6 +1,6 @@
-"""What optimizers make of a parameter, from its name and shape: its layers, matrices, blocks of moments. No jax here.
+"""How optimizers treat a parameter, by its name and shape: its layers, matrices and blocks of moments. No jax here.
 
-The optimizers and the planner ask the same functions, so that the planner's bytes are those of the step.
+The optimizers and the planner call the same functions, so that the planner counts the bytes of the step.
 """
 
 import fnmatch
@@ -11,19 +11,26 @@ from dataclasses import dataclass
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.state_entries import COUNTING, is_stacked, named_dims
 
-# Below this many elements moments stay float32: norm scales and biases, where a byte saved is nothing.
+# Moments of fewer elements (norm scales and biases) stay float32, because storing them in less saves hardly anything.
 SMALLEST_STORED = 4096
-# Elements that share an exponent: few enough to be alike in size, many enough that a byte for them is nothing.
+# Elements that share an exponent: few enough to be of similar size, enough that the exponent's byte hardly counts.
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 128, 16
-# Shards of the last dim that should not cut a block.
+# Number of shards of the last dim for which no block should be in two shards.
 _SHARDS = 8
 
 
 def moment_block(shape: Sequence[int]) -> int | None:
-    """Elements of a block of int8 moments, along the last dim; None: the moments of this parameter stay float32.
+    """Choose how many elements along the last dim form a block of int8 moments.
 
-    A divisor of the whole parameter's last dim, never of a shard's: the state is the same on every layout. Where it
-    can be it leaves a multiple of 8 blocks, so that up to 8 shards of the last dim hold whole blocks.
+    The number divides the last dim of the global parameter, not of a shard, so that the state is the same on every
+    layout. Where possible the number of blocks is a multiple of 8, so that up to 8 shards of the last dim hold
+    complete blocks.
+
+    Args:
+        shape: shape of the global parameter.
+
+    Returns:
+        Elements of a block; None where the moments of this parameter stay float32.
     """
     if not is_stored(shape):
         return None
@@ -34,17 +41,20 @@ def moment_block(shape: Sequence[int]) -> int | None:
 
 
 def is_stored(shape: Sequence[int]) -> bool:
-    """Whether a parameter is large enough for its moments to be stored in less than float32."""
+    """Return whether a parameter is large enough for its moments to be stored in less than float32."""
     return len(shape) > 0 and math.prod(shape) >= SMALLEST_STORED
 
 
 def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) -> tuple[int, int] | None:
-    """The two largest dims of one layer, the larger one last; None: one of them is below `smallest`.
+    """Return the two largest dims of one layer, over which Adafactor factors its second moment.
 
     Args:
-        shape: of the whole parameter.
+        shape: shape of the global parameter.
         counting: its dims that count layers and experts.
-        smallest: size from which a dim is averaged over.
+        smallest: size from which a dim is factored.
+
+    Returns:
+        The two dims, the larger one last; None where one of them is below `smallest`.
     """
     dims = sorted((dim for dim in range(len(shape)) if dim not in counting), key=lambda dim: (shape[dim], dim))
     if len(dims) < 2 or shape[dims[-2]] < smallest:
@@ -57,7 +67,9 @@ class Matrix:
     """The dims of a parameter that is a stack of matrices.
 
     Attributes:
-        batch, rows, columns: dims of each kind, in order; a matrix maps its rows to its columns.
+        batch: dims that count matrices, in order.
+        rows: dims of the inputs of a matrix, in order.
+        columns: dims of the outputs of a matrix, in order.
     """
 
     batch: tuple[int, ...]
@@ -65,9 +77,9 @@ class Matrix:
     columns: tuple[int, ...]
 
 
-# Logical axes that make up one side of a matrix together.
+# Logical axes that together form one side of a matrix.
 _TOGETHER = ("heads", "kv_heads", "head_dim")
-# Of parameters without a row in the table: parts of names of embeddings, and beginnings of names of output layers.
+# For parameters without a row in the table: parts of names of embeddings, and beginnings of names of output layers.
 _EMBEDDINGS = ("embed", "position", "vocab", "wte", "wpe")
 _OUTPUTS = ("output", "head", "lm_head", "logits", "classifier")
 
@@ -75,19 +87,23 @@ _OUTPUTS = ("output", "head", "lm_head", "logits", "classifier")
 def as_matrix(
     path: str, shape: Sequence[int], axes: AxesTable, *, stack: str | None = None, exclude: Sequence[str] = ()
 ) -> Matrix | None:
-    """The matrices of a parameter that Muon orthogonalises; None: it is for AdamW.
+    """Find the matrices of a parameter that Muon makes orthogonal.
 
-    By the names of its dims: without layers and experts exactly two sides remain, where heads and head_dim make one,
-    and neither is the vocabulary. An unnamed dim belongs to the next named one (the window of a convolution), and
-    where no named one follows (classes, experts of a router) the parameter is an output layer. Of a parameter without
-    a row, two dims (besides the layers of the stack) are a matrix unless its name is that of an embedding or output.
+    The names of the dims decide: besides layers and experts there must be exactly two sides, where heads and head_dim
+    form one side, and neither may be the vocabulary. An unnamed dim belongs to the next named one (the window of a
+    convolution); where no named one follows (classes, experts of a router) the parameter is an output layer. A
+    parameter without a row in the table is a matrix where it has two dims besides the layers of the stack, unless its
+    name is that of an embedding or of an output layer.
 
     Args:
-        path: `blocks/attention/query/kernel`.
-        shape: of the whole parameter.
-        axes: the model's table.
+        path: path of the parameter, such as `blocks/attention/query/kernel`.
+        shape: shape of the global parameter.
+        axes: the model's table of logical axes.
         stack: top-level path of the parameters that are stacked layer by layer.
-        exclude: patterns of paths that are for AdamW whatever their dims are.
+        exclude: patterns of paths that AdamW updates, whatever their dims are.
+
+    Returns:
+        The dims of the matrices; None where AdamW updates the parameter.
     """
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
         return None
@@ -125,7 +141,7 @@ def _unnamed_matrix(path: str, shape: Sequence[int], stack: str | None) -> Matri
 
 
 def _matrix(shape: Sequence[int], batch: Sequence[int], rows: Sequence[int], columns: Sequence[int]) -> Matrix | None:
-    # A side of one is a vector, which has no directions to make equal.
+    # A matrix with a side of 1 is a vector: there is nothing to make orthogonal.
     if min(math.prod(shape[d] for d in rows), math.prod(shape[d] for d in columns)) < 2:
         return None
     return Matrix(tuple(batch), tuple(rows), tuple(columns))

@@ -1,4 +1,4 @@
-"""Learning rate over steps: linear warmup, then a shape. A new shape is one function and one line of the table."""
+"""Learning rates over steps: a linear warmup, then a shape. A new shape is one function and one line of the table."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,12 @@ def _linear(peak: float, final: float, start: int, end: int) -> optax.Schedule:
 
 
 def _cosine(peak: float, final: float, start: int, end: int) -> optax.Schedule:
-    """Half a cosine (Loshchilov and Hutter 2016)."""
+    """Make half a period of a cosine (Loshchilov and Hutter 2016)."""
     return optax.cosine_decay_schedule(peak, end - start, alpha=final / peak)
 
 
 def _inverse_sqrt(peak: float, final: float, start: int, end: int) -> optax.Schedule:
-    """peak * sqrt(warmup / step) (Vaswani et al. 2017, section 5.3), with a warmup of at least 1."""
+    """Make peak * sqrt(warmup / step) (Vaswani et al. 2017, section 5.3), with a warmup of at least 1."""
     return lambda count: peak * jnp.sqrt(max(start, 1) / (jnp.asarray(count, jnp.float32) + max(start, 1)))
 
 
@@ -37,7 +37,10 @@ _SHAPES: dict[str, Callable[[float, float, int, int], optax.Schedule]] = {
 
 
 def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the optimizer step (0 is the first).
+    """Build the learning rate as a function of the optimizer step, of which the first is 0.
+
+    A run that is shorter than its warmup is allowed, because users try a config with a few steps first; it ends while
+    the learning rate still rises.
 
     Args:
         config: shape, warmup and end.
@@ -45,19 +48,18 @@ def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.
         steps: steps of the run.
 
     Returns:
-        count int32 [] -> learning rate float32 []. It reaches its last value one step after the run's last and stays
-        there; inverse_sqrt goes on falling.
+        count int32 [] -> learning rate float32 []. It reaches its final value one step after the last step of the run
+        and stays there; inverse_sqrt continues to fall.
 
     Raises:
-        ConfigError: a `decay_steps` that does not fit between warmup and end. A run shorter than its warmup is allowed
-            (one tries a config with a few steps first): it ends while the learning rate still rises.
+        ConfigError: `decay_steps` does not fit between the warmup and the end of the run.
     """
     warmup = config.warmup_steps
     final = peak * config.final_fraction
-    # Step `warmup` is the first at the peak; step 0 already moves a little.
+    # Step `warmup` is the first at the peak; the learning rate of step 0 is above 0.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup) if warmup else None
     if config.kind == "wsd":
-        # Warmup, stable, decay (Hu et al. 2024, MiniCPM): the decay is the last part of the run.
+        # Warmup, stable, decay (Hu et al. 2024, MiniCPM): the decay ends with the run.
         decay = config.decay_steps or max(min(steps // 10, steps - warmup), 1)
         if config.decay_steps and warmup + decay > steps:
             raise ConfigError(

@@ -1,13 +1,21 @@
-"""How an offloaded optimizer's arrays are cut for the update. No jax here: the planner counts with it."""
+"""In how many slices an offloaded optimizer updates its arrays. No jax here: the planner counts with it."""
 
 import math
 
-# The largest slice of one moment, in bytes of float32 a device.
+# The largest slice of one moment, in bytes of float32 per device.
 SLICE_BYTES = 128 * 2**20
 
 
 def num_slices(shape: tuple[int, ...]) -> int:
-    """Slices of the first dim that an array of a device passes in: the fewest that are small enough, else all."""
+    """Return in how many slices of its first dim an array is updated.
+
+    Args:
+        shape: shape of the array on one device.
+
+    Returns:
+        The smallest number that divides the first dim and keeps a slice within `SLICE_BYTES`; where there is none, the
+        size of the first dim.
+    """
     least = math.ceil(4 * math.prod(shape) / SLICE_BYTES)
     if least <= 1 or not shape:
         return 1

@@ -136,7 +136,7 @@ class Stacked(nnx.Module):
 def test_constants_of_a_stack() -> None:
     state, _ = trained(jt.from_nnx(Stacked))
     np.testing.assert_array_equal(state.model_state["blocks"]["scale"], np.full((2, 4), 0.5))
-    with pytest.raises(ConfigError, match=r"blocks/scale is none; .* wrap them in nnx\.Param"):
+    with pytest.raises(ConfigError, match=r"blocks/scale is not a parameter; .* wrap them in nnx\.Param"):
         jt.from_stages(
             Stacked,
             stack="blocks",

@@ -84,7 +84,7 @@ WRONG = {
     "no outputs": (
         MLPConfig(),
         (8,),
-        "model.num_outputs is not set and the data names no outputs; set model.num_outputs",
+        "model.num_outputs is not set and the data has no number of outputs; set model.num_outputs",
     ),
     "no image": (
         ResNetConfig(num_classes=3),

@@ -135,7 +135,10 @@ class Noisy(nnx.Module):
 
 @pytest.mark.parametrize(
     ("make", "stack", "message"),
-    [(Noisy, "blocks", "holds parameters only, but blocks/mean is none"), (Mine, "layers", "no attribute 'layers'")],
+    [
+        (Noisy, "blocks", "holds parameters only, but blocks/mean is not a parameter"),
+        (Mine, "layers", "no attribute 'layers'"),
+    ],
 )
 def test_what_cannot_be_stages(make: type[nnx.Module], stack: str, message: str) -> None:
     def nothing(*_: object) -> jax.Array:

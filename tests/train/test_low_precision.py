@@ -113,9 +113,11 @@ def test_mistakes_are_one_line():
         quantize({}, model, "int4")
     transformer = make_step("bf16").model
     params = transformer.init(jax.random.key(0))[0]
-    with pytest.raises(ConfigError, match=r"is quantized already: give the floating parameters to get int8_dynamic$"):
+    with pytest.raises(
+        ConfigError, match=r"is quantized already: give the floating-point parameters to get int8_dynamic$"
+    ):
         quantize(quantize(params, transformer), transformer, "int8_dynamic")
-    with pytest.raises(ConfigError, match=r"^no .* in the parameters: they are not of the model"):
+    with pytest.raises(ConfigError, match=r"^no .* in the parameters: they do not belong to the model"):
         quantize({"x": jnp.ones((3, 3))}, transformer)
     step = make_train_step(model, regression(), optax.sgd(0.1), mesh=make_mesh(devices=jax.devices()[:1]), policy="fp8")
     with pytest.raises(ConfigError, match=r"precision.policy=fp8 is for linear layers .* the model mine has none"):

@@ -1,4 +1,4 @@
-"""Curves out of metrics.jsonl: one series a metric, thinned to what a picture can show."""
+"""Curves from metrics.jsonl: one series per metric, thinned to as many points as a picture can show."""
 
 import json
 from array import array
@@ -13,7 +13,15 @@ MAX_POINTS = 1000
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over steps. `low` and `high` bound the values behind each point; without thinning they equal it."""
+    """A metric over steps.
+
+    Attributes:
+        steps: step of each point; means over bins where the curve is thinned.
+        values: value of each point; means over bins where the curve is thinned.
+        low: smallest value of each bin; equal to `values` where the curve is not thinned.
+        high: largest value of each bin; equal to `values` where the curve is not thinned.
+        is_thinned: whether a point stands for several rows.
+    """
 
     steps: np.ndarray
     values: np.ndarray
@@ -23,9 +31,16 @@ class Curve:
 
 
 def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The numbers of a metrics file as (steps, values) a metric, in float64, ordered by step.
+    """Read the numbers of a metrics file.
 
-    Null, text and lines that are no row (a torn last line of a running job) are left out; a missing file has none.
+    Null, text and incomplete lines (as the last line of a running job may be) are ignored; a missing file has no
+    metrics.
+
+    Args:
+        path: a `metrics.jsonl`.
+
+    Returns:
+        Name of a metric -> (steps, values), float64, ordered by step.
     """
     columns: dict[str, tuple[array, array]] = {}
     if not path.exists():
@@ -53,7 +68,13 @@ def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, *, max_points: int = MAX_POINTS) -> Curve:
-    """A curve of at most `max_points` points: means over equal bins, with the smallest and largest value of each."""
+    """Thin a series to at most `max_points` points.
+
+    Args:
+        steps: step of each value.
+        values: values of a metric, in order.
+        max_points: more values are averaged over equal bins, with the smallest and largest value of each bin.
+    """
     if len(values) <= max_points:
         return Curve(steps, values, values, values, False)
     starts = np.arange(max_points) * len(values) // max_points
@@ -68,5 +89,5 @@ def thin(steps: np.ndarray, values: np.ndarray, *, max_points: int = MAX_POINTS)
 
 
 def curve(series: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Curve | None:
-    """The thinned curve of a metric, or None when the run did not log it."""
+    """Return the thinned curve of a metric; None where the run did not log it."""
     return thin(*series[name]) if name in series else None

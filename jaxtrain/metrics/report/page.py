@@ -1,4 +1,4 @@
-"""`report.html`: one page about a run that opens anywhere, with no network, no script and no other file."""
+"""`report.html`: one page about a run that needs no network, no script and no other file."""
 
 import json
 import math
@@ -22,10 +22,10 @@ _UNITS = (("tokens", "tokens/s"), ("examples", "examples/s"))
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` from `run.json`, `metrics.jsonl` and `sample.txt`, whole or not at all.
+    """Write `report.html` from `run.json`, `metrics.jsonl` and `sample.txt`; the file is replaced atomically.
 
     Args:
-        run_dir: a run directory, of a run that is done or not; what is missing is left out of the page.
+        run_dir: a run directory; the run may still be running. The page omits the parts whose files are missing.
 
     Returns:
         Path of the page.
@@ -60,7 +60,7 @@ def _read_run(path: Path) -> Mapping[str, Any]:
     try:
         return _mapping(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        # A page without its header still shows the curves; the file is the run's to mend, not the report's.
+        # A page without its header still shows the curves.
         return {}
 
 
@@ -80,14 +80,14 @@ def _header(name: str, run: Mapping[str, Any]) -> str:
 
 
 def _headline(run: Mapping[str, Any], series: Series) -> str:
-    """What matters, as a row of numbers."""
+    """Make the row of the most important numbers."""
     final = _mapping(run.get("final"))
 
     def last(name: str) -> float | None:
         value = final.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return value
-        # A null at the end was a number that is not finite; an earlier one would not be the last.
+        # A null in the final metrics was a number that is not finite; an earlier value would not be the last one.
         return float(series[name][1][-1]) if name in series and name not in final else None
 
     def shown(name: str) -> str | None:
@@ -103,7 +103,7 @@ def _headline(run: Mapping[str, Any], series: Series) -> str:
     cards.append(("eval accuracy", None if accuracy is None else f"{100 * accuracy:.2f} %"))
     for unit, label in _UNITS:
         if f"{unit}_per_second" in series:
-            # The median is the usual pace: the last window may hold a save or an evaluation.
+            # The median is the usual rate: the last window may include a save or an evaluation.
             cards.append((label, format_count(float(np.median(series[f"{unit}_per_second"][1])))))
     if "model_flops_utilization" in series:
         utilization = float(np.median(series["model_flops_utilization"][1]))
@@ -143,19 +143,21 @@ def _curves(run: Mapping[str, Any], series: Series) -> str:
     )
     is_thinned = any(line.is_thinned for plot in plots for _, line in plot.curves)
     note = (
-        "<p>Lines are means over neighbouring rows, bands their smallest and largest value.</p>" if is_thinned else ""
+        "<p>Lines are means over neighbouring rows; bands show the smallest and largest value of these rows.</p>"
+        if is_thinned
+        else ""
     )
     return f'<section><h2>Curves</h2>{note}<div class="plots">{figures}</div></section>'
 
 
 def _is_language(run: Mapping[str, Any]) -> bool:
-    """Whether the loss is that of a language model; the config does not describe a task from Python."""
+    """Return whether the loss is that of a language model; a task from Python is not in the config."""
     own = _mapping(run.get("from_python")).get("task")
     return (own or _mapping(run.get("config")).get("task")) == "language_modeling"
 
 
 def _plots(run: Mapping[str, Any], series: Series) -> list[Plot]:
-    """The pictures that the logged metrics give."""
+    """Choose the pictures for the metrics that were logged."""
     is_language = _is_language(run)
     loss_unit = "loss (nats per token)" if is_language else "loss"
     rate_unit = next((label for unit, label in _UNITS if f"{unit}_per_second" in series), "")
@@ -208,7 +210,7 @@ def _about(run: Mapping[str, Any]) -> str:
 
 
 def _config(config: Mapping[str, Any]) -> str:
-    """The resolved config, a table a group."""
+    """Make the tables of the resolved config, one per group."""
     if not config:
         return ""
     single = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
@@ -239,7 +241,7 @@ def _versions(run: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Mapping[str, Any], *, keep_empty: bool = False) -> str:
-    """Rows of key and value; a list of texts takes a line each."""
+    """Make a table of keys and values; a list of texts has one line per text."""
     cells = []
     for key, value in rows.items():
         if value in (None, "") and not keep_empty:
@@ -283,6 +285,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Escaped for HTML. Control characters, which a sample of raw bytes may hold, become visible signs."""
+    """Escape a text for HTML; control characters, which a sample of raw bytes may hold, become visible characters."""
     text = "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in str(value))
     return escape(text, quote=True)

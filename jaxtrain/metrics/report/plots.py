@@ -1,16 +1,19 @@
-"""Curves as inline SVG that takes its colours from the page, so that one picture serves light and dark."""
+"""Curves as inline SVG whose colours come from the page, so that one picture serves light and dark themes."""
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxtrain.metrics.format import format_count
 from jaxtrain.metrics.report.curves import Curve
 
-# matplotlib knows no CSS: it draws in these colours and the SVG gets the page's variables in their place.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# matplotlib cannot use CSS: it draws in these colours, and in the SVG the page's variables replace them.
 _INK, _GRID = "#010203", "#040506"
 _SERIES = ("#0a0b01", "#0a0b02", "#0a0b03")
 _VARIABLES = {
@@ -19,7 +22,8 @@ _VARIABLES = {
     **{color: f"var(--series-{number})" for number, color in enumerate(_SERIES, 1)},
 }
 
-# Small in points: the page shows it about 1.6 times larger on a desktop and as it is on a phone, readable on both.
+# Small in points: the page shows the picture about 1.6 times larger on a desktop and in its own size on a phone, so
+# that its text is readable on both.
 _SIZE_INCHES = (4.8, 2.8)
 _FONT_POINTS = 9
 _LOG_RATIO = 50
@@ -27,10 +31,14 @@ _LOG_RATIO = 50
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: named curves over steps, with the unit on the vertical axis.
+    """One picture: named curves over steps.
 
-    `may_be_log` allows a logarithmic axis where the values span it; `from_zero` starts the axis at zero, so that the
-    jitter of a steady rate looks as small as it is.
+    Attributes:
+        title: caption of the picture.
+        y_label: name and unit of the vertical axis.
+        curves: (name, curve) in the order of the legend.
+        may_be_log: whether the vertical axis is logarithmic where the values span a large range.
+        from_zero: whether the vertical axis begins at zero, so that the jitter of a steady rate looks small.
     """
 
     title: str
@@ -41,11 +49,11 @@ class Plot:
 
 
 def draw_svg(plot: Plot, *, prefix: str) -> str:
-    """The plot as an `<svg>` element for an HTML page.
+    """Draw a plot as an `<svg>` element for an HTML page.
 
     Args:
-        plot: what to draw; every curve holds at least one point.
-        prefix: put before every id, which several pictures on a page would otherwise share.
+        plot: the plot; every curve holds at least one point.
+        prefix: begins every id, because the ids of several pictures on a page must differ.
     """
     import io
 
@@ -66,17 +74,17 @@ def draw_svg(plot: Plot, *, prefix: str) -> str:
     return _inline(buffer.getvalue(), title=plot.title, prefix=prefix)
 
 
-def _draw_curves(axes: Any, plot: Plot) -> None:
+def _draw_curves(axes: "Axes", plot: Plot) -> None:
     for (label, curve), color in zip(plot.curves, _SERIES, strict=False):
-        # Few points would be lost as a bare line; one would not be drawn at all.
+        # Few points would be hard to see as a bare line, and one point would not be drawn at all.
         marker = "o" if len(curve.steps) <= 12 else None
         axes.plot(curve.steps, curve.values, color=color, label=label, linewidth=1.6, marker=marker, markersize=3.5)
         if curve.is_thinned:
             axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
 
 
-def _dress(axes: Any, plot: Plot) -> None:
-    """Scales, ticks, labels and legend."""
+def _dress(axes: "Axes", plot: Plot) -> None:
+    """Set the scales, ticks, labels and legend."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     lows = np.concatenate([curve.low for _, curve in plot.curves])
@@ -108,20 +116,24 @@ def _dress(axes: Any, plot: Plot) -> None:
 
 
 def _tick(largest: float) -> Callable[[float, Any], str]:
-    """How ticks of an axis are written: counts with a suffix on large axes, else up to four digits."""
+    """Make the format of the ticks of an axis: counts with a suffix from 10,000 on, else up to four digits.
+
+    Args:
+        largest: the largest value on the axis.
+    """
 
     def write(value: float, _: Any) -> str:
         if largest < 10_000:
             return f"{value:.4g}"
         text = format_count(value)
-        # 2k and not 2.00k: ticks are round numbers.
+        # 2k and not 2.00k, because ticks are round numbers.
         return re.sub(r"\.0+(?=[kMBT]|$)|(?<=\.\d)0(?=[kMBT])", "", text)
 
     return write
 
 
 def _inline(svg: str, *, title: str, prefix: str) -> str:
-    """The `<svg>` element alone, without ids, links, sizes or colours that do not belong on the page."""
+    """Take the `<svg>` element out of a file, with ids, links, font sizes and colours that fit the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     head, body = svg.split(">", 1)

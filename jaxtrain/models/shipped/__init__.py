@@ -1,1 +1,1 @@
-"""The models that configs describe."""
+"""The models that a config can name (`model.kind`)."""

@@ -1,11 +1,11 @@
-"""The axes tables of the shipped models: parameter path -> logical axes. No jax here, for the planner."""
+"""The axes tables of the shipped models: parameter path -> logical axes. No jax here: the planner reads them."""
 
 from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.rules import FamilyTable
 
 Axes = dict[str, tuple[str | None, ...]]
 
-# Rows that a variant does not have (biases, positions, gate) match nothing.
+# Rows of parameters that a variant lacks (biases, positions, gate) match nothing.
 TRANSFORMER: Axes = {
     "embedding": ("vocab", "embed"),
     "positions": (None, "embed"),
@@ -30,7 +30,7 @@ TRANSFORMER: Axes = {
     "output": ("embed", "vocab"),
 }
 
-# In place of the rows of the MLP of a transformer.
+# These rows take the place of the rows of a transformer's MLP.
 EXPERTS: Axes = {
     "blocks/mlp/router/kernel": ("layers", "embed", None),
     "blocks/mlp/up/kernel": ("layers", "experts", "embed", "mlp"),
@@ -38,7 +38,7 @@ EXPERTS: Axes = {
     "blocks/mlp/down/kernel": ("layers", "experts", "mlp", "embed"),
 }
 
-# Kernels store input channels over fsdp and split output channels over tensor; the stem has too few inputs for it.
+# Input channels are sharded over fsdp and output channels over tensor; the stem has too few inputs to be sharded.
 RESNET: Axes = {
     "stem/kernel": (None, None, None, "channels_out"),
     "*_first/convs/*/kernel": (None, None, "channels_in", "channels_out"),
@@ -50,17 +50,23 @@ RESNET: Axes = {
 
 
 def mlp_axes(num_hidden: int) -> Axes:
-    """Layers alternate between splitting their outputs and their inputs over tensor (Shoeybi et al. 2019)."""
+    """Make the table of an MLP.
+
+    Over `tensor`, layers alternate between sharded outputs and sharded inputs (Shoeybi et al. 2019).
+
+    Args:
+        num_hidden: hidden layers.
+    """
     axes: Axes = {"output/kernel": ("embed", None), "output/bias": (None,)}
     for index in range(num_hidden):
-        split_outputs = index % 2 == 0
-        axes[f"layers/{index}/kernel"] = ("embed", "mlp") if split_outputs else ("mlp", "embed")
-        axes[f"layers/{index}/bias"] = ("mlp",) if split_outputs else ("embed",)
+        shards_outputs = index % 2 == 0
+        axes[f"layers/{index}/kernel"] = ("embed", "mlp") if shards_outputs else ("mlp", "embed")
+        axes[f"layers/{index}/bias"] = ("mlp",) if shards_outputs else ("embed",)
     return axes
 
 
 def model_axes(config: ModelConfig) -> Axes:
-    """The table of the model that a config describes."""
+    """Return the axes table of the model that a config describes."""
     match config:
         case TransformerConfig():
             return FamilyTable(TRANSFORMER if config.experts is None else {**TRANSFORMER, **EXPERTS})

@@ -1,4 +1,4 @@
-"""A model from its config group. A new kind of model adds one line to the table."""
+"""A model is built from its config group here. A new kind of model adds one line to the table."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Rem
     "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
 }
 
-# Tensors of models without named ones.
+# (kind of model, tensor that remat.offload may name); a transformer checks its own names.
 _OFFLOADED = (("resnet", BLOCK_INPUT),)
 
 
@@ -35,17 +35,18 @@ def build_model(
     num_outputs: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
-    """The model that a config group describes, with what it leaves out taken from the data.
+    """Build the model that a config group describes; sizes that the config leaves out come from the data.
 
     Args:
         config: a model group, or its keys as a mapping ({"kind": "mlp"}).
-        input_shape: shape of one row's inputs.
-        vocab_size, num_outputs: what the data has.
-        remat: what the backward pass keeps.
+        input_shape: shape of the inputs of one row, without the batch dim.
+        vocab_size: vocabulary of the data, where it has one.
+        num_outputs: classes or targets of the data, where it has them.
+        remat: what the backward pass keeps; None: everything.
 
     Raises:
-        ConfigError: a wrong key or value in a mapping, a size that neither the config nor the data gives, or inputs
-            of the wrong kind.
+        ConfigError: a key or value of the mapping is wrong, neither the config nor the data gives a size, or the
+            inputs are of the wrong kind.
     """
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model

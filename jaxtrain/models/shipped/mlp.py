@@ -1,12 +1,11 @@
 """A multilayer perceptron over flattened inputs.
 
-Shapes: B batch, D input features, O outputs.
+Shapes: B batch, I input features, O output features.
 """
 
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,14 @@ _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
 
 
 class MLP(nnx.Module):
-    """Hidden layers with a nonlinearity, and a linear output."""
+    """Hidden layers with a nonlinearity, and a linear output layer.
+
+    Args:
+        config: widths, nonlinearity and dropout.
+        inputs: input features.
+        outputs: output features.
+        rngs: random streams; `params` draws the kernels.
+    """
 
     def __init__(self, config: MLPConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
         init = fan_in_normal(2.0)
@@ -41,34 +47,35 @@ class MLP(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None) -> jax.Array:
-        x_BD = x.reshape(x.shape[0], -1)
+        x_BI = x.reshape(x.shape[0], -1)
         for index, layer in enumerate(self.layers):
-            x_BD = _ACTIVATIONS[self.config.activation](layer(x_BD))
-            x_BD = dropout(x_BD, self.config.dropout, None if key is None else jax.random.fold_in(key, index))
-        return self.output(x_BD)
+            x_BI = _ACTIVATIONS[self.config.activation](layer(x_BI))
+            x_BI = dropout(x_BI, self.config.dropout, None if key is None else jax.random.fold_in(key, index))
+        return self.output(x_BI)
 
 
 def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | None = None) -> Model:
-    """An MLP as a `Model`: float inputs [B, ...] to outputs [B, O].
+    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O].
 
     Args:
-        config: widths and nonlinearity.
-        input_shape: shape of one row.
-        num_outputs: used where the config leaves its own out.
+        config: widths, nonlinearity and dropout.
+        input_shape: shape of the inputs of one row, without B.
+        num_outputs: number of outputs, used where the config does not set `num_outputs`.
 
     Raises:
-        ConfigError: no output count anywhere.
+        ConfigError: neither the config nor the caller gives the number of outputs; or the inputs are integers.
     """
     outputs = config.num_outputs or num_outputs
     if outputs is None:
-        raise ConfigError("model.num_outputs is not set and the data names no outputs; set model.num_outputs")
+        raise ConfigError("model.num_outputs is not set and the data has no number of outputs; set model.num_outputs")
 
     def make(rngs: nnx.Rngs) -> MLP:
         return MLP(config, math.prod(input_shape), outputs, rngs)
 
-    def call(module: Any, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
+    def call(module: nnx.Module, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
+        assert isinstance(module, MLP)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ConfigError("model.kind=mlp takes numbers, but the data gives token ids")
+            raise ConfigError("model.kind=mlp takes floats, but the data gives integers (token ids)")
         return module(inputs, key=key if train and config.dropout > 0 else None)
 
     model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=DrawsByRow(call), name="mlp")

@@ -1,6 +1,6 @@
 """A mixture of experts in place of a transformer block's MLP (Mixtral, Jiang et al. 2024).
 
-Shapes: B batch, L sequence, D embed, F hidden width of an expert, E experts, K experts a token.
+Shapes: B batch, L length, D model width, F mlp width of an expert, E experts, A (active) experts per token.
 """
 
 import math
@@ -23,12 +23,13 @@ _INIT_STDDEV = 0.02  # as the transformer's other kernels
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """What routers leave behind, summed over layers.
+    """Losses and loads of the routers, summed over layers.
 
     Attributes:
         loss_BL: auxiliary loss of each token, float32.
-        busiest: share of the routed slots that the busiest expert got, times the experts: 1 is even; float32 [].
-        unused: share of the experts that got nothing, float32 [].
+        busiest: share of the routed slots that the busiest expert got, times the number of experts, float32 []; it is
+            1 where all experts get equally many.
+        unused: share of the experts that got no token, float32 [].
     """
 
     loss_BL: jax.Array
@@ -37,34 +38,54 @@ class Routing:
 
     @staticmethod
     def none(tokens_BL: jax.Array) -> "Routing":
-        """Before the first layer."""
+        """Return zeros: the value before the first layer."""
         zeros_BL = constrain(jnp.zeros(tokens_BL.shape, jnp.float32), "batch", "sequence")
         return Routing(zeros_BL, jnp.float32(0), jnp.float32(0))
 
     @staticmethod
     def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
-        """Of one layer."""
+        """Make the value of one layer from its losses and the share of routed slots of each expert."""
         return Routing(loss_BL, jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32)))
 
     def plus(self, other: "Routing") -> "Routing":
-        """The sum."""
+        """Add another value, entry by entry."""
         return jax.tree.map(jnp.add, self, other)
 
     def outputs(self, num_layers: int, *, train: bool) -> dict[str, jax.Array]:
-        """What a model gives its task beside the logits: `router_loss` [B, L] in training, and means over layers."""
+        """Return what the model gives its task besides the logits.
+
+        Args:
+            num_layers: layers that were summed.
+            train: whether the outputs are for training.
+
+        Returns:
+            `expert_busiest` and `experts_unused`, float32 [], means over the layers; in training also `router_loss`
+            [B, L], the sum over the layers.
+        """
         means = {"expert_busiest": self.busiest / num_layers, "experts_unused": self.unused / num_layers}
         return {"router_loss": self.loss_BL, **means} if train else means
 
 
 class Kernel(nnx.Module):
-    """One array of weights."""
+    """A module of one parameter, `kernel`.
+
+    Args:
+        shape: of the kernel, float32.
+        initializer: draws the kernel.
+        rngs: random streams; `params` draws the kernel.
+    """
 
     def __init__(self, shape: tuple[int, ...], *, initializer: Initializer, rngs: nnx.Rngs):
         self.kernel = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
 
 
 class MoE(nnx.Module):
-    """Experts that are MLPs, of which a router chooses some for each token."""
+    """Experts that are MLPs, and a router that chooses some of them for each token.
+
+    Args:
+        config: sizes and variants; `experts` must be set.
+        rngs: random streams; `params` draws the kernels.
+    """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None
@@ -80,21 +101,25 @@ class MoE(nnx.Module):
         self.down = Kernel((experts, hidden, width), initializer=init_out, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output, the auxiliary loss of each token, and the load of each expert.
+        """Route each token to its experts and add their outputs, weighted by the router.
+
+        Args:
+            x_BLD: any float dtype.
 
         Returns:
-            y [B, L, D] in the dtype of x; the router's loss, float32 [B, L], to be averaged as the task averages
-            losses of tokens; the share of routed slots of each expert over the whole batch, float32 [E], no gradient.
+            The output [B, L, D] in the dtype of x; the router's loss of each token, float32 [B, L], to be averaged as
+            the task averages losses of tokens; and the share of routed slots of each expert over the global batch,
+            float32 [E], without a gradient.
         """
         config = self.config
         with jax.named_scope("router"):
-            # In float32 whatever the backend's default precision: a rounded logit sends a token elsewhere.
+            # In float32 whatever the backend's default precision: rounding a logit can send a token to another expert.
             kernel_DE = self.router.kernel[...].astype(jnp.float32)
             x32_BLD = x_BLD.astype(jnp.float32)
             logits_BLE = jnp.einsum("BLD,DE->BLE", x32_BLD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
             logits_BLE = constrain(logits_BLE, "batch", "sequence", None)
-            weights_BLK, ids_BLK = route(logits_BLE, config.experts_per_token)
-            load_E = expert_load(ids_BLK, config.num_experts)
+            weights_BLA, ids_BLA = route(logits_BLE, config.experts_per_token)
+            load_E = expert_load(ids_BLA, config.num_experts)
             loss_BL = router_loss(
                 logits_BLE,
                 load_E,
@@ -103,5 +128,5 @@ class MoE(nnx.Module):
             )
         gate_EDF = None if self.gate is None else self.gate.kernel[...]
         kernels = Kernels(self.up.kernel[...], gate_EDF, self.down.kernel[...])
-        y_BLD = experts_mlp(x_BLD, weights_BLK, ids_BLK, kernels)
+        y_BLD = experts_mlp(x_BLD, weights_BLA, ids_BLA, kernels)
         return checkpoint_name(y_BLD, "mlp_output"), loss_BL, load_E

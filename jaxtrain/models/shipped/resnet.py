@@ -1,10 +1,9 @@
-"""ResNet-18/34/50/101 (He et al. 2015; bottlenecks stride in the 3x3, as in torchvision).
+"""ResNet-18/34/50/101 (He et al. 2015; the stride of a bottleneck is in its 3x3 convolution, as in torchvision).
 
-Shapes: B batch, H height, W width, C channels.
+Shapes: B batch, and of images, as in NHWC: H height, W width, C channels.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +22,21 @@ from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.remat.policy import Remat
 
 _BATCH = ("batch", None, None, None)
-# XLA's fast convolutions on CPU do not reach into the body of a loop: a step of blocks [3, 3], width 16, batch 64 takes
-# 169 ms scanned and 13.5 ms written out (2 cores, jax 0.10.2).
+# XLA does not use its fast convolutions on CPU inside the body of a loop: a step of blocks [3, 3], width 16, batch 64
+# takes 169 ms scanned and 13.5 ms unrolled (2 cores, jax 0.10.2).
 _UNROLL_ON = ("cpu",)
 
 
 class Conv(nnx.Module):
-    """Convolution without bias, 'same' padding; kernel [height, width, in, out]."""
+    """A convolution without bias and with 'same' padding.
+
+    Args:
+        inputs: input channels.
+        outputs: output channels.
+        size: side of the window; the kernel is float32 [size, size, inputs, outputs].
+        stride: step of the window in both directions.
+        rngs: random streams; `params` draws the kernel.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, size: int, stride: int = 1, rngs: nnx.Rngs):
         init = fan_in_normal(2.0)
@@ -48,9 +55,14 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Normalises each channel by the mean and variance of the global batch; float32 inside.
+    """Batch norm: each channel is normalised by its mean and variance over the global batch, in float32.
 
-    The step is traced over global arrays, so the means below are over all devices on every mesh.
+    The step is traced over global arrays, so that the means are over all devices on every mesh.
+
+    Args:
+        channels: C.
+        momentum: share of the running mean and variance that a step keeps.
+        zero_scale: whether the scale begins at 0 instead of 1.
     """
 
     def __init__(self, channels: int, *, momentum: float, zero_scale: bool = False):
@@ -77,7 +89,15 @@ class BatchNorm(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """Two 3x3 convolutions, or 1x1, 3x3, 1x1 (bottleneck), around a shortcut."""
+    """Two 3x3 convolutions, or 1x1, 3x3 and 1x1 ones (bottleneck), whose output is added to a shortcut.
+
+    Args:
+        inputs: input channels.
+        width: channels of the 3x3 convolutions; a bottleneck has four times as many output channels.
+        stride: of the block.
+        config: the variant and the momentum of batch norm.
+        rngs: random streams; `params` draws the kernels.
+    """
 
     def __init__(self, inputs: int, width: int, *, stride: int, config: ResNetConfig, rngs: nnx.Rngs):
         outputs = width * 4 if config.bottleneck else width
@@ -107,9 +127,16 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """Stem, stages of residual blocks, global mean, linear head.
+    """A stem, stages of residual blocks, the mean over all positions, and a linear head.
 
-    The first block of a stage changes the shape; the equal ones after it are stacked and scanned.
+    The first block of a stage changes the shape; the equal blocks after it are stacked and scanned.
+
+    Args:
+        config: sizes and stem.
+        channels: channels of an image.
+        num_classes: outputs.
+        remat: what the backward pass keeps of the scanned blocks.
+        rngs: random streams; `params` draws the kernels.
     """
 
     def __init__(self, config: ResNetConfig, channels: int, num_classes: int, remat: Remat, rngs: nnx.Rngs):
@@ -135,7 +162,7 @@ class ResNet(nnx.Module):
         self.config, self.remat = config, remat
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
-        def call(block: ResidualBlock, x: jax.Array, key: Any, extra: Any) -> tuple[jax.Array, None]:
+        def call(block: ResidualBlock, x: jax.Array, key: None, extra: None) -> tuple[jax.Array, None]:
             return block(x, train=train), None
 
         x = constrain(x_BHWC, *_BATCH)
@@ -162,16 +189,16 @@ def resnet(
     num_classes: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
-    """A ResNet as a `Model`: float images [B, H, W, C] to logits [B, num_classes].
+    """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes].
 
     Args:
         config: sizes and stem.
         input_shape: (H, W, C) of one image.
-        num_classes: used where the config leaves its own out.
+        num_classes: number of classes, used where the config does not set `num_classes`.
         remat: what the backward pass keeps of the scanned blocks; None: everything.
 
     Raises:
-        ConfigError: inputs that are not images, or no class count anywhere.
+        ConfigError: the inputs are not images, or neither the config nor the caller gives the number of classes.
     """
     classes = config.num_classes or num_classes
     if classes is None:
@@ -182,7 +209,8 @@ def resnet(
     def make(rngs: nnx.Rngs) -> ResNet:
         return ResNet(config, input_shape[-1], classes, remat or Remat(), rngs)
 
-    def call(module: Any, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
+    def call(module: nnx.Module, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
+        assert isinstance(module, ResNet)
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))

@@ -1,6 +1,7 @@
-"""A decoder transformer that covers the GPT-2/GPT-3 family and the Llama-3 family.
+"""A transformer that covers the GPT-2/GPT-3 family and the Llama-3 family, as a decoder or as an encoder.
 
-Shapes: B batch, L sequence, S cached positions, D embed, H query heads, G key-value heads, K head dim, V vocabulary.
+Shapes: B batch, L length, T new tokens, S length of keys and values (L, or the positions of a cache), D model width,
+H query heads, G key-value heads, K head_dim, F mlp width, V vocabulary, E experts.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.errors import ConfigError
@@ -31,11 +33,14 @@ from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.remat.policy import Remat
 
-# The residual stream between blocks; its sequence is spread over `tensor` too where sequence parallelism is on.
+# The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 
+# `key` and `value`, in the compute dtype: [B, S, G, K] of one layer, and [num_layers, B, S, G, K] of the model.
+Cache = dict[str, jax.Array]
+
 _INPUTS = ("tokens", "positions", "segments")
-# Names of other libraries that are not spelled like the entry that they mean.
+# Names that other libraries use -> the entry that they mean, where the two are not spelled alike.
 _MEANT = {"input_ids": "tokens", "ids": "tokens", "attention_mask": "segments", "padding_mask": "segments"}
 
 _INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
@@ -46,14 +51,19 @@ def _norm(config: TransformerConfig) -> Norm:
 
 
 class Attention(nnx.Module):
-    """Self-attention with grouped-query heads."""
+    """Self-attention with grouped-query heads.
+
+    Args:
+        config: sizes and variants.
+        rngs: random streams; `params` draws the kernels.
+    """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         width, heads = config.embed_dim, config.num_heads
         groups = config.kv_heads
         head_dim = config.head_width
         init = normal(_INIT_STDDEV)
-        # Residual outputs start smaller with depth (GPT-2, section 2.3).
+        # The deeper the model, the smaller the outputs to the residual stream start (GPT-2, section 2.3).
         init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
         self.query = Linear((width,), (heads, head_dim), bias=config.bias, initializer=init, rngs=rngs)
         self.key = Linear((width,), (groups, head_dim), bias=config.bias, initializer=init, rngs=rngs)
@@ -67,8 +77,8 @@ class Attention(nnx.Module):
         x_BLD: jax.Array,
         positions_BL: jax.Array,
         segments_BL: jax.Array | None,
-        cache: dict[str, jax.Array] | None,
-    ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+        cache: Cache | None,
+    ) -> tuple[jax.Array, Cache | None]:
         q_BLHK = self.query(x_BLD)
         k_BSGK, v_BSGK = self.key(x_BLD), self.value(x_BLD)
         if self.config.position == "rotary":
@@ -102,7 +112,12 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """GELU (tanh form) or SwiGLU between two linear layers."""
+    """GELU (tanh form) or SwiGLU between two linear layers.
+
+    Args:
+        config: sizes and variants.
+        rngs: random streams; `params` draws the kernels.
+    """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         width, hidden = config.embed_dim, config.mlp_width
@@ -121,7 +136,12 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and MLP (or experts), each after a norm and added to the residual stream."""
+    """Attention and an MLP (or experts); each takes a norm of the residual stream, and its output is added there.
+
+    Args:
+        config: sizes and variants.
+        rngs: random streams; `params` draws the kernels.
+    """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.attention_norm = _norm(config)
@@ -132,7 +152,7 @@ class Block(nnx.Module):
 
     @staticmethod
     def inner(x_BLD: jax.Array) -> jax.Array:
-        """The layout inside attention and MLP, where `tensor` holds heads and MLP width instead of the sequence."""
+        """Constrain the input of attention or MLP, where `tensor` shards heads and mlp width, not the sequence."""
         return constrain(x_BLD, "batch", "sequence", "activation_embed")
 
     def __call__(
@@ -141,8 +161,8 @@ class Block(nnx.Module):
         positions_BL: jax.Array,
         segments_BL: jax.Array | None = None,
         key: jax.Array | None = None,
-        cache: dict[str, jax.Array] | None = None,
-    ) -> tuple[jax.Array, Routing | None, dict[str, jax.Array] | None]:
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Routing | None, Cache | None]:
         keys = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("attention"):
             y_BLD, cache = self.attention(self.inner(self.attention_norm(x_BLD)), positions_BL, segments_BL, cache)
@@ -160,7 +180,13 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, stacked blocks, norm and output layer."""
+    """Embedding, stacked blocks, norm and output layer.
+
+    Args:
+        config: sizes and variants.
+        vocab_size: V.
+        rngs: random streams; `params` draws the kernels.
+    """
 
     def __init__(self, config: TransformerConfig, vocab_size: int, rngs: nnx.Rngs):
         init = normal(_INIT_STDDEV)
@@ -176,7 +202,7 @@ class Transformer(nnx.Module):
         self.config = config
 
     def embed(self, tokens_BL: jax.Array, positions_BL: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Token (and learned position) embeddings: [B, L, D]."""
+        """Look up the embeddings of tokens, and add those of positions where they are learned: [B, L, D]."""
         with jax.named_scope("embed"):
             x_BLD = embedding_lookup(self.embedding[...], tokens_BL, rows="vocab")
             if self.positions is not None:
@@ -185,7 +211,7 @@ class Transformer(nnx.Module):
             return constrain(x_BLD, *RESIDUAL)
 
     def head(self, x_BLD: jax.Array) -> DeferredLogits:
-        """Final norm, and the logits [B, L, V] that the output layer would give."""
+        """Apply the final norm; the logits [B, L, V] of the output layer are deferred."""
         with jax.named_scope("output"):
             x_BLD = self.output_norm(x_BLD)
             if self.output is None:
@@ -193,18 +219,18 @@ class Transformer(nnx.Module):
             return DeferredLogits(x_BLD, self.output[...])
 
     def check_length(self, length: int) -> None:
-        """Raise where learned positions run out."""
+        """Raise a `ConfigError` where the sequence has more positions than the model has learned."""
         if length > self.config.max_sequence_length and self.positions is not None:
             raise ConfigError(
                 f"sequence length {length} exceeds model.max_sequence_length={self.config.max_sequence_length}"
             )
 
-    def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """Logits [B, T, V] of new tokens at their positions, and the cache that holds them too."""
+    def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Return the logits [B, T, V] of new tokens at their positions, and the cache with their keys and values."""
 
-        def call(block: Block, x_BTD: jax.Array, key: None, cache: Any) -> tuple[jax.Array, Any]:
-            x_BTD, _, cache = block(x_BTD, positions_BT, cache=cache)
-            return x_BTD, cache
+        def call(block: Block, x_BTD: jax.Array, key: None, cache: Cache) -> tuple[jax.Array, Cache | None]:
+            x_BTD, _, new_cache = block(x_BTD, positions_BT, cache=cache)
+            return x_BTD, new_cache
 
         x_BTD = self.embed(tokens_BT, positions_BT, None)
         x_BTD, cache = scan_stack(self.blocks, call, x_BTD, path="blocks", remat=Remat(), per_layer=cache)
@@ -212,10 +238,12 @@ class Transformer(nnx.Module):
 
 
 def _inputs(inputs: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Tokens, positions and segments [B, L] of a batch's inputs; positions are those in the row unless given.
+    """Split the inputs of a batch into tokens, positions and segments [B, L].
+
+    Positions that the inputs do not give are the indices in the row, [1, L].
 
     Raises:
-        ConfigError: an entry that the model would not read, no tokens, or an entry that holds no integers.
+        ConfigError: the inputs hold an entry that the model does not read, no tokens, or an entry without integers.
     """
     inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
     for name, value in inputs.items():
@@ -238,19 +266,19 @@ def _inputs(inputs: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
 
 
 def transformer(config: TransformerConfig, *, vocab_size: int | None = None, remat: Remat | None = None) -> Model:
-    """The transformer as a `Model`.
+    """Make the transformer as a `Model`.
 
     Its inputs are int32 tokens [B, L], or a dict of `tokens`, and optionally `positions` and `segments` [B, L] for
-    packed documents. Its outputs are logits [B, L, V] in the compute dtype, with experts a dict of `logits` and what
-    `Routing.outputs` gives.
+    packed documents. Its outputs are logits [B, L, V] in the compute dtype; with experts they are a dict of `logits`
+    and the entries of `Routing.outputs`.
 
     Args:
         config: sizes and variants.
-        vocab_size: used where the config leaves its own out.
+        vocab_size: V, used where the config does not set `vocab_size`.
         remat: what the backward pass keeps; None: everything.
 
     Raises:
-        ConfigError: no vocabulary size anywhere.
+        ConfigError: neither the config nor the caller gives the size of the vocabulary.
     """
     vocabulary = config.vocab_size or vocab_size
     if vocabulary is None:
@@ -280,11 +308,11 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
     groups = config.kv_heads
     head_dim = config.head_width
 
-    def init_cache(batch: int, length: int, dtype: Any) -> dict[str, jax.Array]:
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
         shape = (config.num_layers, batch, length, groups, head_dim)
         return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
 
-    def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         logits, cache = nnx.merge(graph, from_dict(template, params)).decode(tokens_BT, positions_BT, cache)
         return logits.astype(jnp.float32), cache
 
@@ -300,7 +328,7 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
         remat=remat,
         name=name,
     )
-    # An encoder has no next token.
+    # An encoder predicts no next token.
     decoder = Decoder(init_cache, decode, config.max_sequence_length) if config.causal else None
     return dataclasses.replace(
         built,

@@ -1,1 +1,1 @@
-"""Attention: the table of implementations, and each of them."""
+"""Attention: the table of implementations, and one file per implementation."""

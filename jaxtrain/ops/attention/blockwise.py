@@ -1,11 +1,11 @@
-"""Attention a block of queries at a time, with its own backward pass: memory linear in the sequence, on any backend.
+"""Attention by blocks of queries, with its own backward pass: its memory is linear in the length, on any backend.
 
-A block of queries meets all the keys that it may see at once, so its softmax is a plain one; keys that no query of a
-group of blocks sees are never multiplied. The backward pass recomputes the weights from the log of their sum, which is
-all that the forward pass keeps besides its result (Dao et al. 2022; Rabe and Staats 2021).
+A block of queries is multiplied with all the keys that it may see at once, so that its softmax is a plain one; keys
+that no query of a group of blocks sees are never multiplied. The backward pass recomputes the weights from the log of
+their sum, which is all that the forward pass keeps besides its result (Dao et al. 2022; Rabe and Staats 2021).
 
-Shapes: B batch, L sequence, H query heads, G key-value heads, R = H / G, K head dim, Q queries of a block, P = R * Q,
-S keys that a block meets.
+Shapes: B batch, L length, S keys of a block, H query heads, G key-value heads, R = H / G, K head_dim, Q queries of a
+block, P = R * Q.
 """
 
 import functools
@@ -25,16 +25,26 @@ from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.cores import usable_cores
 
+# An index that is known when the code is traced, or int32 [].
+Index = int | jax.Array
+Pair = tuple[jax.Array, jax.Array]
+
 
 def refusal(q_BLHK: jax.Array) -> str | None:
-    """Why blocks would not help, or None; they can always compute it."""
+    """Return why blocks would not help, or None where they help; they can compute every case."""
     return blockwise_refusal(platform(), q_BLHK.shape[1])
 
 
 def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
-    """In how many parts the rows are attended to, one after the other.
+    """Return in how many parts the rows of a batch are processed, one after the other.
 
-    One where rows may lie on several devices, because a cut would move them, and on accelerators, which want them all.
+    It is 1 where rows may be sharded over devices, because chunks of the batch would move them between devices, and on
+    accelerators, which are fastest with all rows at once.
+
+    Args:
+        q_BLHK: queries.
+        form: the settings of attention.
+        block: queries of a block.
     """
     layout = current_layout()
     devices = jax.device_count() if layout is None else layout.mesh.size
@@ -45,31 +55,33 @@ def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
     return row_parts(batch, heads * pairs, usable_cores())
 
 
-def _in_parts(attend: Callable[..., Any], parts: int, *arrays: Any) -> Any:
-    """`attend` of arrays [B, ...], None among them, a part of the rows after the other."""
+def _in_parts(
+    attend: Callable[..., tuple[jax.Array, ...]], parts: int, *arrays: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Apply `attend` to arrays [B, ...], some of which may be None, one part of the rows after the other."""
     if parts == 1:
         return attend(*arrays)
-    cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), arrays)
-    joined = jax.lax.map(lambda part: attend(*part), cut)
+    chunks = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), arrays)
+    joined = jax.lax.map(lambda part: attend(*part), chunks)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
 
 
-def _first_key(group: Group, start: Any, length: int) -> Any:
-    """The first key of the block that starts at query `start` (int or int32 [])."""
+def _first_key(group: Group, start: Index, length: int) -> Index:
+    """Return the first key of the block that starts at query `start`."""
     if group.window is None:
         return 0
     return jnp.clip(start - (group.window - 1), 0, length - group.width)
 
 
-def _keys(x: jax.Array, first: Any, width: int, dim: int) -> jax.Array:
-    """`width` keys from `first` on; nothing is copied where that is all of them."""
+def _keys(x: jax.Array, first: Index, width: int, dim: int) -> jax.Array:
+    """Take `width` keys from `first` on along a dim; nothing is copied where these are all keys."""
     if isinstance(first, int):
         return jax.lax.slice_in_dim(x, first, first + width, axis=dim)
     return jax.lax.dynamic_slice_in_dim(x, first, width, axis=dim)
 
 
-def _mask(group: Group, start: Any, first: Any, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
-    """bool [B or 1, Q, S] of the block that starts at query `start`."""
+def _mask(group: Group, start: Index, first: Index, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
+    """Make the mask of the block that starts at query `start` and key `first`: bool [B or 1, Q, S]."""
     queries, keys = start + jnp.arange(group.size), first + jnp.arange(group.width)
     own = None if segments_BL is None else _keys(segments_BL, start, group.size, 1)
     seen = None if segments_BL is None else _keys(segments_BL, first, group.width, 1)
@@ -83,8 +95,8 @@ def _mask(group: Group, start: Any, first: Any, segments_BL: jax.Array | None, f
     )
 
 
-def _each_block(group: Group, body: Any, carry: Any) -> tuple[Any, Any]:
-    """`body(carry, start)` for every block of a group; results are stacked along a leading dim [blocks]."""
+def _each_block(group: Group, body: Callable[[Any, Index], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+    """Call `body(carry, start)` for every block of a group; results are stacked along a leading dim [blocks]."""
     if group.blocks == 1:
         carry, out = body(carry, group.start)
         return carry, jax.tree.map(lambda x: x[None], out)
@@ -92,7 +104,7 @@ def _each_block(group: Group, body: Any, carry: Any) -> tuple[Any, Any]:
 
 
 def _rows(blocks: jax.Array) -> jax.Array:
-    """[blocks, B, G, R, Q, ...] -> [B, G, R, blocks * Q, ...]."""
+    """Join the rows of blocks: [blocks, B, G, R, Q, ...] -> [B, G, R, blocks * Q, ...]."""
     moved = jnp.moveaxis(blocks, 0, 3)
     return moved.reshape(*moved.shape[:3], -1, *moved.shape[5:])
 
@@ -119,13 +131,13 @@ def _forward(
     form: AttentionForm,
     block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The result [B, L, H, K] and the log of the sum of exponentials, float32 [B, G, R, L, 1]."""
+    """Compute the result [B, L, H, K] and the log of the sum of exponentials, float32 [B, G, R, L, 1]."""
     length = q_BLHK.shape[1]
     q, k, v = _split(q_BLHK, k_BLGK.shape[2]), _swap(k_BLGK), _swap(v_BLGK)
     outs, statistics = [], []
     for group in cut_sequence(length, block, causal=form.causal, window=form.window):
 
-        def attend(carry: None, start: Any, group: Group = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def attend(carry: None, start: Index, group: Group = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             mask = _mask(group, start, first, segments_BL, form)
@@ -159,15 +171,34 @@ def _attend(
 
 
 def _attend_forward(
-    q: Any, k: Any, v: Any, segments: Any, form: AttentionForm, block: int, parts: int
-) -> tuple[Any, Any]:
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    form: AttentionForm,
+    block: int,
+    parts: int,
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     forward = functools.partial(_forward, form=form, block=block)
-    out, statistics = _in_parts(forward, parts, q, k, v, segments)
-    out = checkpoint_name(out, KERNEL_RESIDUALS)
-    return out, (q, k, v, segments, out, checkpoint_name(statistics, KERNEL_RESIDUALS))
+    out_BLHK, statistics = _in_parts(forward, parts, q_BLHK, k_BLGK, v_BLGK, segments_BL)
+    out_BLHK = checkpoint_name(out_BLHK, KERNEL_RESIDUALS)
+    return out_BLHK, (
+        q_BLHK,
+        k_BLGK,
+        v_BLGK,
+        segments_BL,
+        out_BLHK,
+        checkpoint_name(statistics, KERNEL_RESIDUALS),
+    )
 
 
-def _attend_backward(form: AttentionForm, block: int, parts: int, saved: Any, gradient_BLHK: Any) -> tuple[Any, ...]:
+def _attend_backward(
+    form: AttentionForm,
+    block: int,
+    parts: int,
+    saved: tuple[jax.Array | None, ...],
+    gradient_BLHK: jax.Array,
+) -> tuple[jax.Array | None, ...]:
     backward = functools.partial(_backward, form=form, block=block)
     return *_in_parts(backward, parts, *saved, gradient_BLHK), None
 
@@ -183,19 +214,19 @@ def _backward(
     form: AttentionForm,
     block: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v, from what the forward pass kept."""
+    """Compute the gradients of q, k and v from the arrays that the forward pass kept."""
     length, groups = q_BLHK.shape[1], k_BLGK.shape[2]
     q, k, v = _split(q_BLHK, groups), _swap(k_BLGK), _swap(v_BLGK)
     out, gradient = _split(out_BLHK, groups), _split(gradient_BLHK, groups)
     repeats, scale = q.shape[2], 1 / math.sqrt(q.shape[-1])
-    # The softmax's own term: the same for all keys of a query.
+    # The term of the softmax's gradient that is the same for all keys of a query.
     own = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    # From k, so that inside `jax.shard_map` they are known to vary over the axes that the sums will vary over.
+    # Derived from k, so that inside `jax.shard_map` they vary over the same axes as the sums will.
     zeros = constrain(jnp.where(k == k, jnp.float32(0), jnp.float32(0)), "batch", "activation_kv_heads", None, None)
     sums, d_queries = (zeros, zeros), []
     for group in reversed(cut_sequence(length, block, causal=form.causal, window=form.window)):
 
-        def pull(sums: Any, start: Any, group: Group = group) -> tuple[Any, jax.Array]:
+        def pull(sums: Pair, start: Index, group: Group = group) -> tuple[Pair, jax.Array]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             queries, d_out, statistic, own_term = (
@@ -203,7 +234,8 @@ def _backward(
             )
             mask_BSP = jnp.tile(_mask(group, start, first, segments_BL, form).swapaxes(1, 2), (1, 1, repeats))
             # Keys times queries: XLA for CPU multiplies at half the rate where a product sums over the rows of its left
-            # matrix, which in this order one of the three gradients does instead of two. Not measured elsewhere.
+            # matrix, which in this order one of the three gradients does instead of two. Other backends were not
+            # measured.
             plain = jnp.einsum("bgsk,bgpk->bgsp", keys, queries, preferred_element_type=jnp.float32)
             plain = capped(plain * scale, form.softcap)
             weights = jnp.exp(jnp.where(mask_BSP[:, None], plain, MASKED) - statistic.swapaxes(2, 3))
@@ -211,7 +243,7 @@ def _backward(
             d_scores = weights * (d_weights - own_term.swapaxes(2, 3))
             if form.softcap is not None:
                 d_scores = d_scores * (1 - jnp.square(plain / form.softcap))
-            # In the dtype of the inputs, or autodiff's float32 products would cost a multiple of theirs.
+            # In the dtype of the inputs, because float32 products take several times as long.
             d_scores, weights = (d_scores * scale).astype(q.dtype), weights.astype(q.dtype)
             d_query = jnp.einsum("bgsp,bgsk->bgpk", d_scores, keys)
             d_key = jnp.einsum("bgsp,bgpk->bgsk", d_scores, queries, preferred_element_type=jnp.float32)
@@ -226,12 +258,12 @@ def _backward(
 
 
 def _merge(x_BGRQX: jax.Array) -> jax.Array:
-    """[B, G, R, Q, X] -> [B, G, P, X]."""
+    """Join the queries of a group of heads: [B, G, R, Q, X] -> [B, G, P, X]."""
     return x_BGRQX.reshape(*x_BGRQX.shape[:2], -1, x_BGRQX.shape[-1])
 
 
-def _add(total_BGSK: jax.Array, part: jax.Array, first: Any) -> jax.Array:
-    """The total with `part` added to the keys from `first` on."""
+def _add(total_BGSK: jax.Array, part: jax.Array, first: Index) -> jax.Array:
+    """Add `part` to the keys of the total from `first` on."""
     if part.shape == total_BGSK.shape:
         return total_BGSK + part
     old = _keys(total_BGSK, first, part.shape[2], 2)
@@ -251,15 +283,20 @@ def blockwise_attention(
     block: int | None = None,
     parts: int | None = None,
 ) -> jax.Array:
-    """Attention of a sequence to itself: [B, L, H, K] in the dtype of q; scores and softmax in float32.
+    """Compute the attention of a sequence to itself by blocks of queries; scores and softmax are in float32.
 
     Args:
-        q_BLHK, k_BLGK, v_BLGK: any float dtype; H must be a multiple of G.
-        segments_BL: packed documents that do not see each other; None: one a row.
-        form: who sees whom.
-        block: queries of a block; None: what suits the platform.
-        parts: of the rows, which must divide by it, one after the other; None: as many as keep scores in the caches of
-            a CPU. The numbers are the same.
+        q_BLHK: queries, any float dtype; H must be a multiple of G.
+        k_BLGK: keys, the same dtype.
+        v_BLGK: values, the same dtype.
+        segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
+        form: the settings of attention.
+        block: queries of a block; None: a size that suits the platform.
+        parts: number of equal parts in which the rows are processed, one after the other; it must divide B. None: as
+            many as keep the scores in the caches of a CPU. The results are the same for every value.
+
+    Returns:
+        [B, L, H, K] in the dtype of q.
     """
     block = block or block_size(platform(), q_BLHK.shape[1])
     return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block, parts or parts_of_batch(q_BLHK, form, block))

@@ -1,6 +1,6 @@
-"""Attention by cuDNN's fused kernel on NVIDIA GPUs: memory linear in the sequence. What it cannot do, it refuses.
+"""Attention by cuDNN's fused kernel on NVIDIA GPUs: its memory is linear in the length.
 
-Shapes as in `attention.py`: B batch, L positions, H query heads, G key-value heads, K head dim.
+Shapes: B batch, L length, H query heads, G key-value heads, K head_dim.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ _KEYS = ("batch", "sequence", "activation_kv_heads", None)
 
 
 def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None, form: AttentionForm) -> str | None:
-    """Why cuDNN cannot take these queries where the step runs, or None.
+    """Return why cuDNN cannot compute these queries on the devices of the step, or None where it can.
 
     Args:
         q_BLHK, k_BLGK: queries and keys.
-        segments_BL: packed documents, which the kernel knows by their ends only.
-        form: which pairs of a query and a key are computed.
+        segments_BL: numbers of packed documents; the kernel takes only the length of each row.
+        form: the settings of attention.
     """
     layout = current_layout()
     device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
@@ -51,15 +51,28 @@ def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None,
 
 
 def _capability(device: Any) -> tuple[int, int] | None:
-    """Major and minor version; None where the device does not say (compile-only ones on some versions)."""
+    """Return the major and minor version of a GPU; None where the device has no such attribute.
+
+    Compile-only devices of some versions of jax have none.
+    """
     text = str(getattr(device, "compute_capability", ""))
     major, dot, minor = text.partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
 
 
 def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, form: AttentionForm) -> jax.Array:
-    """Softmax attention of a sequence to itself: [B, L, H, K] in the dtype of q; softmax in float32 inside."""
-    # jax counts the keys before a query, the form that query too.
+    """Compute the attention of a sequence to itself by cuDNN's kernel; its softmax is in float32.
+
+    Args:
+        q_BLHK: queries, bfloat16 or float16; H must be a multiple of G.
+        k_BLGK: keys, the same dtype.
+        v_BLGK: values, the same dtype.
+        form: the settings of attention.
+
+    Returns:
+        [B, L, H, K] in the dtype of q.
+    """
+    # jax counts only the keys before a query; the form counts the query's own position too.
     window = None if form.window is None else (form.window - 1, 0)
 
     def local(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
@@ -70,7 +83,7 @@ def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, for
     layout = current_layout()
     if layout is None or layout.manual == frozenset(layout.mesh.axis_names) or layout.mesh.size == 1:
         return local(q_BLHK, k_BLGK, v_BLGK)
-    # On the shards: jax's own partitioning of the kernel does not work inside a region that is manual over some axes
-    # (an assertion in custom_partitioning, jax 0.10.2), which accumulation over `data` and pipelines are.
+    # On each shard, because jax's own partitioning of the kernel fails inside a region that is manual over some axes
+    # (an assertion in custom_partitioning, jax 0.10.2), as accumulation over `data` and pipelines are.
     queries, keys = spec_of(layout, *_QUERIES), spec_of(layout, *_KEYS)
     return run_manually(local, layout, (q_BLHK, k_BLGK, v_BLGK), in_specs=(queries, keys, keys), out_specs=queries)

@@ -1,6 +1,6 @@
-"""Attention by the splash kernel on TPUs (Pallas, shipped with jax): memory linear in the sequence.
+"""Attention by the splash kernel on TPUs (Pallas, shipped with jax): its memory is linear in the length.
 
-Shapes as in `attention.py`: B batch, L positions, H query heads, G key-value heads, K head dim.
+Shapes: B batch, L length, H query heads, G key-value heads, K head_dim.
 """
 
 import math
@@ -24,7 +24,7 @@ _LARGEST_BLOCK = 512
 
 
 def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None, form: AttentionForm) -> str | None:
-    """Why the kernel cannot take these queries where the step runs, or None; arguments as of `splash_attention`."""
+    """Return why the kernel cannot compute these queries on the devices of the step, or None; arguments as there."""
     layout = current_layout()
     case = AttentionCase(
         platform(),
@@ -47,18 +47,23 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of a sequence to itself: [B, L, H, K] in the dtype of q; softmax in float32 inside.
+    """Compute the attention of a sequence to itself by the splash kernel; its softmax is in float32.
 
     Args:
-        q_BLHK, k_BLGK, v_BLGK: H must be a multiple of G.
-        segments_BL: packed documents that do not see each other; None: one a row.
-        form: who sees whom.
-        interpret: run the kernel's steps as plain operations, on any platform, for tests.
+        q_BLHK: queries, any float dtype; H must be a multiple of G.
+        k_BLGK: keys, the same dtype.
+        v_BLGK: values, the same dtype.
+        segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
+        form: the settings of attention.
+        interpret: whether the kernel's steps run as plain operations, on any platform; for tests.
+
+    Returns:
+        [B, L, H, K] in the dtype of q.
     """
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        # The kernel does not scale scores. In the dtype of q: a power of two for head dims of 64 and 256, else one
-        # rounding of the queries.
+        # The kernel does not scale scores, so that the queries are scaled, in their dtype: exactly where head_dim is 64
+        # or 256 (a power of two), else with one rounding.
         scaled = q * jnp.asarray(1 / math.sqrt(q.shape[-1]), q.dtype)
         kernel: Any = _kernel(q.shape[2], q.shape[1], form, interpret=interpret)
         heads_first = [x.transpose(0, 2, 1, 3) for x in (scaled, k, v)]
@@ -75,8 +80,8 @@ def splash_attention(
     if layout is None or layout.mesh.size == 1 or layout.manual == frozenset(layout.mesh.axis_names):
         return local(q_BLHK, k_BLGK, v_BLGK, *constants)
     queries, keys = spec_of(layout, *_QUERIES), spec_of(layout, *_KEYS)
-    # Unchecked: a Pallas call does not say over which axes its result varies. Every axis of more than one device is in
-    # the specs (`refusal` asks for heads that divide), so no gradient waits for a sum.
+    # Unchecked, because a Pallas call does not say over which axes its result varies. Every axis of more than one
+    # device is in the specs (`refusal` asks for heads that divide), so that no gradient needs a sum over devices.
     return run_manually(
         local,
         layout,
@@ -89,15 +94,15 @@ def splash_attention(
     )
 
 
-def _segment_ids(segments_L: jax.Array) -> Any:
+def _segment_ids(segments_L: jax.Array) -> Any:  # a class of Pallas, which is imported only where a TPU needs it
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel.SegmentIds(segments_L, segments_L)
 
 
-def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool) -> Any:
-    """The kernel for one row: q [H, L, K], k and v [G, L, K] -> [H, L, K]."""
-    # Imported here: Pallas costs 0.3 s of start-up that only TPUs need.
+def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool) -> Any:  # a class of Pallas
+    """Make the kernel for one row: q [H, L, K], k and v [G, L, K] -> [H, L, K]."""
+    # Imported here, because Pallas adds 0.3 s to the start and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
