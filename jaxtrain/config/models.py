@@ -3,7 +3,8 @@
 A model group may name a `size`: that row of the table gives the value of every key that the user left out.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,26 +23,28 @@ _LLAMA3 = dict(
     vocab_size=128256, max_sequence_length=8192, position="rotary", rope_theta=500000.0, norm="rmsnorm",
     norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8,
 )  # fmt: skip
-_LLAMA31: dict[str, Any] = _LLAMA3 | dict(
-    max_sequence_length=131072,
-    rope_scaling=dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),
-)
-_LLAMA32 = _LLAMA31 | dict(tie_embeddings=True, rope_scaling=_LLAMA31["rope_scaling"] | dict(factor=32.0))
-_MIXTRAL: dict[str, Any] = dict(
+_ROPE31 = dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
+_LLAMA31 = _LLAMA3 | dict(max_sequence_length=131072, rope_scaling=_ROPE31)
+_LLAMA32 = _LLAMA31 | dict(tie_embeddings=True, rope_scaling=_ROPE31 | dict(factor=32.0))
+_MIXTRAL = dict(
     vocab_size=32000, max_sequence_length=32768, position="rotary", rope_theta=1e6, norm="rmsnorm",
     norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8, head_dim=128,
     experts=dict(num_experts=8, experts_per_token=2),
 )  # fmt: skip
 
 
-def _row(family: dict[str, Any], layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
-    return family | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
+# Key of a model group -> value.
+Size = dict[str, object]
+
+
+def _row(family: Mapping[str, object], layers: int, width: int, heads: int, **more: object) -> Size:
+    return {**family} | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
 
 
 # Sources: GPT-2, Radford et al. 2019 (openai/gpt-2 hparams); GPT-3, Brown et al. 2020, table 2.1 (its 13B row is
 # 5140 wide with 40 heads of 128, so num_heads x head_dim is not the width; all layers have dense attention here);
 # Llama 3, 3.1 and 3.2, Mixtral v0.1 (the base models): the config.json published with each model.
-TRANSFORMER_SIZES: dict[str, dict[str, Any]] = {
+TRANSFORMER_SIZES: dict[str, Size] = {
     "gpt2": _row(_GPT, 12, 768, 12),
     "gpt2_medium": _row(_GPT, 24, 1024, 16),
     "gpt2_large": _row(_GPT, 36, 1280, 20),
@@ -66,7 +69,7 @@ TRANSFORMER_SIZES: dict[str, dict[str, Any]] = {
 }
 
 # Source: He et al. 2015, table 1; models of 50 layers or more have bottleneck blocks.
-RESNET_SIZES: dict[str, dict[str, Any]] = {
+RESNET_SIZES: dict[str, Size] = {
     "resnet18": dict(stage_blocks=[2, 2, 2, 2], bottleneck=False),
     "resnet34": dict(stage_blocks=[3, 4, 6, 3], bottleneck=False),
     "resnet50": dict(stage_blocks=[3, 4, 6, 3], bottleneck=True),
@@ -74,7 +77,7 @@ RESNET_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def _fill(values: Any, sizes: dict[str, dict[str, Any]]) -> Any:
+def _fill(values: object, sizes: Mapping[str, Size]) -> object:
     """Returns the values with those of the named size where the user gave none."""
     if not isinstance(values, dict) or not isinstance(values.get("size"), str):
         return values
@@ -171,7 +174,7 @@ class TransformerConfig(Group):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_size(cls, values: Any) -> Any:
+    def _from_size(cls, values: object) -> object:
         return _fill(values, TRANSFORMER_SIZES)
 
     @model_validator(mode="after")
@@ -219,7 +222,7 @@ class ResNetConfig(Group):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_size(cls, values: Any) -> Any:
+    def _from_size(cls, values: object) -> object:
         return _fill(values, RESNET_SIZES)
 
 
