@@ -1,6 +1,6 @@
 """jaxtrain: functional JAX training on NVIDIA GPUs, TPUs and CPUs with one pure, sharded train step.
 
-The public names below are imported when first used, so that `import jaxtrain` is instant and does not start jax.
+A public name is imported when it is first used, so that `import jaxtrain` takes no time and does not start jax.
 """
 
 from importlib import import_module
@@ -57,6 +57,7 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 
+# Any: type checkers must accept every use of a public name.
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")

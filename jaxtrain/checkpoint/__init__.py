@@ -1,4 +1,4 @@
-"""Save, restore on any mesh, verify, keep and prune. Importing this loads neither jax nor Orbax."""
+"""Checkpoints: saved, verified, restored on any mesh, and deleted by rules. The import loads neither jax nor Orbax."""
 
 from jaxtrain.checkpoint.checkpointer import Checkpointer
 from jaxtrain.checkpoint.directory import CheckpointInfo

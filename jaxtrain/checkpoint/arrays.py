@@ -1,4 +1,4 @@
-"""Leaves of a state as Orbax stores them, and back: random keys as numbers, empty arrays by shape alone."""
+"""Turns the leaves of a state into what Orbax stores and back: random keys as numbers, empty arrays by shape alone."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,14 +11,14 @@ from jaxtrain.errors import CheckpointError
 
 
 def is_process_0() -> bool:
-    """Tell whether this process renames and deletes."""
+    """Return whether this process is the one that renames and deletes files."""
     import jax
 
     return jax.process_index() == 0
 
 
 def from_process_0(decide: Callable[[], int]) -> int:
-    """Return what process 0 decides; the others may see an older listing of a network file system."""
+    """Return what process 0 decides; other processes may see an older listing of a network file system."""
     import jax
 
     if jax.process_count() == 1:
@@ -30,7 +30,7 @@ def from_process_0(decide: Callable[[], int]) -> int:
 
 
 def everyone(succeeded: bool) -> bool:
-    """Tell whether all processes succeeded."""
+    """Return whether all processes succeeded."""
     import jax
 
     if jax.process_count() == 1:
@@ -52,7 +52,7 @@ def barrier(name: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a reader of an old checkpoint will ask for."""
+    """Return package -> version, "unknown" for one that is not installed, for the record of a step."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
@@ -65,16 +65,22 @@ def versions() -> dict[str, str]:
 
 
 def key_implementations(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Return the generator of each random key, which its numbers alone do not tell."""
+    """Return path -> name of the generator for each random key, which cannot be read from its numbers."""
     import jax
 
     return {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_key(leaf)}
 
 
 def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Orbax can store: no typed keys, no empty arrays (it refuses them), no Python numbers.
+    """Return the leaves in forms that Orbax can store: no typed keys, no empty arrays, no Python numbers.
 
-    Numbers get the byte order of this machine: Orbax writes the others and cannot read them back.
+    Numbers get the byte order of this machine, because Orbax writes other byte orders and cannot read them back.
+
+    Args:
+        leaves: path -> array, number or random key.
+
+    Returns:
+        Path -> array; leaves without elements are left out.
     """
     import jax
     import numpy
@@ -94,12 +100,21 @@ def _native(array: Any) -> Any:
 
 
 def digests(stored: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the digest of each stored array as JSON."""
+    """Return path -> digest of each stored array, as two integers for JSON."""
     return {name: list(value) for name, value in digest.digests(stored).items()}
 
 
 def on_one_device(entry: tuple[tuple[int, ...], str], info: CheckpointInfo, name: str) -> Any:
-    """Return a target for a saved leaf, whole on this process's first device."""
+    """Return a restore target for a saved leaf on the first device of this process, not sharded.
+
+    Args:
+        entry: shape and dtype of the saved leaf.
+        info: record of the step.
+        name: path of the leaf.
+
+    Returns:
+        A `jax.ShapeDtypeStruct` with a sharding, or a NumPy array for a dtype that jax would read with half the bits.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -110,7 +125,7 @@ def on_one_device(entry: tuple[tuple[int, ...], str], info: CheckpointInfo, name
         kind: Any = jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     else:
         kind = jnp.dtype(dtype)
-        if jax.dtypes.canonicalize_dtype(kind) != kind:  # jax would read it with half the bits
+        if jax.dtypes.canonicalize_dtype(kind) != kind:
             import numpy
 
             return numpy.empty(shape, kind)
@@ -122,12 +137,15 @@ def read_verified(files: storage.Storage, info: CheckpointInfo, wanted: Mapping[
 
     Args:
         files: open storage.
-        info: record of the step; its table agrees with `wanted`.
-        wanted: leaves of the target by path.
+        info: record of the step; its shapes and dtypes are those of `wanted`.
+        wanted: path -> leaf of the target.
+
+    Returns:
+        Path -> restored leaf, in the sharding of the target.
 
     Raises:
-        DamagedError: files are missing or unreadable, or an array is not what was saved.
-        CheckpointError: this machine cannot read it (no permission, no memory), which says nothing about the files.
+        DamagedError: files are missing or unreadable, or an array differs from what was saved.
+        CheckpointError: this machine cannot read them (no permission, no memory), although they may be intact.
     """
     specifications = {name: _specification(leaf, info, name) for name, leaf in wanted.items()}
     present = {name: leaf for name, leaf in specifications.items() if math.prod(leaf.shape)}
@@ -153,7 +171,7 @@ def read_verified(files: storage.Storage, info: CheckpointInfo, wanted: Mapping[
 
 
 def _specification(leaf: Any, info: CheckpointInfo, name: str) -> Any:
-    """Return what to read for a leaf: an abstract array with a sharding, or a numpy array for a leaf on the host."""
+    """Return what Orbax reads for a leaf: an abstract array with a sharding, or a NumPy array for one on the host."""
     import jax
     import numpy
 

@@ -19,23 +19,23 @@ from jaxtrain.runtime.remarks import print_remark
 class Checkpointer:
     """Saves and restores a train state (any pytree of arrays) in one directory.
 
-    Not for two writers at once: the run directory's lock sees to that. With several processes every process calls
-    every method, in the same order; process 0 decides and renames.
+    Only one writer may use a directory at a time. In a run of several processes, every process calls every method, in
+    the same order; process 0 decides and renames.
 
-    Saves form one line of steps. A save goes back when it follows the restore of an earlier step, or when its number is
-    not above the newest step: the later steps are abandoned, moved to `abandoned-<time>` once the save is complete, and
-    reported. Restoring alone moves nothing.
+    The steps of a directory form one sequence. A save goes back when it follows the restore of an earlier step, or when
+    its number is not above the newest step: the later steps are abandoned, moved to `abandoned-<time>` once the save is
+    complete, and reported. Restoring alone moves nothing.
 
     Args:
-        directory: where the steps lie; created by the first save.
-        keep_last: newest steps that stay.
-        keep_every: multiples of this stay for good; None for no such rule.
-        keep_best: the step with the lowest eval_loss stays.
-        read_only: never write, rename or delete.
-        report: receives one line when a damaged step is passed over, or steps are abandoned.
+        directory: folder of the steps; created by the first save.
+        keep_last: number of the newest steps that are kept.
+        keep_every: steps at multiples of this are never deleted; None: no such rule.
+        keep_best: whether the step with the lowest eval_loss is kept.
+        read_only: whether this object never writes, renames or deletes.
+        report: called with one line when a damaged step is skipped, or steps are abandoned.
 
     Raises:
-        ConfigError: the directory is a file, or `keep_last` or `keep_every` is below 1 or no whole number.
+        ConfigError: the directory is a file, or `keep_last` or `keep_every` is not an integer of at least 1.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Checkpointer:
         self._saving: Path | None = None
         self._cleared = False
         self._losses: dict[int, float | None] = {}
-        self._position: int | None = None  # the step that the caller's training stands at, as far as it is known here
+        self._position: int | None = None  # the step that the caller's training has reached, if it is known here
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +68,7 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """Return the saved steps in ascending order, without one that is still being written."""
+        """Return the numbers of the saved steps in ascending order, without one that is still being written."""
         steps = going_back.live_steps(self.directory)
         if not steps and not self._read_only and self._saving is None and arrays.is_process_0():
             # A kill while the only step was being replaced left that step in the directory of abandoned ones.
@@ -81,7 +81,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def info(self, step: int) -> CheckpointInfo:
-        """Return what is known of a step without reading its arrays.
+        """Return the record of a step without reading its arrays.
 
         Raises:
             CheckpointError: there is no such step, or its record is damaged.
@@ -91,7 +91,7 @@ class Checkpointer:
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Return the metadata given to `save`, of a step or of the newest one whose record is intact."""
+        """Return the metadata of a step, as given to `save`; None means the newest step whose record is intact."""
         if step is not None:
             return self.info(step).metadata
         for candidate in reversed(self._candidates()):
@@ -104,21 +104,21 @@ class Checkpointer:
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any], eval_loss: float | None = None) -> bool:
         """Copy the state and write it in the background.
 
-        When this returns, the buffers of `state` may be donated. A save that still runs is waited for first. Saving the
-        number of a saved step with other arrays goes back: the earlier step is moved aside as abandoned.
+        When this returns, the buffers of `state` may be donated. The method first waits for a save that is still being
+        written. A save under the number of a saved step with other arrays goes back: the earlier step is abandoned.
 
         Args:
             step: number of the step, 0 or more, as any integer scalar; its directory has this name.
             state: any pytree of arrays and numbers, in any sharding.
-            metadata: JSON stored with the step, atomically.
-            eval_loss: used by keep_best.
+            metadata: JSON values that are stored with the step, atomically.
+            eval_loss: loss for `keep_best`; None: not evaluated.
 
         Returns:
-            False if that step is saved already with the same arrays, and nothing was done.
+            False if the step was already saved with the same arrays, so that nothing was done; else True.
 
         Raises:
-            CheckpointError: this save or the one before failed, or an argument is of a wrong type; what is already
-                saved stays.
+            CheckpointError: this save or the one before failed, or an argument has a wrong type; steps that are already
+                saved are kept.
         """
         step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
         eval_loss = checks.checked_loss(eval_loss)
@@ -130,7 +130,7 @@ class Checkpointer:
         gone = first_deleted(flat)
         if gone is not None:
             raise CheckpointError(
-                f"cannot save checkpoint {path}: {gone} is deleted, since a step took this state over; save the state "
+                f"cannot save checkpoint {path}: {gone} is deleted, since a step took over this state; save the state "
                 "that the step returned: state, metrics = step(state, batch)"
             )
         leaves = {name: tree.describe(leaf, name) for name, leaf in flat.items()}
@@ -163,27 +163,30 @@ class Checkpointer:
         return True
 
     def add_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Record the eval_loss, for keep_best, of a step that was saved before it was evaluated."""
+        """Record the eval_loss of a step that was saved before it was evaluated, for `keep_best`."""
         self.wait()
         if arrays.is_process_0():
             directory.write_eval_loss(self.directory, step, float(eval_loss))
             self._losses[step] = float(eval_loss)
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
-        """Read a state straight into the shardings of the target, on any mesh and any number of processes.
+        """Read a state directly into the shardings of the target, on any mesh and any number of processes.
 
-        Names, shapes and dtypes are compared with the record before anything is read, and every array with its digest
-        after. Without `step` a damaged newest step is set aside and the one before is used. A save that follows the
-        restore of a whole state continues from it: steps after `step` are abandoned then. To look at an earlier step
-        while training goes on, open a second Checkpointer with `read_only=True`.
+        Names, shapes and dtypes are compared with the record before anything is read, and every array is compared with
+        its digest afterwards. Without `step`, a damaged newest step is renamed and the one before it is used. A save
+        that follows the restore of a complete state continues from it, and then abandons the steps after `step`. To
+        read an earlier step while training continues, open a second Checkpointer with `read_only=True`.
 
         Args:
-            target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays to be like.
-            step: an exact step; None for the newest that is intact.
-            prefix: path of the target inside the saved tree ("params"); the rest is not read.
+            target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays whose shape, dtype and sharding to use.
+            step: number of the step; None: the newest step that is intact.
+            prefix: path of the target inside the saved tree ("params"); the rest is not read. None: the complete tree.
+
+        Returns:
+            A tree like the target with the saved arrays, in the target's shardings.
 
         Raises:
-            CheckpointError: no step, another model, or nothing intact is left.
+            CheckpointError: there is no such step, it belongs to another model, or no intact step is left.
         """
         self.wait()
         wanted = tree.flatten(target, prefix=prefix)
@@ -200,7 +203,7 @@ class Checkpointer:
                 damaged.append(candidate)
                 reasons.append(str(error))
                 continue
-            # Only when an intact step is at hand: with all of them renamed, the next start would begin from nothing.
+            # Only once an intact step is found: with all steps renamed, the next run would start at step 0.
             self._set_aside(damaged, reasons, instead=candidate)
             if prefix is None:
                 self._position = candidate
@@ -211,28 +214,32 @@ class Checkpointer:
         )
 
     def check_like(self, target: Any) -> None:
-        """Compare names, shapes and dtypes with the newest record, as `restore` does, and read no array.
+        """Compare names, shapes and dtypes with the newest intact record, as `restore` does, without reading arrays.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` or arrays.
 
         Raises:
-            CheckpointError: no step, another model or another optimizer.
+            CheckpointError: there is no step, or it belongs to another model or optimizer.
         """
         self.wait()
         for candidate in reversed(self._candidates()):
-            with contextlib.suppress(DamagedError):  # `restore` tells of it, and takes the step before
+            with contextlib.suppress(DamagedError):  # `restore` reports it and uses the step before
                 _check_like(self.info(candidate), tree.flatten(target).leaves, None)
                 return
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
-        """Read every array of a step (one at a time) and compare it with its digest.
+        """Read every array of a step, one at a time, and compare it with its digest.
+
+        Args:
+            step: number of the step; None: the newest step.
 
         Returns:
-            What is known of the step.
+            The record of the step.
 
         Raises:
-            DamagedError: naming the first array that is not what was saved.
+            DamagedError: an array differs from what was saved; the message names the first one.
+            CheckpointError: there is no such step.
         """
         self.wait()
         chosen = self._candidates()[-1] if step is None else step
@@ -242,7 +249,7 @@ class Checkpointer:
         return info
 
     def wait(self) -> None:
-        """Block until the last save is committed, then delete what the policy does not keep.
+        """Wait until the last save is complete, then delete the steps that the rules do not keep.
 
         Raises:
             CheckpointError: that save failed.
@@ -260,7 +267,7 @@ class Checkpointer:
             self._prune()
 
     def check(self) -> None:
-        """Raise CheckpointError if a save in the background failed; cheap enough for every step."""
+        """Raise a CheckpointError if a save in the background has failed; cheap enough to call at every step."""
         if self._storage is None or self._saving is None:
             return
         try:
@@ -300,7 +307,7 @@ class Checkpointer:
                 self._make_room(path)
             except (OSError, CheckpointError) as error:
                 failure = error
-        # The other processes would wait in the save for a process that has given up.
+        # Otherwise the other processes would wait in the save for one that has failed.
         if not arrays.everyone(failure is None):
             raise failure or CheckpointError(f"cannot save checkpoint {path}: process 0 cannot write there")
 
@@ -318,12 +325,12 @@ class Checkpointer:
             going_back.begin(self.directory, after=after, step=step)
         if path.exists() or path.is_symlink():
             moved = directory.set_aside(self.directory, step, reason="foreign")
-            self._report(f"{path} is not a checkpoint of jaxtrain: it is renamed to {moved.name}")
+            self._report(f"{path} is not a checkpoint of jaxtrain; it was renamed to {moved.name}")
 
     def _failed(self, path: Path, error: BaseException) -> CheckpointError:
-        # Orbax's object keeps the unfinished work of the save; the next save begins with another one.
+        # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
         self._storage = None
-        # What a failed save has written fills the disk that the next one needs.
+        # The files of a failed save take the disk space that the next save needs.
         if arrays.is_process_0():
             directory.clear_leftovers(self.directory)
             self._settle()
@@ -334,7 +341,7 @@ class Checkpointer:
             self._losses.pop(step, None)
 
     def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Tell whether a saved step has the arrays of this record."""
+        """Return whether a saved step has the arrays of this record."""
         try:
             info = directory.read_info(self.directory, step)
         except DamagedError:
@@ -369,7 +376,7 @@ class Checkpointer:
 
 
 def _check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | None) -> None:
-    """Raise where the record of a step is not that of these leaves; says what of the state differs."""
+    """Raise a CheckpointError where the record of a step has other leaves; the message says what differs."""
     found = tree.difference(
         {name: leaf for name, leaf in info.leaves.items() if _is_inside(name, prefix)},
         {name: tree.describe(leaf, name) for name, leaf in wanted.items()},

@@ -1,4 +1,4 @@
-"""What a caller gives to a Checkpointer, checked before anything is waited for or written."""
+"""Checks of what a caller gives to a Checkpointer, made before it waits for or writes anything."""
 
 import operator
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from jaxtrain.errors import CheckpointError, ConfigError
 
 
 def checked_step(step: Any) -> int:
-    """Return a step number as an int; NumPy and jax integers are taken too.
+    """Return a step number, which may be an integer of Python, NumPy or jax, as an int.
 
     Raises:
-        CheckpointError: it is negative or no whole number.
+        CheckpointError: the step is negative or not an integer.
     """
     found = _whole(step)
     if found is None or found < 0:
-        raise CheckpointError(f"cannot save step {step!r}: use a whole number of 0 or more, as int(state.step)")
+        raise CheckpointError(f"cannot save step {step!r}: use an integer of 0 or more, such as int(state.step)")
     return found
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Return the metadata as a dict.
+    """Return the metadata of a step as a dict.
 
     Raises:
-        CheckpointError: it is no mapping.
+        CheckpointError: the metadata is not a mapping.
     """
     if not isinstance(metadata, Mapping):
         raise CheckpointError(f"metadata of a checkpoint is a {type(metadata).__name__}: use a dict, {{}} for nothing")
@@ -31,10 +31,10 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def checked_loss(eval_loss: Any) -> float | None:
-    """Return the loss as a float, or None where there is none.
+    """Return an evaluation loss as a float, or None where there is none.
 
     Raises:
-        CheckpointError: it is no number.
+        CheckpointError: the loss is not a number.
     """
     if eval_loss is None:
         return None
@@ -49,18 +49,22 @@ def checked_loss(eval_loss: Any) -> float | None:
 
 
 def checked_counts(*, keep_last: Any, keep_every: Any) -> dict[str, int | None]:
-    """Return what says how many steps stay.
+    """Return the rules for how many steps are kept, as integers.
+
+    Args:
+        keep_last: number of the newest steps that are kept.
+        keep_every: steps at multiples of this are never deleted; None: no such rule.
 
     Raises:
-        ConfigError: one of them is below 1 or no whole number.
+        ConfigError: one of them is not an integer of at least 1.
     """
     last, every = _whole(keep_last), None if keep_every is None else _whole(keep_every)
     if last is None or last < 1:
         raise ConfigError(
-            f"keep_last is {keep_last!r}: at least the newest checkpoint must stay (a whole number, keep_last >= 1)"
+            f"keep_last is {keep_last!r}: use an integer of 1 or more, because the newest checkpoint is always kept"
         )
     if keep_every is not None and (every is None or every < 1):
-        raise ConfigError(f"keep_every is {keep_every!r}: use a whole number of 1 or more, or None for no such rule")
+        raise ConfigError(f"keep_every is {keep_every!r}: use an integer of 1 or more, or None for no such rule")
     return {"keep_last": last, "keep_every": every}
 
 

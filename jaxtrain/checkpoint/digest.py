@@ -1,12 +1,12 @@
-"""A digest of an array that is the same on every mesh, because Orbax does not notice a flipped bit.
+"""A digest of an array that is the same on every mesh, because Orbax does not detect a flipped bit.
 
-Each element's bits are mixed with its position in the whole array, and the results are summed modulo 2^32. Integer
-addition is associative, so the order in which shards are summed does not matter. The mixing is a bijection of the bits
-for a fixed position: a change of a single element always changes the first sum.
+The bits of each element are mixed with its position in the global array, and the results are summed modulo 2^32.
+Integer addition is associative, so the order in which shards are summed does not matter. For a fixed position the
+mixing is a bijection of the bits, so a change of one element always changes the first sum.
 
-The same arithmetic runs in two places. What lies in host memory is summed by numpy: about 2 ns an element, where a
-compiled program costs 50 ms per shape before it sums anything. What lies on an accelerator, or on other processes too,
-is summed there.
+The same arithmetic runs in two places. Arrays in host memory are summed by NumPy, at about 2 ns per element; a compiled
+program costs 50 ms per shape before it sums anything. Arrays on an accelerator, or sharded over several processes, are
+summed on their devices.
 """
 
 import functools
@@ -22,16 +22,23 @@ _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _BITS, _POSITION = np.uint32(0x9E3779B1), np.uint32(0x165667B1)
 _ONE, _TWO, _13, _16 = np.uint32(1), np.uint32(2), np.uint32(13), np.uint32(16)
 
-# Elements of a block that stays in a core's cache with its intermediate results.
+# Elements per block: a block and its intermediate results fit into the cache of a core.
 _BLOCK = 1 << 15
-# Below this an accelerator's array is cheaper to fetch than its program is to compile.
+# Up to this size, copying an accelerator's array to the host takes less time than compiling its program.
 _SMALL_BYTES = 1 << 20
 
 
 def digests(arrays: Mapping[str, Any]) -> dict[str, Digest]:
-    """Digest each array (jax or numpy, any dtype, any sharding); with several processes all of them call this.
+    """Return the digest of each array; in a run of several processes, all of them call this.
 
-    Each result is awaited before the next begins: dozens of all-reduces in flight deadlock on emulated CPU devices.
+    Each result is awaited before the next begins, because dozens of concurrent all-reduces deadlock on emulated CPU
+    devices.
+
+    Args:
+        arrays: path -> jax or NumPy array of any dtype, in any sharding.
+
+    Returns:
+        Path -> two sums below 2^32.
     """
     return {path: _host_digest(array) if _is_near(array) else _device_digest(array) for path, array in arrays.items()}
 
@@ -51,7 +58,7 @@ def _is_near(array: Any) -> bool:
     if not isinstance(array, jax.Array):
         return True
     if not array.is_fully_addressable:
-        # A replica of its own is enough, however many processes hold others.
+        # This process's own replica is enough, however many other processes hold one.
         return array.is_fully_replicated and _is_near(array.addressable_data(0))
     in_host_memory = array.sharding.memory_kind == "pinned_host" or next(iter(array.devices())).platform == "cpu"
     return in_host_memory or array.nbytes <= _SMALL_BYTES
@@ -69,18 +76,18 @@ def _host_digest(array: Any) -> Digest:
 
 
 def _gathered(array: Any) -> np.ndarray:
-    """Return an array's elements on the host; jax's own conversion would keep its copy as long as the array lives."""
+    """Return an array's elements on the host; jax's own conversion keeps its copy until the array is deleted."""
     import jax
 
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     if array.is_fully_replicated:
         return np.asarray(array.addressable_data(0))
-    whole = np.empty(array.shape, array.dtype)
+    gathered = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            whole[shard.index] = np.asarray(shard.data)
-    return whole
+            gathered[shard.index] = np.asarray(shard.data)
+    return gathered
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
@@ -92,7 +99,7 @@ def _host_words(array: np.ndarray) -> np.ndarray:
 
 def _device_digest(array: Any) -> Digest:
     first, second = _program()(array)
-    # A scalar is replicated: with several processes only this process's copy can be read.
+    # The sums are replicated; a process can read only its own copy.
     return int(first.addressable_data(0)), int(second.addressable_data(0))
 
 
@@ -100,12 +107,12 @@ def _device_digest(array: Any) -> Digest:
 def _program() -> Any:
     import jax
 
-    # What lies in the host's memory for several processes is summed on their devices.
+    # Arrays of several processes in host memory are summed on the devices too.
     return jax.jit(lambda array: _sums(*_device_words(jax.device_put(array, jax.memory.Space.Device))))
 
 
 def _device_words(array: Any) -> tuple[Any, Any]:
-    """Return the bits of every element as uint32 and their positions; wide elements get trailing dims of words."""
+    """Return the bits of every element as uint32, and their positions; elements above 32 bits become several words."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -131,7 +138,7 @@ def _device_bits(array: Any) -> Any:
 
 
 def _width(dtype: Any) -> int:
-    """Return the bits of a number of this dtype; 4 for int4 although it takes a byte on the host."""
+    """Return the number of bits of a dtype: 4 for int4, although it takes a byte on the host."""
     import jax.numpy as jnp
 
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits

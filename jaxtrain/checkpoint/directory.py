@@ -1,7 +1,8 @@
-"""What lies in a checkpoint directory, read without jax or Orbax: steps, their record, what to keep, what to set aside.
+"""The content of a checkpoint directory, handled without jax or Orbax: steps, their records, what is kept or renamed.
 
-A step is a real directory whose name is its number and which holds our item `jaxtrain`; anything else is ignored. Orbax
-writes into a directory with another name and renames it at the end, so a step that has its name is complete.
+A step is a directory (not a link) whose name is its number and which holds our item `jaxtrain`; everything else is
+ignored. Orbax writes into a directory with another name and renames it at the end, so a directory with the name of a
+step is complete.
 """
 
 import hashlib
@@ -26,12 +27,24 @@ _TRASH = ".pruned"
 
 
 class DamagedError(CheckpointError):
-    """A step that cannot be read or does not hold what was saved; an older step may be used instead."""
+    """A step cannot be read, or does not hold what was saved; an older step may be used instead."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A saved step, known without reading its arrays."""
+    """The record of a saved step, read without its arrays.
+
+    Attributes:
+        step: number of the step.
+        path: its directory.
+        metadata: the JSON values that were given to `save`.
+        leaves: path -> shape and dtype of each leaf.
+        digests: path -> digest of each stored array.
+        key_implementations: path -> generator of each random key.
+        eval_loss: evaluation loss of the step; None: not evaluated.
+        versions: package -> version that saved the step.
+        saved_at: time of the save, ISO 8601.
+    """
 
     step: int
     path: Path
@@ -45,25 +58,29 @@ class CheckpointInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays in memory (before compression)."""
+        """The bytes of all arrays in memory, before compression."""
         return sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in self.leaves.values())
 
 
 def _itemsize(dtype: str) -> int:
     if dtype.startswith("key<"):
-        return 8  # threefry; other generators differ by a few bytes a key
+        return 8  # threefry; keys of other generators differ by a few bytes
     bits = re.search(r"\d+", dtype)
-    # Numbers narrower than a byte take a whole one outside an accelerator.
+    # Numbers narrower than a byte take one byte each outside an accelerator.
     return max(1, int(bits.group()) // 8) if bits else 1
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Return where a step lies or will lie."""
+    """Return the directory of a step, which need not exist."""
     return directory / str(step)
 
 
 def list_steps(directory: Path) -> list[int]:
-    """Return the saved steps in ascending order; a directory that does not exist has none."""
+    """Return the numbers of the saved steps in ascending order; a directory that does not exist has none.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
     try:
         entries = list(directory.iterdir())
     except FileNotFoundError:
@@ -76,10 +93,10 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record as it is stored: plain JSON with a checksum of itself.
+    """Return the record as it is stored: JSON values with a checksum.
 
     Raises:
-        CheckpointError: the metadata is not JSON.
+        CheckpointError: the metadata cannot be written as JSON.
     """
     try:
         plain = json.loads(json.dumps(content))
@@ -96,7 +113,7 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
     """Read the record of a step.
 
     Raises:
-        DamagedError: it is missing, unreadable or altered.
+        DamagedError: the record is missing, unreadable or altered.
         CheckpointError: a newer jaxtrain wrote it, or this user may not read it.
     """
     path = step_path(directory, step)
@@ -130,7 +147,7 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
 
 
 def write_eval_loss(directory: Path, step: int, eval_loss: float) -> None:
-    """Put the eval_loss of a saved step into its record, which is replaced as a whole.
+    """Write the eval_loss of a saved step into its record, which is replaced atomically.
 
     Raises:
         CheckpointError: the record is damaged or cannot be written.
@@ -146,13 +163,13 @@ def write_eval_loss(directory: Path, step: int, eval_loss: float) -> None:
 def steps_to_keep(
     losses: Mapping[int, float | None], *, keep_last: int, keep_every: int | None, keep_best: bool
 ) -> set[int]:
-    """Choose which steps stay.
+    """Return the steps that are kept.
 
     Args:
-        losses: eval_loss of every saved step, None where it was not evaluated.
-        keep_last: how many of the newest stay.
-        keep_every: multiples of this stay; None for no such rule.
-        keep_best: the step with the lowest finite loss stays (the earliest of equals).
+        losses: step -> eval_loss of every saved step; None where it was not evaluated.
+        keep_last: number of the newest steps that are kept.
+        keep_every: steps at multiples of this are kept; None: no such rule.
+        keep_best: whether the step with the lowest finite loss is kept (of equal losses the earliest).
     """
     kept = set(sorted(losses)[-keep_last:])
     if keep_every is not None:
@@ -164,7 +181,7 @@ def steps_to_keep(
 
 
 def remove(directory: Path, steps: Iterable[int]) -> None:
-    """Delete steps, each renamed first: a kill in between leaves no half-deleted step under its name."""
+    """Delete steps, each renamed first, so that a kill leaves no incomplete directory under the name of a step."""
     for step in steps:
         trash = directory / f"{step}{_TRASH}"
         shutil.rmtree(trash, ignore_errors=True)
@@ -176,7 +193,7 @@ def remove(directory: Path, steps: Iterable[int]) -> None:
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Delete what an interrupted save or removal left behind."""
+    """Delete the directories that an interrupted save or removal left behind."""
     for entry in list(directory.iterdir()) if directory.is_dir() else []:
         number, dot, suffix = entry.name.partition(".")
         leftover = number.isdecimal() and f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH))
@@ -185,7 +202,11 @@ def clear_leftovers(directory: Path) -> None:
 
 
 def set_aside(directory: Path, step: int, *, reason: str) -> Path:
-    """Rename what lies at a step's path to `<step>.<reason>-<time>` and return the path it has then."""
+    """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
     source = step_path(directory, step)
     target = directory / f"{step}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
     try:

@@ -1,7 +1,8 @@
-"""Going back to an earlier step: what came after it is moved aside once a save of the new line is complete.
+"""Going back to an earlier step: the steps after it are moved away once the first save of the new line is complete.
 
-The order makes a kill harmless. A note is written first, then the new step, and only then are the abandoned steps
-moved: until the new step is complete the old line counts, and after that the new one alone, whatever was already moved.
+A line is a sequence of steps of one training. The order of operations makes a kill harmless: first a note is written,
+then the new step, and only then are the abandoned steps moved. Until the new step is complete, the steps of the old
+line are the valid ones; after that those of the new line are, whatever was already moved.
 """
 
 import json
@@ -23,9 +24,9 @@ class GoingBack:
     """A save that begins a new line of steps.
 
     Attributes:
-        after: the steps above this one are abandoned.
-        step: the step that is saved; the first of the new line.
-        folder: name of the directory, beside the steps, that receives the abandoned ones.
+        after: steps above this number are abandoned.
+        step: number of the saved step, the first of the new line.
+        folder: name of the directory, beside the steps, to which abandoned steps are moved.
         replaces: whether the old line has a step of the same number.
     """
 
@@ -36,7 +37,7 @@ class GoingBack:
 
 
 def live_steps(directory: Path) -> list[int]:
-    """Return the steps of the line that counts in ascending order, without those that a new line has abandoned.
+    """Return the steps of the valid line in ascending order, without those that a new line has abandoned.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -50,7 +51,7 @@ def live_steps(directory: Path) -> list[int]:
 
 
 def begin(directory: Path, *, after: int, step: int) -> None:
-    """Note that the save of `step` abandons every step above `after`; a step of the same number is moved aside.
+    """Write the note that the save of `step` abandons every step above `after`, and move away a step of that number.
 
     Raises:
         CheckpointError: a file cannot be written or renamed.
@@ -67,14 +68,14 @@ def begin(directory: Path, *, after: int, step: int) -> None:
 
 
 def settle(directory: Path, report: Callable[[str], None]) -> list[int]:
-    """Finish what a note says: move the abandoned steps aside where the new step is complete, else undo the note.
+    """Carry out a note: move the abandoned steps away where the new step is complete, else undo the note.
 
     Args:
-        directory: of the steps.
-        report: receives one line when steps were abandoned.
+        directory: folder of the steps.
+        report: called with one line when steps were abandoned.
 
     Returns:
-        The steps that were abandoned.
+        The numbers of the abandoned steps.
 
     Raises:
         CheckpointError: a step cannot be renamed.
@@ -113,7 +114,7 @@ def abandoned_folders(directory: Path) -> list[Path]:
 
 
 def _is_complete(directory: Path, noted: GoingBack, steps: Iterable[int]) -> bool:
-    # Where the old line has that step too, the new one is there only once the old one is in the folder.
+    # Where the old line has a step of that number too, the new one is complete only if the old one was moved away.
     return noted.step in steps and (not noted.replaces or (directory / noted.folder / str(noted.step)).is_dir())
 
 

@@ -1,7 +1,7 @@
-"""The one file that talks to Orbax: writes a flat dictionary of arrays with a record, and reads chosen arrays back.
+"""The one file that calls Orbax: it writes a flat dictionary of arrays with a record, and reads chosen arrays back.
 
-`AsyncCheckpointer` is used below `CheckpointManager`: the manager counts any directory with a number for a name as a
-step, so that an empty `77/` makes it refuse to save step 50 without a word, and it would delete what it did not write.
+`AsyncCheckpointer` is used without `CheckpointManager`: the manager takes any directory with a number for a name for a
+step, so that with an empty `77/` it silently refuses to save step 50, and it would delete files of others.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jaxtrain.checkpoint.directory import ARRAYS_ITEM, RECORD_ITEM
 from jaxtrain.errors import CheckpointError
 
 _SAVE_TIMEOUT_SECONDS = 1200
-# After a failed read the others that were started end within this time, while what they print is held back.
+# After a failed read, the other reads end within this time, during which their output is suppressed.
 _PENDING_READS_SECONDS = 0.5
 
 
@@ -28,7 +28,7 @@ class ReadError(Exception):
 
     Args:
         reason: one short phrase.
-        of_this_machine: the reason is permission or memory, which says nothing about the files.
+        of_this_machine: whether the reason is permission or memory, so that the files may be intact.
     """
 
     def __init__(self, reason: str, *, of_this_machine: bool) -> None:
@@ -41,12 +41,12 @@ def _without_orbax(record: logging.LogRecord) -> bool:
 
 
 class Storage:
-    """Arrays and record of one step at a time, written in the background."""
+    """Writes arrays and record of one step at a time in the background, and reads them."""
 
     def __init__(self) -> None:
         import orbax.checkpoint as ocp
 
-        # Orbax logs failures that it also raises, with tracebacks of hundreds of lines; the error says it in one.
+        # Orbax also logs the failures that it raises, with tracebacks of hundreds of lines; our error is one line.
         logging.getLogger("absl").addFilter(_without_orbax)
         handlers = {
             ARRAYS_ITEM: ocp.PyTreeCheckpointHandler(),
@@ -59,7 +59,13 @@ class Storage:
         )
 
     def write(self, path: Path, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Start to write; return when the arrays are copied and may be donated."""
+        """Start to write a step; return when the arrays are copied and may be donated.
+
+        Args:
+            path: directory of the step, which must not exist.
+            arrays: path -> array.
+            record: JSON values to store with them.
+        """
         import orbax.checkpoint as ocp
 
         items: dict[str, Any] = {RECORD_ITEM: ocp.args.JsonSave(dict(record))}
@@ -68,14 +74,18 @@ class Storage:
         self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def read(self, path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the named arrays, and only those, each straight into its sharding.
+        """Read the named arrays, and only those, each directly into its sharding.
 
         Args:
             path: directory of a step.
-            wanted: by path, a `jax.ShapeDtypeStruct` with a sharding, or a numpy array for a leaf on the host.
+            wanted: path -> `jax.ShapeDtypeStruct` with a sharding, or NumPy array for a leaf on the host.
+
+        Returns:
+            Path -> array.
 
         Raises:
-            ReadError: with the reason only; what Orbax raises holds its pending reads and prints them when it is freed.
+            ReadError: an array cannot be read. Only the reason is kept: Orbax's own error refers to its pending reads,
+                which it prints when it is freed.
         """
         import jax
         import numpy
@@ -107,11 +117,11 @@ class Storage:
         raise failure
 
     def wait(self) -> None:
-        """Block until the last write is committed; raise what went wrong."""
+        """Wait until the last write is complete; raise its error if it failed."""
         self._checkpointer.wait_until_finished()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, without waiting."""
+        """Raise the error of a write in the background if it has failed, without waiting."""
         self._checkpointer.check_for_errors()
 
     def close(self) -> None:
@@ -120,7 +130,7 @@ class Storage:
 
 
 def save_error(path: Path, error: BaseException) -> CheckpointError:
-    """Turn whatever a save raised into one line, and free what it left unfinished without its complaints."""
+    """Return any error of a save as an error of one line, and free its unfinished work without output."""
     failure = CheckpointError(f"cannot save checkpoint {path}: {cause(error)}")
     with _quiet():
         _free_frames(error)
@@ -135,7 +145,7 @@ def _free_frames(error: BaseException) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Return the reason at the root of an exception as one short phrase."""
+    """Return the root cause of an exception as one short phrase."""
     chain = _chain(error)
     for link in chain:
         if isinstance(link, OSError) and link.strerror:
@@ -167,7 +177,7 @@ def _is_of_this_machine(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what the unfinished work of a failed operation prints when it ends or is freed: hundreds of lines."""
+    """Suppress the hundreds of lines that the unfinished work of a failed operation prints when it ends or is freed."""
     hook, asyncio_logger = sys.unraisablehook, logging.getLogger("asyncio")
     disabled = asyncio_logger.disabled
 

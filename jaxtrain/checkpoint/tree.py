@@ -1,4 +1,4 @@
-"""Any pytree as one flat table {dotted path: leaf}, so that files on disk depend on no Python class."""
+"""Turns any pytree into one flat table {dotted path: leaf}, so that files on disk do not depend on Python classes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Leaves = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(frozen=True)
 class FlatTree:
-    """Leaves by dotted path, in the order of the tree, and the structure that puts them back."""
+    """The leaves of a tree by dotted path, in the order of the tree, and the structure that rebuilds it."""
 
     leaves: dict[str, Any]
     structure: Any
@@ -24,10 +24,10 @@ class FlatTree:
 
 
 def flatten(tree: Any, *, prefix: str | None = None) -> FlatTree:
-    """Name every leaf by its field names, dictionary keys and indices, joined by dots.
+    """Name every leaf of a tree by its field names, dictionary keys and indices, joined by dots.
 
     Args:
-        tree: any pytree; empty nodes and None have no leaves and leave no trace.
+        tree: any pytree; empty nodes and None have no leaves and so no path.
         prefix: path of this tree inside a larger one.
 
     Raises:
@@ -60,7 +60,7 @@ def _part(key: Any) -> str:
 
 
 def is_key(leaf: Any) -> bool:
-    """Tell whether a leaf is a typed random key (`jax.random.key`) or its abstract form."""
+    """Return whether a leaf is a typed random key (`jax.random.key`) or its abstract form."""
     import jax
     import jax.numpy as jnp
 
@@ -68,10 +68,10 @@ def is_key(leaf: Any) -> bool:
 
 
 def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype name of one leaf, without its byte order.
+    """Return the shape and the name of the dtype of a leaf, without its byte order.
 
     Raises:
-        CheckpointError: the leaf is no number and no array.
+        CheckpointError: the leaf is neither a number nor an array.
     """
     import numpy
 
@@ -86,11 +86,11 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two tables differ.
+    """The difference of two tables.
 
     Attributes:
-        names: paths of all that differ.
-        phrase: their count and the first two, for people.
+        names: paths of all leaves that differ.
+        phrase: their number and the first two, for a message.
     """
 
     names: tuple[str, ...]
@@ -98,7 +98,12 @@ class Difference:
 
 
 def difference(saved: Leaves, wanted: Leaves) -> Difference | None:
-    """Compare two tables; None if they are equal."""
+    """Compare two tables of shapes and dtypes; return None if they are equal.
+
+    Args:
+        saved: table of the checkpoint, called "there" in the phrase.
+        wanted: table of the target, called "here" in the phrase.
+    """
     found: dict[str, str] = {}
     for path in [*wanted, *(path for path in saved if path not in wanted)]:
         if path not in saved:

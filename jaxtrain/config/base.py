@@ -1,4 +1,4 @@
-"""What every config group shares: frozen, strict, no unknown keys, one line of doc a field."""
+"""The base class of every config group: frozen, strict about types, without unknown keys, one line of doc per field."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from jaxtrain.errors import ConfigError
 
 
 class Group(BaseModel):
-    """A frozen group of settings; a field's docstring is what `jaxtrain config` prints."""
+    """A frozen group of settings; `jaxtrain config` prints the docstring of each field."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -24,7 +24,7 @@ class Group(BaseModel):
 
 @contextlib.contextmanager
 def mistakes_told_by_pydantic() -> Iterator[None]:
-    """Turn a `ConfigError` into what pydantic catches in a validator, so that the loader can add where it was set."""
+    """Turns a `ConfigError` into the `ValueError` that pydantic collects, so that the loader adds where it was set."""
     try:
         yield
     except ConfigError as error:

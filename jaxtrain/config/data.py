@@ -1,4 +1,4 @@
-"""Settings of the data sources: one class a kind."""
+"""Settings of the data sources: one class per kind."""
 
 from typing import Annotated, Literal
 
@@ -12,29 +12,29 @@ class TokenizerConfig(Group):
     """How text becomes token ids."""
 
     kind: Literal["byte", "bpe", "file"] = "byte"
-    """byte: ids 0-255; bpe: trained on the data and saved with the run; file: a saved tokenizer.json."""
+    """byte: ids 0 to 255; bpe: trained on the data and saved with the run; file: a saved tokenizer.json."""
     vocab_size: Annotated[int, Field(ge=257)] = 1024
-    """Size of a trained BPE vocabulary: 256 bytes, the end of text, and merges."""
+    """Size of a BPE vocabulary trained here: 256 bytes, the end-of-text id, and one id per merge."""
     path: str | None = None
-    """The tokenizer.json of kind file."""
+    """Path of a tokenizer.json, for kind file."""
 
 
 class _TokenData(Group):
-    """What sources of tokens share."""
+    """The settings that all sources of tokens share."""
 
     sequence_length: PositiveInt | None = None
-    """Tokens a row; null: the model's max_sequence_length."""
+    """Tokens per row; null: the model's max_sequence_length."""
     validation_fraction: Fraction = 0.05
-    """Share of the tokens, at the end, kept for evaluation."""
+    """Fraction of the tokens, taken from the end, that is kept for evaluation."""
 
 
 class TextData(_TokenData):
-    """Plain text: built in, or files."""
+    """Plain text from files, or text that is built in."""
 
     kind: Literal["text"] = "text"
     """Which source this group describes."""
     builtin: Literal["python_prose", "python_source"] | None = "python_prose"
-    """Text that every Python carries: the language reference, or the standard library; used when path is null."""
+    """Text that comes with Python, used when path is null: the language reference, or the standard library."""
     path: str | None = None
     """A file, a folder (all its .txt files) or a glob."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -55,36 +55,36 @@ class JsonlData(_TokenData):
 
 
 class TokenData(_TokenData):
-    """Memory-mapped token shards, as `jaxtrain data prepare` writes them."""
+    """Memory-mapped files of token ids, as `jaxtrain data prepare` writes them."""
 
     kind: Literal["tokens"] = "tokens"
     """Which source this group describes."""
     path: str
-    """Folder of the shards."""
+    """Folder of the files."""
 
 
 class DigitsData(Group):
-    """1,797 handwritten digits of 8x8 pixels (scikit-learn's copy)."""
+    """1,797 images of handwritten digits, 8x8 pixels each (scikit-learn's copy)."""
 
     kind: Literal["digits"] = "digits"
     """Which source this group describes."""
     validation_fraction: Fraction = 0.2
-    """Share of the images kept for evaluation."""
+    """Fraction of the images that is kept for evaluation."""
 
 
 class ImageFolderData(Group):
-    """A folder a class of image files."""
+    """Image files in one folder per class."""
 
     kind: Literal["image_folder"] = "image_folder"
     """Which source this group describes."""
     path: str
-    """Folder of class folders; with train/ and val/ inside, those are the splits."""
+    """Folder that holds the class folders, or train/ and val/ with the class folders of each split."""
     image_size: PositiveInt = 224
-    """Side of the square the images are cropped to."""
+    """Side of the square that images are cropped to, in pixels."""
     validation_fraction: Fraction = 0.1
-    """Share kept for evaluation where there is no val/ folder."""
+    """Fraction of the images that is kept for evaluation where there is no val/ folder."""
     augment: bool = True
-    """Random crop and flip in training."""
+    """Crop and flip training images at random."""
 
 
 class TableData(Group):
@@ -93,38 +93,38 @@ class TableData(Group):
     kind: Literal["table"] = "table"
     """Which source this group describes."""
     path: str
-    """The file; builtin:breast_cancer, wine or diabetes are scikit-learn's."""
+    """Path of the file, or a table of scikit-learn: builtin:breast_cancer, builtin:wine or builtin:diabetes."""
     target: str | None = None
-    """Column to predict (csv); null: the last."""
+    """Column to predict, for .csv files; null: the last column."""
     validation_fraction: Fraction = 0.2
-    """Share of the rows kept for evaluation."""
+    """Fraction of the rows that is kept for evaluation."""
     task: Literal["classification", "regression"] | None = None
-    """What the target is; null: the run's task and the values decide, and where they could be both, an error asks."""
+    """What the target is; null: decided by the run's task and the values, with an error where both are possible."""
     standardize: bool = True
-    """Scale inputs to zero mean and unit variance of the training rows."""
+    """Scale each input column to mean 0 and variance 1 over the training rows."""
 
 
 class SyntheticData(Group):
-    """Random rows of the right shape; tokens follow a fixed random chain, so that there is something to learn."""
+    """Random rows of the right shape; tokens follow a fixed random Markov chain, so that a model can learn it."""
 
     kind: Literal["synthetic"] = "synthetic"
     """Which source this group describes."""
     task: Literal["tokens", "images", "table"] = "tokens"
-    """What the rows look like."""
+    """Kind of the rows."""
     num_rows: PositiveInt = 4096
-    """Rows before they repeat."""
+    """Number of distinct rows; after these they repeat."""
     sequence_length: PositiveInt | None = None
-    """Tokens a row; null: the model's max_sequence_length."""
+    """Tokens per row; null: the model's max_sequence_length."""
     vocab_size: PositiveInt = 256
-    """Token ids (tokens)."""
+    """Number of token ids, for task tokens."""
     image_size: PositiveInt = 32
-    """Side of an image (images)."""
+    """Side of an image in pixels, for task images."""
     num_channels: PositiveInt = 3
-    """Channels of an image (images)."""
+    """Channels of an image, for task images."""
     num_classes: PositiveInt = 10
-    """Classes (images, table)."""
+    """Number of classes, for tasks images and table."""
     num_columns: PositiveInt = 16
-    """Input columns (table)."""
+    """Number of input columns, for task table."""
 
 
 class Component(Group):
@@ -133,18 +133,18 @@ class Component(Group):
     source: Annotated[TextData | JsonlData | TokenData, Field(discriminator="kind")]
     """The source; all sources of a mixture use the tokenizer of the mixture."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the rows, relative to the other weights."""
+    """Share of the training rows, relative to the weights of the other components."""
 
 
 class MixtureData(Group):
-    """Several token sources, mixed by weight."""
+    """Several sources of tokens, mixed by weight."""
 
     kind: Literal["mixture"] = "mixture"
     """Which source this group describes."""
     components: Annotated[tuple[Component, ...], Field(strict=False, min_length=1)]
     """The sources and their weights."""
     sequence_length: PositiveInt | None = None
-    """Tokens a row; null: the model's max_sequence_length."""
+    """Tokens per row; null: the model's max_sequence_length."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens, for all components."""
 

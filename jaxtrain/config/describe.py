@@ -1,8 +1,7 @@
-"""Every key of a loaded config with value, type, default, origin and doc line, as data. No jax, no printing."""
+"""Describes every key of a loaded config (value, type, default, origin, doc line) as data. No jax, no printing."""
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.keys import members, walk
@@ -14,7 +13,16 @@ from jaxtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class DescribedKey:
-    """One key: all texts, `value` and `default` as one would write them."""
+    """One key of the config.
+
+    Attributes:
+        path: Dotted path of the key.
+        value: The value, written as after `key=` on the command line.
+        type: The type, or the kinds to choose from.
+        default: The default, written as `value` is, or "(required)".
+        origin: Where the value was set.
+        doc: The doc line of the key.
+    """
 
     path: str
     value: str
@@ -26,15 +34,15 @@ class DescribedKey:
 
 @dataclass(frozen=True)
 class DescribedGroup:
-    """The keys of one top-level group; `name` is "" for those that stand in none."""
+    """The keys of one top-level group; `name` is "" for the keys that belong to no group."""
 
     name: str
     title: str
     keys: tuple[DescribedKey, ...]
 
 
-def value_text(value: Any) -> str:
-    """A value as it is written after `key=` (a text that YAML would read as something else is quoted)."""
+def value_text(value: object) -> str:
+    """Returns a value as it is written after `key=`; a text that YAML would read as another type is quoted."""
     if isinstance(value, str):
         return value if _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple | list):
@@ -51,27 +59,34 @@ def _reads_as_itself(text: str) -> bool:
         return False
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.model_dump(mode="json") if isinstance(value, Group) else value
 
 
-def _lookup(tree: Any, path: str) -> Any:
+def _lookup(tree: object, path: str) -> object:
     for part in path.split("."):
         tree = getattr(tree, part)
     return tree
 
 
 def _origin(origins: dict[str, str], path: str) -> str:
-    """Where the key, or the nearest group above it, was set."""
+    """Returns where the key, or the nearest group above it, was set."""
     parts = path.split(".")
     known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    # A map may be set key by key.
+    # A mapping such as compiler_options may be set key by key.
     below = (where for key, where in origins.items() if key.startswith(f"{path}."))
     return next((origins[prefix] for prefix in known if prefix in origins), next(below, "default"))
 
 
 def describe(loaded: Loaded) -> list[DescribedGroup]:
-    """The keys of a config by group, in the order of the tree; those in no group come first, a kind before its keys."""
+    """Returns the keys of a config by group, in the order of the tree.
+
+    Args:
+        loaded: A config with the origin of each value.
+
+    Returns:
+        The groups: first the keys that belong to no group, then each top-level group, its kind before its other keys.
+    """
     config = loaded.config
     groups: dict[str, list[DescribedKey]] = {"": []}
     for key in walk(Config, config):

@@ -1,4 +1,4 @@
-"""Paths on this machine, as against addresses of object stores, which would become folders. No jax here."""
+"""Tells paths on this machine from addresses of object stores, which would be created as folders. No jax here."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxtrain.errors import ConfigError, UserError
 
-# A scheme of two letters or more, so that a drive (C:/) is none; a `Path` has already dropped one of the slashes.
+# At least two letters, so that a drive (C:/) is no scheme; one slash, because a `Path` has dropped the second.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
@@ -15,11 +15,14 @@ def local_path(path: str | os.PathLike[str], *, what: str, error: type[UserError
 
     Args:
         path: What the user gave.
-        what: Names it in the message, such as "run directory".
+        what: Name of the path in the message, such as "run directory".
         error: Type of the error.
 
+    Returns:
+        The path, unchanged.
+
     Raises:
-        UserError: The path is the address of an object store or another place that is no file system.
+        UserError: The path is the address of an object store or of another place that is not a file system.
     """
     text = os.fspath(path)
     found = _SCHEME.match(text)

@@ -1,4 +1,4 @@
-"""Ways to hold the logits of a batch in memory, and which settings of them go together. No jax here."""
+"""How the logits of a batch are held in memory, and which settings of that go together. No jax here."""
 
 from typing import Literal
 
@@ -8,18 +8,20 @@ Logits = Literal["whole", "tokens", "vocabulary"]
 
 
 def check_blocks(by: str, size: int | None) -> None:
-    """Raise where a cut is unknown, or a size of a block is given for no cut that it could be of.
+    """Checks that the settings of the loss's blocks go together.
 
     Args:
-        by: auto or a way to cut.
-        size: tokens or ids of a block; None: from the sizes.
+        by: The value of `loss.logits`: "auto", "whole" (all logits at once), or the dimension that is partitioned into
+            blocks, "tokens" or "vocabulary".
+        size: The value of `loss.block`: tokens or ids per block; None: chosen from the sizes.
 
     Raises:
-        ConfigError: another way to cut, a size for auto or whole, or a size that is no whole number from 1.
+        ConfigError: `by` is another text, `size` is not an integer of at least 1, or a size is given although `by` is
+            "auto" or "whole".
     """
     if by not in ("auto", "whole", "tokens", "vocabulary"):
         raise ConfigError(f"loss.logits={by}: use auto, whole, tokens or vocabulary")
     if size is not None and (not isinstance(size, int) or size < 1):
-        raise ConfigError(f"loss.block={size}: use a whole number from 1, or leave it out")
+        raise ConfigError(f"loss.block={size}: use an integer of at least 1, or leave it out")
     if size is not None and by in ("auto", "whole"):
-        raise ConfigError(f"loss.block={size} says nothing of loss.logits={by}; set that to tokens or vocabulary")
+        raise ConfigError(f"loss.block={size} has no effect with loss.logits={by}; set that to tokens or vocabulary")

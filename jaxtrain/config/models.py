@@ -1,9 +1,10 @@
 """Settings of the shipped models, and the published sizes as one table.
 
-A model group may name a `size`: a row of the table that fills in every key the user left out.
+A model group may name a `size`: that row of the table gives the value of every key that the user left out.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,26 +23,28 @@ _LLAMA3 = dict(
     vocab_size=128256, max_sequence_length=8192, position="rotary", rope_theta=500000.0, norm="rmsnorm",
     norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8,
 )  # fmt: skip
-_LLAMA31: dict[str, Any] = _LLAMA3 | dict(
-    max_sequence_length=131072,
-    rope_scaling=dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),
-)
-_LLAMA32 = _LLAMA31 | dict(tie_embeddings=True, rope_scaling=_LLAMA31["rope_scaling"] | dict(factor=32.0))
-_MIXTRAL: dict[str, Any] = dict(
+_ROPE31 = dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
+_LLAMA31 = _LLAMA3 | dict(max_sequence_length=131072, rope_scaling=_ROPE31)
+_LLAMA32 = _LLAMA31 | dict(tie_embeddings=True, rope_scaling=_ROPE31 | dict(factor=32.0))
+_MIXTRAL = dict(
     vocab_size=32000, max_sequence_length=32768, position="rotary", rope_theta=1e6, norm="rmsnorm",
     norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8, head_dim=128,
     experts=dict(num_experts=8, experts_per_token=2),
 )  # fmt: skip
 
 
-def _row(family: dict[str, Any], layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
-    return family | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
+# Key of a model group -> value.
+Size = dict[str, object]
+
+
+def _row(family: Mapping[str, object], layers: int, width: int, heads: int, **more: object) -> Size:
+    return {**family} | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
 
 
 # Sources: GPT-2, Radford et al. 2019 (openai/gpt-2 hparams); GPT-3, Brown et al. 2020, table 2.1 (its 13B row is
-# 5140 wide with 128-wide heads, so the heads do not multiply to the width; dense attention throughout here);
+# 5140 wide with 40 heads of 128, so num_heads x head_dim is not the width; all layers have dense attention here);
 # Llama 3, 3.1 and 3.2, Mixtral v0.1 (the base models): the config.json published with each model.
-TRANSFORMER_SIZES: dict[str, dict[str, Any]] = {
+TRANSFORMER_SIZES: dict[str, Size] = {
     "gpt2": _row(_GPT, 12, 768, 12),
     "gpt2_medium": _row(_GPT, 24, 1024, 16),
     "gpt2_large": _row(_GPT, 36, 1280, 20),
@@ -65,8 +68,8 @@ TRANSFORMER_SIZES: dict[str, dict[str, Any]] = {
     "mixtral_8x22b": _row(_MIXTRAL, 56, 6144, 48, mlp_dim=16384, max_sequence_length=65536),
 }
 
-# He et al. 2015, table 1; bottleneck blocks from 50 layers on.
-RESNET_SIZES: dict[str, dict[str, Any]] = {
+# Source: He et al. 2015, table 1; models of 50 layers or more have bottleneck blocks.
+RESNET_SIZES: dict[str, Size] = {
     "resnet18": dict(stage_blocks=[2, 2, 2, 2], bottleneck=False),
     "resnet34": dict(stage_blocks=[3, 4, 6, 3], bottleneck=False),
     "resnet50": dict(stage_blocks=[3, 4, 6, 3], bottleneck=True),
@@ -74,8 +77,8 @@ RESNET_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def _fill(values: Any, sizes: dict[str, dict[str, Any]]) -> Any:
-    """The values with the keys of the named size filled in where the user gave none."""
+def _fill(values: object, sizes: Mapping[str, Size]) -> object:
+    """Returns the values with those of the named size where the user gave none."""
     if not isinstance(values, dict) or not isinstance(values.get("size"), str):
         return values
     if values["size"] not in sizes:
@@ -87,26 +90,26 @@ class RopeScaling(Group):
     """Frequency scaling of rotary positions for long contexts (Llama 3.1)."""
 
     factor: Annotated[float, Field(ge=1)]
-    """By how much low frequencies are slowed."""
+    """Low frequencies are divided by this."""
     low_frequency_factor: float = 1.0
-    """Wavelengths above original_length / this are scaled fully."""
+    """Frequencies with wavelengths above original_length / low_frequency_factor are divided by factor."""
     high_frequency_factor: float = 4.0
-    """Wavelengths below original_length / this are left alone."""
+    """Frequencies with wavelengths below original_length / high_frequency_factor are not scaled."""
     original_length: PositiveInt = 8192
-    """Sequence length the frequencies were trained at."""
+    """Sequence length that the model was first trained at."""
 
 
 class ExpertsConfig(Group):
     """A mixture of experts in place of each block's MLP; every expert is an MLP of width mlp_dim."""
 
     num_experts: PositiveInt = 8
-    """Experts of a block."""
+    """Number of experts in each block."""
     experts_per_token: PositiveInt = 2
-    """Experts that the router chooses for each token."""
+    """Number of experts that the router chooses for each token."""
     load_balance_weight: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of the loss that evens out the experts' load."""
+    """Weight of the loss that makes the experts process equal numbers of tokens."""
     router_z_weight: Annotated[float, Field(ge=0)] = 0.001
-    """Weight of the loss that keeps router logits small."""
+    """Weight of the loss that keeps the router's logits small."""
 
     @model_validator(mode="after")
     def _enough(self) -> "ExpertsConfig":
@@ -123,51 +126,51 @@ class TransformerConfig(Group):
     kind: Literal["transformer"] = "transformer"
     """Which model this group describes."""
     size: str | None = None
-    """Row of the published sizes that fills in the keys below (gpt2, llama3.1_8b, ...)."""
+    """Published size that gives the values of the keys below that are not set (gpt2, llama3.1_8b, ...)."""
     num_layers: PositiveInt = 6
-    """Equal blocks, stacked and scanned."""
+    """Number of equal blocks, whose parameters are stacked."""
     embed_dim: PositiveInt = 384
     """Width of the residual stream."""
     num_heads: PositiveInt = 6
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: PositiveInt | None = None
-    """Key and value heads (grouped-query attention); null: as many as query heads."""
+    """Number of key and value heads (grouped-query attention); null: as many as query heads."""
     head_dim: PositiveInt | None = None
     """Width of a head; null: embed_dim / num_heads."""
     mlp_dim: PositiveInt | None = None
-    """Hidden width of the MLP (of each expert); null: 4 x embed_dim."""
+    """Hidden width of the MLP, or of each expert; null: 4 x embed_dim."""
     experts: ExpertsConfig | None = None
     """Mixture of experts in place of the MLP; null: one MLP for all tokens."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding; null: the vocabulary of the data."""
+    """Number of token ids in the embedding; null: the vocabulary of the data."""
     max_sequence_length: PositiveInt = 256
-    """Longest sequence the model takes (rows of learned positions)."""
+    """Longest sequence that the model accepts, which is also the number of learned positions."""
     position: Literal["learned", "rotary"] = "rotary"
-    """How positions enter."""
+    """Position encoding: learned embeddings, or rotation of queries and keys."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of rotary frequencies for long contexts; null: none."""
+    """Scaling of rotary frequencies for long contexts; null: no scaling."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    """Normalisation before attention, MLP and output."""
+    """Normalization before attention, MLP and output layer."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance in a norm."""
+    """Added to the variance in each normalization."""
     activation: Literal["gelu", "swiglu"] = "swiglu"
-    """MLP nonlinearity (gelu in its tanh form, as GPT-2)."""
+    """Nonlinearity of the MLP (gelu in its tanh approximation, as in GPT-2)."""
     tie_embeddings: bool = False
     """Use the embedding as the output layer."""
     bias: bool = False
-    """Biases in linear layers and LayerNorm."""
+    """Add biases to linear layers and LayerNorm."""
     dropout: Fraction = 0.0
-    """Dropout on embeddings and on each block's two outputs."""
+    """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     causal: bool = True
-    """A position sees itself and what stands before it; false: an encoder, for tasks and data of your own."""
+    """Each position attends to itself and earlier ones; false: to all (an encoder, for tasks and data of your own)."""
     sliding_window: PositiveInt | None = None
-    """A position sees this many positions back (itself counted; ahead too if not causal); null: all."""
+    """Attend to this many positions back, the own one counted, and as many ahead if not causal; null: to all."""
     attention_softcap: Annotated[float, Field(gt=0)] | None = None
-    """Scores are squashed to this bound with a tanh (Gemma 2); null: they are not."""
+    """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
     attention: Literal["auto", "cudnn", "splash", "blockwise", "reference"] = "auto"
-    """What computes attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""
+    """Implementation of attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""
 
     @property
     def kv_heads(self) -> int:
@@ -186,7 +189,7 @@ class TransformerConfig(Group):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_size(cls, values: Any) -> Any:
+    def _from_size(cls, values: object) -> object:
         return _fill(values, TRANSFORMER_SIZES)
 
     @model_validator(mode="after")
@@ -199,8 +202,8 @@ class TransformerConfig(Group):
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.position == "rotary" and self.head_width % 2:
             raise ValueError(
-                f"head_dim {self.head_width} is odd, but rotary positions rotate pairs of dims; set head_dim to an "
-                "even number, or position: learned"
+                f"head_dim {self.head_width} is odd, but rotary positions rotate pairs of numbers; set head_dim to "
+                "an even number, or position: learned"
             )
         return self
 
@@ -217,23 +220,23 @@ class ResNetConfig(Group):
     kind: Literal["resnet"] = "resnet"
     """Which model this group describes."""
     size: str | None = None
-    """Row of the published sizes that fills in the keys below (resnet18, 34, 50, 101)."""
+    """Published size that gives the values of the keys below that are not set (resnet18, resnet34, ...)."""
     stage_blocks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 2, 2, 2)
-    """Residual blocks in each stage; each stage after the first halves the image and doubles the width."""
+    """Residual blocks of each stage; each stage after the first halves the image and doubles the width."""
     bottleneck: bool = False
-    """Three-convolution blocks with a four times wider output."""
+    """Use blocks of three convolutions whose output is four times as wide."""
     width: PositiveInt = 64
     """Channels of the first stage."""
     stem: Literal["imagenet", "small"] = "imagenet"
-    """imagenet: 7x7 stride 2 and max-pool; small: 3x3 stride 1 (images under about 64 pixels)."""
+    """imagenet: 7x7 convolution of stride 2 and max-pool; small: 3x3 of stride 1, for images under about 64 pixels."""
     num_classes: PositiveInt | None = None
-    """Outputs; null: the classes of the data."""
+    """Number of outputs; null: the classes of the data."""
     norm_momentum: Fraction = 0.9
-    """Weight of the old running statistics."""
+    """Decay of the running batch statistics."""
 
     @model_validator(mode="before")
     @classmethod
-    def _from_size(cls, values: Any) -> Any:
+    def _from_size(cls, values: object) -> object:
         return _fill(values, RESNET_SIZES)
 
 
@@ -247,9 +250,9 @@ class MLPConfig(Group):
     activation: Literal["relu", "gelu"] = "relu"
     """Nonlinearity after each hidden layer."""
     num_outputs: PositiveInt | None = None
-    """Outputs; null: the classes or target columns of the data."""
+    """Number of outputs; null: the classes or target columns of the data."""
     dropout: Fraction = 0.0
-    """Dropout after each hidden layer."""
+    """Dropout rate after each hidden layer."""
 
 
 ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig, Field(discriminator="kind")]

@@ -1,8 +1,8 @@
-"""What other trainers call our keys: a first command line written from habit gets the right one. No jax here."""
+"""Names that other trainers give to our keys, so that an error can suggest the right one. No jax here."""
 
 from collections.abc import Sequence
 
-# Key, or key and value, or what to do: the names, in lower case, without the group that they stand in.
+# What to write here (a key, a key and its value, or a sentence) -> names elsewhere, in lower case and without group.
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "optimizer.learning_rate": ("lr", "base_lr", "max_lr", "peak_lr", "base_learning_rate", "peak_learning_rate"),
     "optimizer.weight_decay": ("wd",),
@@ -82,11 +82,11 @@ def other_name(path: str, keys: Sequence[str]) -> str | None:
     """Returns what a key of another trainer is called here, or None for a name that none of them uses.
 
     Args:
-        path: The key as it was written, such as "lr" or "optimizer.lr".
-        keys: The keys of the config at hand; a name that only another kind has is not suggested.
+        path: The key as the user wrote it, such as "lr" or "optimizer.lr".
+        keys: The keys that exist in this config; a key that only another kind has is not suggested.
 
     Returns:
-        A key ("train.steps"), a key and value ("precision.policy=bf16"), or a sentence with a space in it.
+        A key ("train.steps"), a key and its value ("precision.policy=bf16"), or a sentence, which contains a space.
     """
     meant = _BY_NAME.get(path.rsplit(".", 1)[-1].lower().replace("-", "_"))
     if meant is None or " " in meant or meant.partition("=")[0] in keys:

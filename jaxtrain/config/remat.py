@@ -1,20 +1,25 @@
-"""Names of remat policies and of the tensors that they keep or move, and what goes together. No jax here."""
+"""Names of remat policies and of the tensors that they keep or offload, and which go together. No jax here."""
 
 from jaxtrain.errors import ConfigError
 
 # Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
 TENSOR_NAMES = ("query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output")
-# What flows into a block; every policy keeps it, so that it can only be offloaded.
+# The input of a block: every policy keeps it, so it can be offloaded but not listed in remat.names.
 BLOCK_INPUT = "block_input"
 
 POLICIES = ("none", "full", "dots", "sqrt", "names")
 
 
 def check_remat(policy: str, names: tuple[str, ...], offload: tuple[str, ...]) -> None:
-    """Raise where the settings of `Remat` do not go together.
+    """Checks that the settings of remat go together.
+
+    Args:
+        policy: One of `POLICIES`.
+        names: Tensors to keep under policy "names".
+        offload: Tensors to keep in the memory of the host.
 
     Raises:
-        ConfigError: an unknown policy or tensor, or tensors that the policy does not decide on.
+        ConfigError: The policy or a tensor is unknown, or the policy does not choose tensors by name.
     """
     if policy not in POLICIES:
         raise ConfigError(f"unknown remat.policy {policy!r}; known: {', '.join(POLICIES)}")
@@ -26,8 +31,8 @@ def check_remat(policy: str, names: tuple[str, ...], offload: tuple[str, ...]) -
         raise ConfigError(f"remat.policy=names needs remat.names; known: {', '.join(TENSOR_NAMES)}")
     if offload and policy not in ("full", "names"):
         raise ConfigError(
-            f"remat.offload={list(offload)} does not work under remat.policy={policy}, which decides "
-            "without names what is kept; use remat.policy=full or names"
+            f"remat.offload={list(offload)} does not work under remat.policy={policy}, which does not "
+            "choose tensors by name; use remat.policy=full or names"
         )
     both = [name for name in offload if name in names]
     if both and policy == "names":

@@ -1,6 +1,6 @@
-"""The whole config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
+"""The complete config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,7 +10,7 @@ from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
 from jaxtrain.config.remat import check_remat
 
-# The axes of the mesh, outermost first: what talks least crosses the slowest links.
+# The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 Degree = PositiveInt | Literal["auto"]
@@ -20,35 +20,35 @@ StepCount = Annotated[int, Field(ge=0)]
 
 
 class ScheduleConfig(Group):
-    """Learning rate over steps: linear warmup, then a shape."""
+    """The learning rate at each step: a linear warmup, then a decay of the chosen shape."""
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """Shape after warmup; wsd holds the peak and decays linearly at the end."""
+    """Shape after warmup; wsd (warmup, stable, decay) holds the peak and decays linearly at the end."""
     warmup_steps: StepCount = 0
-    """Steps from zero to the peak."""
+    """Steps over which the learning rate rises from zero to the peak."""
     decay_steps: PositiveInt | None = None
-    """wsd: length of the final decay; others: step at which decay ends; null: 10 % of the steps, or all of them."""
+    """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate at the end, as a fraction of the peak."""
 
 
 class _Optimizer(Group):
-    """What every optimizer has."""
+    """The settings that every optimizer has."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Learning rate over steps."""
+    """How the learning rate changes over the steps."""
     weight_decay: NonNegative = 0.0
-    """Decoupled decay of matrices (never of biases and norm scales), times the learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Evaluate a moving average of parameters and batch statistics; its decay grows to this; null: none."""
+    """Largest decay of the moving average of parameters and batch statistics, which evaluation uses; null: none."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Parameters that stay as they are: path patterns such as 'blocks/*'."""
+    """Parameters that are not trained, as path patterns such as 'blocks/*'."""
     offload: bool = False
-    """Keep the state of the optimizer in the host's memory between steps; it passes by the device in slices."""
+    """Keep the optimizer state in host memory between steps; it is updated on the device, in slices where possible."""
 
 
 class SGDConfig(_Optimizer):
@@ -57,9 +57,9 @@ class SGDConfig(_Optimizer):
     kind: Literal["sgd"] = "sgd"
     """Which optimizer this group describes."""
     momentum: Beta = 0.9
-    """Weight of the old direction."""
+    """Decay of the momentum."""
     nesterov: bool = False
-    """Look ahead along the momentum."""
+    """Use Nesterov momentum."""
 
 
 class AdamWConfig(_Optimizer):
@@ -72,41 +72,41 @@ class AdamWConfig(_Optimizer):
     b2: Beta = 0.95
     """Decay of the second moment."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What both moments are stored in: 8, 4 or about 2 bytes a parameter."""
+    """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
 
 
 class MuonConfig(_Optimizer):
-    """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest, at AdamW's learning rate for both."""
+    """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest; both have the same learning rate."""
 
     kind: Literal["muon"] = "muon"
     """Which optimizer this group describes."""
     momentum: Beta = 0.95
-    """Weight of the old direction of matrices."""
+    """Decay of the momentum of matrices."""
     newton_schulz_steps: PositiveInt = 5
-    """Iterations that make a matrix orthogonal."""
+    """Newton-Schulz iterations that make the momentum of a matrix orthogonal."""
     adamw: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Matrices for AdamW too, besides embeddings and output layers: path patterns such as 'head/*'."""
+    """Matrices that AdamW updates, besides embeddings and output layers; path patterns such as 'head/*'."""
     b1: Beta = 0.9
-    """AdamW's decay of the first moment."""
+    """Decay of AdamW's first moment."""
     b2: Beta = 0.95
-    """AdamW's decay of the second moment."""
+    """Decay of AdamW's second moment."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """Added to the square root of AdamW's second moment."""
 
 
 class LionConfig(_Optimizer):
-    """Sign of a momentum (Chen et al. 2023); wants a learning rate about ten times lower than AdamW."""
+    """Updates by the sign of a momentum (Chen et al. 2023); needs about a tenth of AdamW's learning rate."""
 
     kind: Literal["lion"] = "lion"
     """Which optimizer this group describes."""
     b1: Beta = 0.9
-    """Interpolation for the update."""
+    """Weight of the momentum in the update; the gradient has the rest."""
     b2: Beta = 0.99
     """Decay of the momentum."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """What the momentum is stored in: 4 or 2 bytes a parameter."""
+    """Number format of the momentum, which takes 4 or 2 bytes per parameter."""
 
 
 class AdafactorConfig(_Optimizer):
@@ -115,9 +115,9 @@ class AdafactorConfig(_Optimizer):
     kind: Literal["adafactor"] = "adafactor"
     """Which optimizer this group describes."""
     min_dim_size_to_factor: PositiveInt = 128
-    """Matrices with both sides at least this are factored."""
+    """Matrices with both sides at least this long keep a factored second moment."""
     b1: Beta | None = None
-    """Momentum; null: none, which saves its memory."""
+    """Decay of the first moment; null: no first moment, which saves its memory."""
 
 
 OptimizerConfig = Annotated[
@@ -126,39 +126,39 @@ OptimizerConfig = Annotated[
 
 
 class ParallelConfig(Group):
-    """Degrees of the six mesh axes, which multiply to the number of devices (one can be auto), and their options."""
+    """Degrees of the six mesh axes and their options; the product of the degrees is the number of devices."""
 
     auto: bool = False
-    """Let the planner choose degrees, ZeRO and pipeline for the devices at hand; also written parallel: auto."""
+    """Let the planner choose degrees, ZeRO and pipeline for the available devices; also written parallel: auto."""
     pipe: Degree = 1
     """Pipeline stages."""
     data: Degree = "auto"
-    """Replicas; the default takes the devices that the other axes leave."""
+    """Replicas of the model, each with its own rows; auto: all devices that the other axes leave."""
     fsdp: Degree = 1
-    """Shards of parameters, gradients and optimizer state (ZeRO-3)."""
+    """Shards of the batch, parameters, gradients and optimizer state (ZeRO-3)."""
     expert: Degree = 1
-    """Shards of experts, and of the batch."""
+    """Shards of the experts, and of the batch."""
     context: Degree = 1
     """Shards of the sequence."""
     tensor: Degree = 1
-    """Shards of heads, MLP width and vocabulary."""
+    """Shards of the heads, the MLP width and the vocabulary."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO over data: 1 optimizer state, 2 accumulated gradients too, 3 parameters too (data moves to fsdp)."""
+    """ZeRO stage over data: 1 optimizer state, 2 also accumulated gradients, 3 also parameters (data becomes fsdp)."""
     sequence_parallel: bool = False
-    """Between blocks, spread the sequence over tensor."""
+    """Shard the sequence over tensor between blocks."""
     context_attention: Literal["auto", "ring", "all_to_all", "gather"] = "auto"
-    """Attention over context: auto is ring, and where pipe > 1 all_to_all if the heads divide, else gather."""
+    """Attention over context; auto: ring, but with pipe > 1 all_to_all if the heads divide by context, else gather."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """Pipeline schedule."""
     microbatches: PositiveInt | None = None
-    """Pipeline microbatches a step; null: train.accumulation_steps, or two a stage where that is 1."""
+    """Pipeline microbatches per step; null: train.accumulation_steps, or two per stage where that is 1."""
     chunks: PositiveInt | None = None
-    """Chunks of layers a stage under interleaved_1f1b; null: 2."""
+    """Chunks of layers per stage under interleaved_1f1b; null: 2."""
     max_replicated_fraction: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Share of parameter bytes that may stay whole on every device although fsdp > 1."""
+    """Fraction of the parameter bytes that may be replicated on every device although fsdp > 1."""
 
 
-# Beyond it the scale never grows (`precision.LossScaling.maximum`).
+# The scale never grows above this (`precision.LossScaling.maximum`).
 _LARGEST_LOSS_SCALE = 2.0**24
 
 
@@ -168,7 +168,7 @@ class LossScaleConfig(Group):
     initial: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 32768.0
     """Scale at the start."""
     growth_interval: PositiveInt = 2000
-    """Finite steps after which the scale doubles."""
+    """Number of finite steps in a row after which the scale doubles."""
     minimum: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 1.0
     """The scale never falls below this."""
 
@@ -180,19 +180,19 @@ class LossScaleConfig(Group):
 
 
 class PrecisionConfig(Group):
-    """Number formats."""
+    """Number formats of parameters and computation."""
 
     policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"] = "fp32"
-    """All but bf16_pure keep fp32 master parameters; fp8: bf16 with 8-bit linear layers (docs/precision.md)."""
+    """All but bf16_pure store fp32 parameters; fp8: bf16 with 8-bit linear layers (docs/precision.md)."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """Used by fp16 only."""
+    """Dynamic loss scaling, used by policy fp16 only."""
 
     @field_validator("policy", mode="before")
     @classmethod
-    def _trainable(cls, policy: Any) -> Any:
+    def _trainable(cls, policy: object) -> object:
         if policy in ("int8", "int8_dynamic"):
             raise ValueError(
-                f"{policy} is no format to train in; train with another policy, then: "
+                f"{policy} is not a format to train in; train with another policy, then run "
                 f"jaxtrain eval RUN --quantize {policy}, or jaxtrain sample"
             )
         return policy
@@ -202,11 +202,11 @@ class RematConfig(Group):
     """Which activations of a block are kept for the backward pass."""
 
     policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
-    """none: keep all; full: block inputs; dots: results of weight matmuls; sqrt: inputs of sqrt(N) segments; names."""
+    """Kept: none all, full block inputs, dots matmul results, sqrt inputs of sqrt(N) segments, names remat.names."""
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Tensors to keep under policy names."""
+    """Tensors that policy names keeps on the device."""
     offload: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Tensors to keep in host memory under policies full and names: block_input, or a tensor not in remat.names."""
+    """Tensors kept in host memory, under policies full and names: block_input, or a tensor not in remat.names."""
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -219,11 +219,11 @@ class LossConfig(Group):
     """The loss of language models."""
 
     z_loss: Annotated[float, Field(gt=0)] | None = None
-    """Weight of the squared logsumexp, added in training (PaLM: 1e-4); null: none."""
+    """Weight of the squared logsumexp that is added to the training loss (PaLM: 1e-4); null: not added."""
     logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto"
-    """In memory at once: whole, some tokens' or some ids' (less memory, a matmul more); auto: by their sizes."""
+    """Logits in memory at once: whole is all of them, tokens or vocabulary a block of that dim; auto: by their size."""
     block: PositiveInt | None = None
-    """Tokens or ids at once; null: from the sizes."""
+    """Tokens or ids per block, for logits tokens and vocabulary; null: chosen from the sizes."""
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -236,52 +236,52 @@ class TrainConfig(Group):
     """The training run."""
 
     steps: PositiveInt = 1000
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     global_batch_size: PositiveInt = 32
-    """Rows a step over all devices and microbatches."""
+    """Rows per step over all devices and microbatches."""
     accumulation_steps: PositiveInt = 1
-    """Microbatches a step; gradients are accumulated over them."""
+    """Microbatches per step; gradients are accumulated over them."""
     max_skipped_in_a_row: PositiveInt = 10
-    """Stop (exit 5) after this many non-finite steps in a row."""
+    """Stop (exit code 5) after this many steps in a row with non-finite gradients."""
     prefetch: PositiveInt | Literal["auto"] = "auto"
-    """Batches prepared ahead of the device; auto: 16, or as many as make 64 MiB, but at least 2."""
+    """Batches prepared ahead of the device; auto: 16, or fewer so that they take at most 64 MiB, but at least 2."""
     workers: PositiveInt | Literal["auto"] = "auto"
-    """Threads that decode and augment rows read one by one (images); auto: this process's cores, up to 16."""
+    """Threads that read image rows one by one; auto: the cores of this process, up to 16."""
 
 
 class CheckpointConfig(Group):
-    """When state is saved and which checkpoints stay."""
+    """When the state is saved, and which checkpoints are kept."""
 
     every: PositiveInt | None = 1000
-    """Steps between saves; null: only at the end and on a signal."""
+    """Steps between saves; null: save only at the end and on a signal."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints that stay."""
+    """Number of the newest checkpoints that are kept."""
     keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of this stay for good."""
+    """Checkpoints at multiples of this step are never deleted; null: no such rule."""
     keep_best: bool = False
-    """The one with the lowest eval_loss stays."""
+    """Keep the checkpoint with the lowest eval_loss."""
 
 
 class EvaluationConfig(Group):
     """Evaluation on held-out rows."""
 
     every: PositiveInt | None = None
-    """Steps between evaluations; null: only at the end."""
+    """Steps between evaluations; null: evaluate only at the end."""
     max_batches: PositiveInt | None = 50
-    """Batches at most; null: all held-out rows."""
+    """Largest number of batches per evaluation; null: all held-out rows."""
     sample_prompt: str | None = None
-    """Text models: write a sample that continues this text at the end; null: none."""
+    """Language models: write a sample that continues this text at the end of the run; null: no sample."""
     sample_tokens: PositiveInt = 200
-    """Length of that sample."""
+    """Length of that sample, in tokens."""
     sample_temperature: NonNegative = 0.8
-    """Its temperature; 0 is greedy."""
+    """Temperature of that sample; 0 takes the most likely token."""
 
 
 class LoggingConfig(Group):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics are written besides metrics.jsonl."""
 
     every: PositiveInt = 10
-    """Steps between logged rows."""
+    """Steps between rows of metrics."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: bool = False
@@ -295,48 +295,48 @@ class LoggingConfig(Group):
 
 
 class ProfileConfig(Group):
-    """A profiler window, written to the run directory."""
+    """Steps that the profiler records, written to the run directory."""
 
     start_step: StepCount | None = None
     """First profiled step; null: no profile."""
     num_steps: PositiveInt = 3
-    """Steps in the window."""
+    """Number of profiled steps."""
 
 
 class Config(Group):
-    """A complete run."""
+    """The settings of a complete run."""
 
     name: str | None = None
     """Name of the run directory under runs/; null: the name of the config."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Root of every random number: parameters, data order, dropout."""
+    """Seed of every random number: parameters, data order, dropout."""
     task: Literal["language_modeling", "classification", "regression"] = "language_modeling"
-    """What the outputs are compared with."""
+    """What the loss compares the outputs with: the next token, a class, or numbers."""
     compilation_cache: str | None = "auto"
-    """Folder of compiled programs; auto: the user's cache folder; null: none."""
+    """Folder of compiled programs; auto: the user's cache folder; null: compile in every process."""
     compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it
-    """Options for XLA, over those that its backend gets by itself (docs/bench.md)."""
+    """Options for XLA, in addition to those that jaxtrain sets for the backend (docs/bench.md)."""
     model: ModelConfig = TransformerConfig()
     """The network."""
     data: DataConfig = TextData()
-    """Where rows come from."""
+    """Where the rows come from."""
     optimizer: OptimizerConfig = AdamWConfig()
-    """How parameters move."""
+    """How the parameters are updated."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the step is laid out over devices."""
+    """How the step is sharded over devices."""
     precision: PrecisionConfig = PrecisionConfig()
-    """Number formats."""
+    """Number formats of parameters and computation."""
     remat: RematConfig = RematConfig()
-    """Activation memory against compute."""
+    """Which activations are kept for the backward pass, and which are computed again."""
     loss: LossConfig = LossConfig()
     """The loss of language models."""
     train: TrainConfig = TrainConfig()
-    """Length and batch."""
+    """Length of the run and size of the batch."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """When the state is saved, and which checkpoints are kept."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out rows and samples."""
+    """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
-    """Metrics."""
+    """Where metrics are written."""
     profile: ProfileConfig = ProfileConfig()
-    """Profiler."""
+    """Steps that the profiler records."""

@@ -1,4 +1,4 @@
-"""YAML files read strictly: safe loading, duplicate keys rejected, the line of every key remembered."""
+"""Reads YAML files strictly: with the safe loader, without duplicate keys, and with the line of every key."""
 
 import re
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from jaxtrain.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number (YAML 1.1 wants 1.0e-3) and records where keys stand."""
+    """A SafeLoader that reads 1e-3 as a number (YAML 1.1 demands 1.0e-3) and records the lines of keys."""
 
     lines: dict[tuple[str, ...], int]
 
 
-# YAML 1.1 reads 010 as 8, 12:30 as 750 and 2024-01-01 as a date: here they are text, which a number key refuses.
+# YAML 1.1 reads 010 as 8, 12:30 as 750 and 2024-01-01 as a date. Here they are texts, which a key of numbers refuses.
 _REPLACED = ("int", "float", "timestamp")
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _REPLACED]
@@ -38,18 +38,18 @@ _TOO_DEEP = "nested more than 20 deep; a config has about three levels"
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes every text the loader would read as something else."""
+    """A SafeDumper that quotes every text that the loader would read as another type."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-def to_yaml(values: Mapping[str, Any]) -> str:
-    """The values as a YAML text that `read_yaml` reads back unchanged."""
+def to_yaml(values: Mapping[str, object]) -> str:
+    """Returns the values as a YAML text that `read_yaml` reads back unchanged."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _check(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], name: str, depth: int) -> None:
-    """Reject duplicate keys and note the line of each key below the node."""
+    """Rejects duplicate keys and records the line of each key below the node."""
     if depth > 20:
         raise ConfigError(f"{name}: {_TOO_DEEP}")
     if isinstance(node, yaml.MappingNode):
@@ -67,7 +67,7 @@ def _check(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], 
 
 
 def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """The value of a YAML text and the line of each key path; an empty text is None."""
+    """Returns the value of a YAML text, None for an empty one, and the line of each key path."""
     lines: dict[tuple[str, ...], int] = {}
     loader = None
     try:
@@ -79,7 +79,7 @@ def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         return loader.construct_document(node), lines
     except RecursionError:
         raise ConfigError(f"{name}: {_TOO_DEEP}") from None
-    except (ValueError, KeyError, AttributeError):  # what the constructors of explicit tags let through
+    except (ValueError, KeyError, AttributeError):  # raised by the constructors of explicit tags
         raise yaml.YAMLError("a value does not fit its tag") from None
     finally:
         if loader is not None:
@@ -87,7 +87,18 @@ def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """The value of `key=value`, read as YAML reads it."""
+    """Returns the value of `key=value`, read as YAML.
+
+    Args:
+        text: What stands after the equals sign.
+        where: Where it was written, for the message.
+
+    Returns:
+        A number, text, boolean, None, list or dict.
+
+    Raises:
+        ConfigError: The text is not YAML.
+    """
     try:
         return _construct(text, where)[0]
     except yaml.YAMLError:
@@ -95,10 +106,16 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    """The mapping in a file and the line of each key path.
+    """Reads the mapping in a YAML file.
+
+    Args:
+        path: The file, in UTF-8.
+
+    Returns:
+        The mapping, empty for an empty file, and the line of each key path, counted from 1.
 
     Raises:
-        ConfigError: the file is missing, not YAML, not a mapping, or has a key twice.
+        ConfigError: The file is missing, is not YAML or not a mapping, or has a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Data by index: sources, tokenizers, and batches that are a pure function of their number."""
+"""Data by index: sources of rows, tokenizers, and batches that are a pure function of their number."""
 
 from jaxtrain.data.batches import Batch, Batches
 from jaxtrain.data.prefetch import prefetch

@@ -14,7 +14,7 @@ from jaxtrain.runtime.cores import usable_cores
 if TYPE_CHECKING:
     import grain
 
-# Beyond this many threads the interpreter lock, not decoding, is what rows wait for.
+# With more threads than this, rows wait for the interpreter lock and not for decoding.
 _MAX_WORKERS = 16
 
 # Entries of a batch: arrays, or nested dicts of them (packed rows, graphs).
@@ -25,19 +25,22 @@ class Batches:
     """Batch k as a pure function of (rows, seed, k); each process loads only rows its devices need.
 
     In training (`shuffle`) the batches never end: batch k holds positions k * B to k * B + B - 1 of an endless order
-    in which each epoch is another permutation of the rows (a mixture brings its own order, by weight); a random
-    transformation of grain sees the position's epoch and row, so it draws anew each epoch and the same everywhere.
-    In evaluation batch k holds rows k * B to k * B + B - 1; the last one is filled up with row 0, whose entry "weights"
-    is 0 there. Elsewhere "weights" are the row's own or, where it has none, 1 (float32, [B] or, for integer targets
-    with more dimensions, of their shape).
+    in which each epoch is another permutation of the rows (a mixture has its own order, by weight). A random
+    transformation of grain depends on epoch and row only, so it differs between epochs and is the same on every mesh.
+    In evaluation batch k holds rows k * B to k * B + B - 1; the last one is filled up with copies of row 0, whose entry
+    "weights" is 0. Otherwise "weights" are those of the row or, where it has none, 1 (float32 [B], or in the shape of
+    integer targets that have more dimensions).
 
     Args:
-        rows: Finite rows, unshuffled: dicts of arrays, nested ones included.
-        global_batch_size: B, rows of a batch over all processes.
+        rows: A finite number of rows in their own order, each a dict of arrays or of nested dicts of arrays.
+        global_batch_size: B, the number of rows per batch over all processes.
         seed: Decides the order in training.
         shuffle: True for training, False for evaluation.
-        workers: Threads that read rows one by one (images); None: as many as this process has cores, up to 16. Rows
-            that come a batch at once (tokens, tables) take none. Batches do not depend on it.
+        workers: Threads that read rows one by one (images); None: the cores of this process, up to 16. Rows that are
+            read a batch at a time (tokens, tables) use none. Batches do not depend on it.
+
+    Raises:
+        DataError: `rows` is not a dataset with an index, or is empty.
     """
 
     def __init__(
@@ -66,9 +69,9 @@ class Batches:
         return -(-len(self._rows) // self._size)
 
     def spec(self) -> dict[str, Any]:
-        """Returns the global shapes and dtypes of a batch, batch dimension first."""
+        """Returns the global shape and dtype of each entry of a batch, batch dimension first."""
         spec = jax.tree.map(
-            # As JAX will hold it: 64-bit rows become 32-bit unless x64 is enabled.
+            # jax stores 64-bit numbers in 32 bits unless x64 is enabled.
             lambda value: jax.ShapeDtypeStruct((self._size, *value.shape), jax.dtypes.canonicalize_dtype(value.dtype)),
             self._example,
         )
@@ -81,7 +84,7 @@ class Batches:
         if "weights" in self._example:
             return self._example["weights"].shape
         targets = self._example.get("targets")
-        # Integer targets with a dimension are one a token; everything else counts by row.
+        # Integer targets with a dimension have one weight per token; all other rows have one weight each.
         counts = isinstance(targets, (np.ndarray, np.generic)) and np.issubdtype(targets.dtype, np.integer)
         return targets.shape if counts else ()
 
@@ -90,11 +93,11 @@ class Batches:
 
         Args:
             k: Number of the batch, from 0; below `len(self)` in evaluation.
-            shardings: How each entry of `spec()` is laid out; one sharding may serve a whole nested entry.
-            check: Called with this process's rows, as NumPy arrays, before they are placed.
+            shardings: The sharding of each entry of `spec()`; one sharding may serve all arrays of a nested entry.
+            check: Called with the rows of this process, as NumPy arrays, before they are moved to devices.
 
         Returns:
-            Global arrays; this process has read only the rows of its own devices, each once.
+            Global arrays in these shardings; this process has read only the rows of its own devices, each once.
         """
         assert k >= 0, k
         assert self._order is not None or k < len(self), k
@@ -121,30 +124,30 @@ class Batches:
         if self._order is not None:
             num_rows = len(self._rows)
             numbers = self._order(positions)
-            # The epoch stays in the index, so that random transformations draw anew in each.
+            # The index includes the epoch, so that random transformations draw other numbers in each.
             return self._read(numbers + positions // num_rows * num_rows)
         real = positions < len(self._rows)
         local = self._read(np.where(real, positions, 0))
         own = local.get("weights", np.ones((len(needed), *self._weight_shape), np.float32))
         by_row = real.reshape(-1, *[1] * len(self._weight_shape))
-        # A select, not a product: 0 times a weight that is not finite is not 0.
+        # Selected and not multiplied: 0 times a weight that is not finite is not 0.
         local["weights"] = np.where(by_row, own, 0).astype(np.float32)
         return local
 
     def _read_one_by_one(self, indices: np.ndarray) -> Batch:
-        # Decoders of images release the interpreter lock; a pool a call leaves no thread behind.
+        # Image decoders release the interpreter lock; a pool per call leaves no thread behind.
         with ThreadPoolExecutor(max(1, min(len(indices), self._workers))) as pool:
             rows: list[Any] = list(pool.map(self._rows.__getitem__, indices.tolist()))
         return _stacked(rows)
 
 
 def default_workers() -> int:
-    """The cores that this process may use, up to 16."""
+    """Returns the number of cores that this process may use, at most 16."""
     return min(usable_cores(), _MAX_WORKERS)
 
 
 def _check_rows(rows: Any) -> None:
-    """Raise where something is no dataset with an index."""
+    """Raises a DataError where `rows` is not a dataset with an index."""
     if isinstance(rows, Mapping):
         raise DataError(
             f"Batches takes rows with an index, not a dict of {', '.join(map(str, rows)) or 'nothing'}; "
@@ -164,10 +167,10 @@ def _kind(value: Any) -> str:
 
 
 def _stacked(rows: list[Any]) -> Batch:
-    """One row after another, stacked entry by entry.
+    """Stacks rows, entry by entry.
 
     Raises:
-        DataError: rows whose entries or shapes differ.
+        DataError: The entries or shapes of the rows differ.
     """
     structure = jax.tree.structure(rows[0])
     if not isinstance(rows[0], Mapping):
@@ -180,7 +183,7 @@ def _stacked(rows: list[Any]) -> Batch:
         shapes = sorted({np.shape(leaf) for leaf in leaves})
         if len(shapes) > 1:
             raise DataError(
-                f"rows hold {path_name(path)} of shapes {shapes[0]} and {shapes[1]}; pad or cut them to one shape"
+                f"rows hold {path_name(path)} of shapes {shapes[0]} and {shapes[1]}; pad or crop them to one shape"
             )
         return np.stack(leaves)
 
@@ -198,7 +201,7 @@ def _needed_rows(spec: Mapping[str, Any], shardings: Mapping[str, Any]) -> np.nd
 
 
 class _Window:
-    """Answers for slices of a global array from the rows this process has read."""
+    """Gives slices of a global array from the rows that this process has read."""
 
     def __init__(self, column: np.ndarray, rows: np.ndarray):
         self._column = column

@@ -1,4 +1,4 @@
-"""Documents of text: built in, plain files, or JSON lines. Read again on each pass, one document at a time."""
+"""Documents of text that is built in, in plain files, or in JSON lines; each pass reads them again, one at a time."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from jaxtrain.config.data import JsonlData, TextData
 from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, find_files
 from jaxtrain.errors import DataError
 
-# Folders of the standard library that are tests, generated, or not part of it.
+# Folders beside the standard library's source that hold tests, generated files or other packages.
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
 
 
@@ -20,7 +20,7 @@ class Documents:
     """Texts that can be read more than once.
 
     Attributes:
-        label: What they are, for messages.
+        label: Name of the texts in messages.
         files: (name, size in bytes) of each file, the same on every machine that has the data.
         read: Starts a pass over the texts.
     """
@@ -31,10 +31,16 @@ class Documents:
 
 
 def open_documents(config: TextData | JsonlData) -> Documents:
-    """Finds the documents of a source; their content is read by `read`.
+    """Finds the documents of a source without reading them.
+
+    Args:
+        config: Which text.
+
+    Returns:
+        The documents; calling their `read` reads them.
 
     Raises:
-        DataError: A file is missing or empty, or (from `read`) is not what it should be.
+        DataError: A file is missing or empty. `read` raises it where a file is not UTF-8 or not JSON lines.
     """
     if isinstance(config, JsonlData):
         files = find_files(config.path, suffix=".jsonl")
@@ -74,10 +80,10 @@ def _field(line: str, *, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error.msg} at column {error.colno}; mend or remove the line") from None
+        raise DataError(f"{where} is not JSON: {error.msg} at column {error.colno}; fix or remove the line") from None
     if not isinstance(record, dict):
         raise DataError(
-            f"{where} holds a value of type {type(record).__name__}, not an object; write one object a line"
+            f"{where} holds a value of type {type(record).__name__}, not an object; write one object per line"
         )
     if field not in record:
         keys = ", ".join(map(str, record)) or "none"
@@ -100,7 +106,7 @@ def _read_source() -> Iterator[str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     named = sorted((path.relative_to(library).as_posix(), path) for path in library.rglob("*.py"))
     for name, path in named:
-        # The few files in other encodings are fixtures; leaving them out is not an error of the user.
+        # The few files in other encodings are fixtures; skipping them loses no text.
         if _NOT_SOURCE.isdisjoint(name.split("/")):
             try:
                 text = path.read_bytes().decode("utf-8")

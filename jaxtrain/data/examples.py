@@ -1,4 +1,4 @@
-"""What sources of examples (images, tables) have in common: the record they return, and the split."""
+"""The record that sources of independent examples (images, tables) return, and their split for evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxtrain.errors import DataError
 if TYPE_CHECKING:
     import grain
 
-# Constant, so that the rows kept for evaluation are the same in every run, whatever its seed.
+# Constant, so that every run keeps the same rows for evaluation, whatever its seed.
 _SPLIT_SEED = 20240601
 
 
@@ -20,12 +20,12 @@ class Examples:
     """Rows of independent examples.
 
     Attributes:
-        train: Finite rows.
-        validation: The rows kept for evaluation, if any.
-        num_outputs: Classes, or columns to predict.
+        train: The training rows, finite and in their own order.
+        validation: The rows kept for evaluation; None: there are none.
+        num_outputs: Number of classes, or of columns to predict.
         input_shape: Shape of one row's "inputs".
-        identity: What identifies the rows, for the fingerprint.
-        description: Lines for people.
+        identity: Values that identify the rows, for the fingerprint.
+        description: Lines that describe the rows to the user.
         reading: See `Data.reading`.
     """
 
@@ -39,12 +39,20 @@ class Examples:
 
 
 def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
-    """Returns a saved `Data.reading` where it is that of a source of this kind."""
+    """Returns a saved `Data.reading` if it belongs to a source of this kind, else None."""
     return reading if reading is not None and reading.get("kind") == kind else None
 
 
 def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row numbers of the training and the validation part: a fixed random split.
+    """Splits rows into a training and a validation part, at random but the same in every run.
+
+    Args:
+        num_rows: Number of rows.
+        validation_fraction: Fraction of the rows in the validation part; 0: no such part.
+        label: Name of the data in the message.
+
+    Returns:
+        The row numbers of the training part and of the validation part, int64 each.
 
     Raises:
         DataError: There are too few rows for both parts.

@@ -1,4 +1,4 @@
-"""Paths the user names: found, listed in one order on every machine, or explained."""
+"""Finds the files that a user names, lists them in the same order on every machine, and explains what is wrong."""
 
 import glob
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from jaxtrain.errors import DataError
 
 _GLOB_CHARACTERS = "*?["
 
-# First bytes of files that are no text: what they are, and what makes text of them.
+# First bytes of files that are not text -> their format, and how to get text from them.
 _NOT_TEXT = {
     b"\x28\xb5\x2f\xfd": ("compressed with zstd", "decompress it first: zstd -d {name}"),
     b"\x1f\x8b": ("compressed with gzip", "decompress it first: gunzip -k {name}"),
@@ -20,24 +20,28 @@ _NOT_TEXT = {
     b"PAR1": ("a Parquet file", "convert it to text first (JSON lines or CSV), for example with pandas or duckdb"),
     b"%PDF": ("a PDF", "extract its text first: pdftotext {name}"),
 }
-# Some editors begin UTF-8 files with it; it is no part of the text.
+# Some editors begin UTF-8 files with it; it is not part of the text.
 BYTE_ORDER_MARK = "\ufeff"
 
 COMPRESSED_SUFFIXES = (".zst", ".gz", ".xz", ".bz2", ".lz4", ".zip")
 
 
 def missing(path: Path, *, what: str) -> DataError:
-    """Returns the error for a path that does not exist, with the nearest one that does."""
+    """Returns the error for a path that does not exist; the message names the nearest existing path."""
     absolute = path.absolute()
     nearest = next((parent for parent in absolute.parents if parent.exists()), absolute.anchor)
     return DataError(f"{what} {path} does not exist; the nearest existing path is {nearest}")
 
 
 def require_file(path: str | Path, *, what: str) -> Path:
-    """Returns `path` if it is a file that is not empty.
+    """Returns `path` if it is a file with content.
+
+    Args:
+        path: What the user gave.
+        what: Name of the path in the message, such as "data.path".
 
     Raises:
-        DataError: It is missing, a folder, or empty.
+        DataError: The path does not exist, is a folder, or is an empty file.
     """
     path = local_path(path, what=what, error=DataError).expanduser()
     if not path.exists():
@@ -52,8 +56,12 @@ def require_file(path: str | Path, *, what: str) -> Path:
 def require_folder(path: str | Path, *, what: str) -> Path:
     """Returns `path` if it is a folder.
 
+    Args:
+        path: What the user gave.
+        what: Name of the path in the message, such as "data.path".
+
     Raises:
-        DataError: It is missing or a file.
+        DataError: The path does not exist or is a file.
     """
     path = local_path(path, what=what, error=DataError).expanduser()
     if not path.exists():
@@ -64,18 +72,18 @@ def require_folder(path: str | Path, *, what: str) -> Path:
 
 
 def find_files(path: str, *, suffix: str) -> tuple[tuple[str, Path], ...]:
-    """Lists what a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
+    """Lists the files that a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
 
     Args:
         path: What the user wrote.
         suffix: Ending of the files taken from a folder, such as ".txt".
 
     Returns:
-        (name, file) pairs in the order of the names; a name is relative to the folder, so that it is the same
-        wherever the folder lies.
+        (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend on
+        the location of the folder.
 
     Raises:
-        DataError: Nothing is there, a glob matches nothing, or a file is empty.
+        DataError: The path does not exist, a folder or glob matches no file, or a file is empty.
     """
     root = local_path(path, what="data.path", error=DataError).expanduser()
     if root.is_dir():
@@ -118,7 +126,7 @@ def check_is_text(path: Path) -> None:
     """Checks the first bytes of a file that could not be read as text.
 
     Raises:
-        DataError: They are those of a compressed or other known format; says what makes text of it.
+        DataError: The file has a compressed or another known format; the message says how to get text from it.
     """
     with path.open("rb") as file:
         first = file.read(8)
@@ -128,10 +136,15 @@ def check_is_text(path: Path) -> None:
 
 
 def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
-    """Returns the text of bytes that lie at `offset` in a file.
+    """Decodes a part of a text file.
+
+    Args:
+        content: The bytes of the part.
+        path: The file, for the message.
+        offset: Position of the part in the file, in bytes.
 
     Raises:
-        DataError: They are not UTF-8; names the file and the byte, or what the file is instead.
+        DataError: The bytes are not UTF-8; the message names the file and the byte, or the format of the file.
     """
     try:
         return content.decode("utf-8")

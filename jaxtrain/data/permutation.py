@@ -1,15 +1,15 @@
-"""An endless training order by arithmetic: position -> row, each epoch another permutation, nothing stored.
+"""An endless training order computed from the position alone: each epoch is another permutation, and nothing is stored.
 
-A Feistel network is a bijection of 2^bits numbers; walking its cycle until it lands below the number of rows makes it
-one of the rows (Black & Rogaway 2002, "Ciphers with arbitrary finite domains"). It is vectorised over positions:
-grain's own shuffle takes 3 to 20 microseconds a row, and milliseconds where there are few rows.
+A Feistel network is a bijection of 2^bits numbers. Applying it again to every result that is not below the number of
+rows makes it a bijection of the rows (Black & Rogaway 2002, "Ciphers with arbitrary finite domains"). It is vectorised
+over positions: grain's own shuffle takes 3 to 20 microseconds per row, and milliseconds where there are few rows.
 """
 
 import numpy as np
 
 from jaxtrain.errors import DataError
 
-# Fewer leave a visible preference of place where there are fewer than ten rows.
+# With fewer rounds, data of fewer than ten rows has visibly unequal chances for each row and place.
 _ROUNDS = 12
 
 # Odd constants with mixed bits (Steele et al. 2014, SplitMix64).
@@ -24,9 +24,9 @@ def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
     Positions e * num_rows to (e + 1) * num_rows - 1 are epoch e, and hold every row once.
 
     Args:
-        positions: int64 [B], from 0.
-        num_rows: Rows of an epoch.
-        seed: Decides the order; of any size.
+        positions: int64 [B], counted from 0.
+        num_rows: Rows per epoch.
+        seed: Decides the order; an integer of any size.
 
     Returns:
         Row numbers, int64 [B].
@@ -49,7 +49,7 @@ def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
 
 
 def _bijection(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray:
-    """Permutes the numbers below 2^bits: the two halves in turn are changed by a hash of the other."""
+    """Permutes the numbers below 2^bits: each half of the bits in turn is changed by a hash of the other half."""
     width = np.uint64(bits // 2)
     low_mask = (np.uint64(1) << width) - np.uint64(1)
     high_mask = (np.uint64(1) << np.uint64(bits - bits // 2)) - np.uint64(1)

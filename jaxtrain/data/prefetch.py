@@ -16,10 +16,13 @@ _BYTES = 64 * 2**20
 
 
 def queue_depth(spec: Mapping[str, Any]) -> int:
-    """Batches to prepare ahead: many of small ones, so that a thread that the machine stops for a while is not felt.
+    """Returns how many batches to prepare ahead: more of small ones, so that a pause of the thread costs no time.
 
     Args:
-        spec: shapes of a batch, from `Batches.spec()`.
+        spec: Shapes and dtypes of a batch, from `Batches.spec()`.
+
+    Returns:
+        16, or fewer so that the batches take at most 64 MiB, but at least 2.
     """
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
     return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
@@ -36,10 +39,13 @@ def prefetch(
         load: Returns batch k; called on one background thread, in order.
         start: First batch.
         stop: One past the last batch.
-        depth: Batches that may lie ready; 0 loads in the consumer, without a thread.
+        depth: Largest number of batches that are prepared ahead; 0 loads in the consumer, without a thread.
+
+    Yields:
+        The batch, and the seconds that the consumer waited for it.
 
     Raises:
-        Exception: Whatever `load` raised, when its batch is due.
+        Exception: Whatever `load` raised, when its batch would be next.
     """
     if depth == 0:
         for k in range(start, stop):
@@ -74,7 +80,7 @@ def prefetch(
                 raise error
             free.release()
             yield batch, time.perf_counter() - begin
-            # Not held while waiting for the next one: a batch may be gigabytes of device memory.
+            # Released before the wait for the next one: a batch may be gigabytes of device memory.
             del batch
     finally:
         stopped.set()

@@ -1,7 +1,7 @@
-"""Rows by index, gathered a batch at a time.
+"""Rows by index, read a batch at a time.
 
-A `Rows` is a `grain.MapDataset`, so every grain transformation applies to it; `gather` reads many rows in one
-vectorised call, which costs microseconds a row where a chain of Python calls costs tens.
+A `Rows` is a `grain.MapDataset`, so every grain transformation applies to it. Its `gather` reads many rows in one
+vectorised call, which costs microseconds per row, where Python calls for each row cost tens of microseconds.
 """
 
 import functools
@@ -22,17 +22,17 @@ from jaxtrain.layout.sharding import path_name
 # Entry -> array, or a nested dict of arrays.
 Row = dict[str, Any]
 
-# Positions in the endless training order, int64 [B], to row numbers, int64 [B].
+# A function from positions in the endless training order, int64 [B], to row numbers, int64 [B].
 Order = Callable[[np.ndarray], np.ndarray]
 
 
 def grain_seed(seed: int) -> int:
-    """Returns a seed of the 32 bits grain takes, from one of any size."""
+    """Returns a seed of 32 bits, as grain needs it, made from a seed of any size."""
     return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
 
 
 class Rows(grain.MapDataset):
-    """Finite rows without order of their own; an index past the end starts over, as everywhere in grain."""
+    """A finite number of rows by index; an index past the end starts again at row 0, as in all of grain."""
 
     def __init__(self, num_rows: int):
         super().__init__()
@@ -47,7 +47,7 @@ class Rows(grain.MapDataset):
         return jax.tree.map(lambda column: column[0], self.gather(np.array([index])))
 
     def gather(self, indices: np.ndarray) -> Row:
-        """Returns rows `indices` (int64 [B]) stacked: each entry is [B, ...], owned by the caller."""
+        """Returns the rows of these indices (int64 [B]), stacked: each entry is [B, ...] and belongs to the caller."""
         raise NotImplementedError
 
     def order(self, seed: int) -> Order:
@@ -56,14 +56,14 @@ class Rows(grain.MapDataset):
 
 
 class ArrayRows(Rows):
-    """Rows of arrays held in memory.
+    """Rows of arrays in memory.
 
     Args:
-        columns: One array per entry, [num_rows, ...] each; an entry may be a nested dict of arrays, a list stands for
-            an array.
+        columns: One array [num_rows, ...] per entry; an entry may be a nested dict of arrays, and an array may be given
+            as a list.
 
     Raises:
-        DataError: no entry, a list that is no array, or entries of different lengths.
+        DataError: There is no entry, a list cannot become an array, or the entries have different lengths.
     """
 
     def __init__(self, columns: Row):
@@ -89,14 +89,14 @@ class TokenRows(Rows):
     """Row i is tokens[i * L : i * L + L + 1] of a span: inputs int32 [L], and targets shifted by one.
 
     Args:
-        segments: The stream as consecutive arrays, possibly memory-mapped.
+        segments: The stream of tokens as consecutive arrays, which may be memory-mapped.
         span: The part of the stream to read.
         sequence_length: L.
     """
 
     def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
         super().__init__(span.num_rows(sequence_length))
-        # Slicing a memmap builds a Python object with metadata each time; a plain view of the same pages does not.
+        # Every slice of a memmap builds a Python object with metadata; a slice of a plain view of it does not.
         self._segments = [np.asarray(segment) for segment in segments]
         self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
         self._span = span
@@ -125,11 +125,11 @@ class ConcatenatedRows(Rows):
 
     Args:
         parts: The sources, with the same entries and shapes.
-        weights: Share of each in the training order, not necessarily of sum 1; None: its share of the rows.
+        weights: Relative share of each source in the training order, of any sum; None: by its number of rows.
 
     Raises:
-        DataError: parts whose rows differ in entries, shapes or dtypes, or a weight or a part with a weight that
-            cannot be.
+        DataError: The rows of the parts differ in entries, shapes or dtypes, a weight is not a finite number above 0,
+            or a part with a weight has no rows.
     """
 
     def __init__(self, parts: Sequence[Rows], *, weights: Sequence[float] | None = None):
@@ -164,7 +164,7 @@ class ConcatenatedRows(Rows):
         return {} if result is None else result
 
     def order(self, seed: int) -> Order:
-        """Returns the endless order that takes from each part by weight, each part permuted and repeated by itself.
+        """Returns the endless order that takes from each part by weight; each part has epochs of its own.
 
         A short part with a large weight therefore starts its next epoch while a long one is still in its first.
         """
@@ -187,10 +187,15 @@ class ConcatenatedRows(Rows):
 
 
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
-    """Returns the endless order of rows, which is that of the `Rows` under them where each row comes from one of its.
+    """Returns the endless training order of rows.
+
+    Args:
+        rows: A `Rows`, or a dataset that transformations of grain made from one. Where each row is made from one row of
+            the `Rows`, the order is that of the `Rows`.
+        seed: Decides the order.
 
     Raises:
-        DataError: a transformation moves, drops or repeats rows of a mixture by weight.
+        DataError: A transformation moves, drops or repeats rows of a mixture, whose weights would be lost.
     """
     if isinstance(rows, Rows):
         return rows.order(seed)
@@ -207,7 +212,7 @@ def training_order(rows: grain.MapDataset, seed: int) -> Order:
 
 @functools.cache
 def _one_to_one() -> tuple[type, ...]:
-    """The transformations whose row i is made of row i alone. Their types have no public name."""
+    """Returns the types of the transformations whose row i is made from row i alone; they have no public name."""
     rows = grain.MapDataset.source([0])
     drawn = rows.random_map(lambda row, random: row, seed=0)
     return tuple(map(type, (rows.map(id), rows.map_with_index(max), drawn, rows.seed(0))))
@@ -235,22 +240,22 @@ def _array(path: Any, value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError:
-        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or cut them to one length") from None
+        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
 
 
 def _row_kind(rows: Rows) -> str:
-    """Entries, dtypes and shapes of a row."""
+    """Returns the entries of a row with their dtypes and shapes, as text."""
     leaves = jax.tree_util.tree_leaves_with_path(rows[0])
     return ", ".join(f"{path_name(path)} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves)
 
 
 def _put(chosen: np.ndarray, column: np.ndarray, values: np.ndarray) -> None:
-    """Write `values` into the chosen places of a column."""
+    """Writes `values` into the chosen places of a column."""
     column[chosen] = values
 
 
 class _Positions(grain.MapDataset):
-    """Endless: element p is (part, p), which is what a mixture must know of each of its positions."""
+    """A dataset whose element p is (part, p), from which a mixture finds the part and the row of each position."""
 
     def __init__(self, part: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
+"""Tokenizers, from text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
 
 import hashlib
 import json
@@ -15,23 +15,28 @@ from jaxtrain.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Names that published tokenizers give to the token between documents, in the order they are tried.
+# Names of the token between documents in published tokenizers, in the order in which they are tried.
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
-# Pair statistics settle long before this; the cap bounds the memory and time of training on a large corpus.
+# Statistics of pairs stop changing long before this; the cap bounds memory and time on a large corpus.
 _TRAINING_CHARACTERS = 64 * 2**20
 
-# Documents are cut into pieces of about this size so that one long document still uses every core.
+# Documents are divided into pieces of about this size, so that one long document still uses every core.
 _PIECE_CHARACTERS = 32 * 2**10
 
-# Byte-level BPE never merges across a lone newline between two words, so a cut there leaves the ids unchanged
-# (`_can_cut` says for which tokenizers).
+# Byte-level BPE never merges across a single newline between two words, so dividing a text there does not change the
+# ids (`_can_cut` says for which tokenizers).
 _SAFE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Turns text into token ids and back.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        end_of_text: Id that follows each document; None: the tokenizer has none.
+    """
 
     vocab_size: int
     end_of_text: int | None
@@ -41,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of `ids`; bytes that are no text and unknown ids become U+FFFD."""
+        """Returns the text of `ids`; bytes that are not UTF-8 and unknown ids become U+FFFD."""
         ...
 
     def save(self, path: Path) -> None:
@@ -50,7 +55,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; documents are divided by a newline, as there is no id to spare."""
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; documents end with a newline, for lack of another id."""
 
     vocab_size: int = 256
     end_of_text: int | None = None
@@ -59,7 +64,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        # 0xFF never occurs in UTF-8, so an id that is no byte decodes to U+FFFD.
+        # 0xFF never occurs in UTF-8, so an id that is not a byte decodes to U+FFFD.
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
 
     def save(self, path: Path) -> None:
@@ -67,16 +72,16 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A model of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library.
 
     Args:
-        model: A `tokenizers.Tokenizer`.
+        model: A `tokenizers.Tokenizer`; its padding, truncation and BPE dropout are switched off.
     """
 
     def __init__(self, model: Any):
         from tokenizers import models
 
-        # A file may carry the padding and truncation of the job it was saved for.
+        # A file may contain the padding and truncation of the job that it was saved for.
         model.no_padding()
         model.no_truncation()
         # Text that happens to spell a special token is data, not a document boundary.
@@ -85,7 +90,7 @@ class BpeTokenizer:
             # Random merges (BPE-dropout) would give the same text other ids on each pass and in each process.
             model.model.dropout = None
         self._model = model
-        # Not the count of entries: published vocabularies have gaps.
+        # The number of entries is not enough: published vocabularies have gaps.
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._can_cut = _can_cut(model)
         known = (model.token_to_id(name) for name in _END_OF_TEXT_NAMES)
@@ -129,20 +134,20 @@ class BpeTokenizer:
 
 
 def _can_cut(model: Any) -> bool:
-    """Returns whether encoding a document in the pieces of `_pieces` gives the ids of encoding it as one.
+    """Returns whether a document in the pieces of `_pieces` has the same ids as the document in one piece.
 
-    True only of what is known to leave a lone newline a word of its own: every other pre-tokenizer, normalizer and
-    option may tie it to its neighbours or treat the start of a text in its own way.
+    This is true only of tokenizers that are known to make a single newline a word of its own: another pre-tokenizer,
+    normalizer or option may join it to its neighbours, or treat the start of a text in a special way.
     """
     from tokenizers import pre_tokenizers
 
     splitter = model.pre_tokenizer
     if not isinstance(splitter, pre_tokenizers.ByteLevel) or model.normalizer is not None:
         return False
-    # The first puts a space before every piece; without the second, merges go across the newline.
+    # add_prefix_space puts a space before every piece; without use_regex, merges cross the newline.
     if splitter.add_prefix_space or not splitter.use_regex:
         return False
-    # Added tokens are found in the text before it is split; special ones are not (encode_special_tokens).
+    # Added tokens are found in the text before it is split into words; special ones are not (encode_special_tokens).
     added = model.get_added_tokens_decoder().values()
     return not any("\n" in token.content or token.lstrip or token.rstrip for token in added if not token.special)
 
@@ -165,7 +170,7 @@ def _serialize(tokenizer: Tokenizer) -> str:
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
-    """Returns a hash of everything that decides the ids."""
+    """Returns a hash of everything that the ids depend on."""
     return hashlib.sha256(_serialize(tokenizer).encode()).hexdigest()
 
 
@@ -177,10 +182,10 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer.json: one that a tokenizer saved here, or any of the `tokenizers` library.
+    """Reads a tokenizer.json that jaxtrain or the `tokenizers` library saved.
 
     Raises:
-        DataError: The file is missing or is no tokenizer.
+        DataError: The file is missing or is not a tokenizer.
     """
     path = require_file(path, what="tokenizer")
     try:
@@ -196,7 +201,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         model = Model.from_str(text)
     except Exception as error:  # The library raises bare Exception.
         reason = str(error).splitlines()[0]
-        raise DataError(f"tokenizer {path} is no tokenizer of the tokenizers library ({reason})") from None
+        raise DataError(f"tokenizer {path} is not a tokenizer of the tokenizers library ({reason})") from None
     return BpeTokenizer(model)
 
 
@@ -204,11 +209,14 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     """Makes the tokenizer of `config`.
 
     Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2) depends only on the texts: the same
-    texts in the same order give the same ids. It reads the first 64 Mi characters.
+    texts in the same order give the same ids. It is trained on the first 64 Mi characters.
 
     Args:
         config: Which tokenizer.
         texts: Documents to train on; read only for kind bpe.
+
+    Raises:
+        DataError: Kind is file and the path is missing or is not a tokenizer.
     """
     if config.kind == "byte":
         return ByteTokenizer()

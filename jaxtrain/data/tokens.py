@@ -1,4 +1,4 @@
-"""Token streams: text encoded into compact arrays, checked, and split into training and validation."""
+"""Streams of token ids: text encoded into compact arrays, checked, and split into training and validation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,21 +12,21 @@ from jaxtrain.data.documents import Documents, open_documents
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
 
-# Text encoded at a time: enough to use every core, little enough to keep the ids of it in Python objects.
+# Characters that are encoded at a time: enough to use every core, and few enough for their ids as Python objects.
 _CHUNK_CHARACTERS = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """A stream of token ids and what is known of it.
+    """A stream of token ids and what is known about it.
 
     Attributes:
-        segments: The stream, as consecutive integer arrays (possibly memory-mapped), [num_tokens_of_segment] each.
+        segments: The stream as consecutive integer arrays, [num_tokens_of_segment] each; they may be memory-mapped.
         vocab_size: One more than the largest id allowed.
-        tokenizer: What made the ids, where that is known.
-        label: Names the source in messages.
-        num_documents: Documents in the stream, where that is known.
-        identity: What identifies the stream, for the fingerprint.
+        tokenizer: The tokenizer that made the ids; None: it is not known.
+        label: Name of the source in messages.
+        num_documents: Documents in the stream; None: not known.
+        identity: Values that identify the stream, for the fingerprint.
     """
 
     segments: tuple[np.ndarray, ...]
@@ -47,10 +47,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
-    """Encodes documents a chunk at a time; each ends with the end-of-text id, or a newline where there is none.
+    """Encodes documents a chunk at a time.
+
+    Args:
+        texts: The documents.
+        tokenizer: Its end-of-text id follows each document, or a newline where it has none.
 
     Yields:
-        The ids of the documents of a chunk, [num_tokens] each.
+        The ids of each document of a chunk, uint16 or uint32 [num_tokens].
     """
     mark = tokenizer.encode("\n") if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text])
     dtype = token_dtype(tokenizer.vocab_size)
@@ -76,10 +80,10 @@ def text_source(config: TextData | JsonlData, *, tokenizer: Tokenizer | None = N
 
     Args:
         config: Which text.
-        tokenizer: Replaces the tokenizer of `config`.
+        tokenizer: Used in place of the tokenizer of `config`.
 
     Raises:
-        DataError: The text cannot be read, or there is none.
+        DataError: The text cannot be read, or is empty.
     """
     documents = open_documents(config)
     if tokenizer is None:
@@ -89,7 +93,7 @@ def text_source(config: TextData | JsonlData, *, tokenizer: Tokenizer | None = N
     digest = hashlib.sha256()
     for chunk in encode_stream(documents.read(), tokenizer):
         num_documents += len(chunk)
-        # One array a chunk, not one a document: a million short documents would cost 100 bytes each.
+        # One array per chunk and not per document: each of a million short documents would take 100 bytes more.
         encoded.append(np.concatenate(chunk))
         digest.update(encoded[-1].tobytes())
     if not encoded:
@@ -116,18 +120,26 @@ def _identity(config: TextData | JsonlData, documents: Documents, content: str, 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start to stop of a stream."""
+    """The tokens `start` to `stop - 1` of a stream."""
 
     start: int
     stop: int
 
     def num_rows(self, sequence_length: int) -> int:
-        """Returns how many rows fit; a row needs one token more than its length, for the last target."""
+        """Returns how many rows the span contains; the last one needs one token more, for its last target."""
         return max(0, (self.stop - self.start - 1) // sequence_length)
 
 
 def split_tokens(source: TokenSource, *, sequence_length: int, validation_fraction: float) -> tuple[Span, Span | None]:
-    """Keeps a share of the tokens, at the end, for evaluation: at least one row unless the share is 0.
+    """Splits a stream into training tokens and, from its end, validation tokens.
+
+    Args:
+        source: The stream.
+        sequence_length: Tokens per row.
+        validation_fraction: Fraction of the tokens for validation, but at least one row; 0: no validation.
+
+    Returns:
+        The training span, and the validation span or None.
 
     Raises:
         DataError: There are too few tokens for a row in each part.
@@ -146,15 +158,15 @@ def split_tokens(source: TokenSource, *, sequence_length: int, validation_fracti
 
 
 def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
-    """Checks on the host that every id is in the vocabulary: JAX clamps one that is not, silently.
+    """Checks on the host that every id is in the vocabulary, because jax silently clamps an id that is not.
 
     Args:
-        inputs: Ids, of any shape.
+        inputs: Ids, integers of any shape.
         vocab_size: Ids must be from 0 to vocab_size - 1.
-        source: Names where they come from, for the message.
+        source: Name of their source in the message.
 
     Raises:
-        DataError: An id is out of range; names the source, the first position and the id.
+        DataError: An id is out of range; the message names the source, the first position and the id.
     """
     inputs = np.asarray(inputs)
     if inputs.size == 0 or (inputs.min() >= 0 and inputs.max() < vocab_size):

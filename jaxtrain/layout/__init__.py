@@ -1,1 +1,1 @@
-"""Where arrays are: degrees, mesh, rules, shardings, regions that a program handles itself."""
+"""How arrays are sharded: degrees, mesh, rules, shardings, and regions with explicit communication."""

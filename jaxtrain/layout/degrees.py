@@ -1,4 +1,4 @@
-"""Degrees of the six mesh axes: filled in and checked against a device count. No jax here."""
+"""Fills in the degrees of the six mesh axes and checks them against the device count. No jax here."""
 
 import math
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ def _divisors(number: int) -> list[int]:
 
 
 def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: int) -> dict[str, int]:
-    """Fill in the one `auto` degree and check that the degrees multiply to the device count.
+    """Fills in the degree that is `auto` and checks that the product of the degrees is the number of devices.
 
     Args:
-        degrees: axis -> degree; axes left out are 1.
-        num_devices: devices of the run, over all processes.
+        degrees: Mesh axis -> degree; an axis that is left out has degree 1.
+        num_devices: Number of devices of the run, over all processes.
 
     Returns:
-        Axis -> degree for all six axes, in mesh order.
+        Mesh axis -> degree for all six axes, in mesh order.
 
     Raises:
-        ConfigError: two autos, or a product that is not `num_devices`; names sizes that work.
+        ConfigError: Two degrees are auto, or the product is not `num_devices`; the message says what would work.
     """
     autos = [axis for axis in AXES if degrees.get(axis, 1) == "auto"]
     if len(autos) > 1:
@@ -41,7 +41,6 @@ def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: i
 
 
 def _mismatch(shown: str, product: int, num_devices: int, verb: str) -> str:
-    plural = "device" if num_devices == 1 else "devices"
     if product > num_devices:
         remedy = f"lower a degree, or try on CPU with --emulate {product}"
     elif verb == "does not divide":
@@ -50,13 +49,20 @@ def _mismatch(shown: str, product: int, num_devices: int, verb: str) -> str:
         remedy = f"use {low} or {high}"
     else:
         remedy = f"use degrees that multiply to {num_devices}, or parallel.data=auto for what the other axes leave"
-    return f"parallel: {shown} makes {product}, which {verb} the {num_devices} {plural} there; {remedy}"
+    return f"parallel: {shown} makes {product}, which {verb} the number of devices ({num_devices}); {remedy}"
 
 
 def config_degrees(config: ParallelConfig) -> dict[str, int | Literal["auto"]]:
-    """Degrees as set; `data`, auto by default, stands back when the user made another axis auto.
+    """Returns the degrees of a config, in which at most one axis should be auto.
 
-    ZeRO-3 over `data` is `fsdp`: without a degree for that axis, `data` becomes it.
+    `data` is auto by default; it becomes 1 where the user set another axis to auto and did not set `data`. ZeRO stage 3
+    over `data` is what the axis `fsdp` does, so with `zero=3` the degree of `data` moves to `fsdp` unless that is set.
+
+    Args:
+        config: The group `parallel`.
+
+    Returns:
+        Mesh axis -> degree for all six axes, in mesh order.
     """
     degrees: dict[str, int | Literal["auto"]] = {axis: getattr(config, axis) for axis in AXES}
     others_auto = any(degrees[axis] == "auto" for axis in AXES if axis != "data")

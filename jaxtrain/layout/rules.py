@@ -1,7 +1,7 @@
-"""Which mesh axes a parameter's dims are spread over. No jax here: the planner asks for thousands of layouts.
+"""Rules for which mesh axes shard each dim of a parameter. No jax here: the planner asks for thousands of layouts.
 
-A model names the axes of its parameters in a path table; the rules say which mesh axes a name is spread over.
-`sharding.py` makes specs of jax from what these functions give.
+A model gives each dim of its parameters a logical name in a path table; the rules say which mesh axes shard a logical
+name. `sharding.py` makes jax's PartitionSpecs from what these functions return.
 """
 
 import fnmatch
@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 
 from jaxtrain.errors import ConfigError
 
-# The mesh axes of one dim, as in a PartitionSpec.
+# The mesh axes that shard one dim, as in a PartitionSpec; None: the dim is not sharded.
 Entry = tuple[str, ...] | str | None
+# Path of a parameter, or a pattern of paths -> logical name of each dim.
 AxesTable = Mapping[str, tuple[str | None, ...]]
 
 
 class FamilyTable(dict[str, tuple[str | None, ...]]):
-    """The axes table of a family of models: rows that a variant does not have (biases, a gate) match nothing.
+    """The axes table of a family of models, in which a row may match no parameter of a variant (biases, a gate).
 
-    In any other table a row that matches nothing is a mistake.
+    In every other table a row that matches no parameter is an error.
     """
 
 
@@ -50,22 +51,35 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def entry_axes(entry: Entry) -> tuple[str, ...]:
-    """The mesh axes of one dim of a spec."""
+    """Returns the mesh axes that shard a dim, as a tuple; an empty one where the dim is not sharded."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def entry_degree(entry: Entry, degrees: Mapping[str, int]) -> int:
-    """In how many parts a dim is."""
+    """Returns the number of shards of a dim.
+
+    Args:
+        entry: Mesh axes of the dim.
+        degrees: Size of each mesh axis.
+    """
     return math.prod(degrees[name] for name in entry_axes(entry))
 
 
 def logical_entries(
     names: Sequence[str | None], degrees: Mapping[str, int], rules: Mapping[str, tuple[str, ...]]
 ) -> list[Entry]:
-    """The mesh axes of each logical name.
+    """Returns the mesh axes that shard each dim of an array.
+
+    Args:
+        names: Logical name of each dim; None: the dim is not sharded.
+        degrees: Size of each mesh axis; axes of size 1 are left out of the result.
+        rules: Logical name -> mesh axes.
+
+    Returns:
+        One entry per dim.
 
     Raises:
-        ConfigError: a name without a rule, or two dims on one mesh axis.
+        ConfigError: A name has no rule, or two dims would be sharded over the same mesh axis.
     """
     used: dict[str, str] = {}
     entries: list[Entry] = []
@@ -85,13 +99,13 @@ def logical_entries(
 
 
 def nearest_multiples(size: int, multiple: int) -> str:
-    """The sizes next to `size` that divide, for an error message: "8 or 12"."""
+    """Returns the nearest multiples of `multiple` below and above `size`, as text for a message: "8 or 12"."""
     low = size // multiple * multiple
     return " or ".join(str(number) for number in (low, low + multiple) if number)
 
 
 def _nearest_degrees(size: int, entry: Entry, degree: int) -> str:
-    """The degrees next to this one that divide a dim, as keys of a config."""
+    """Returns the degrees nearest to this one by which a dim divides, as keys of a config."""
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     low = max(d for d in divisors if d < degree)
     high = [d for d in divisors if degree < d <= 2 * degree][:1]
@@ -99,7 +113,16 @@ def _nearest_degrees(size: int, entry: Entry, degree: int) -> str:
 
 
 def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
-    """The row of a path in a table: exact, else the first pattern (`blocks_*/bias`) that matches."""
+    """Returns the row of a path in an axes table.
+
+    Args:
+        path: Path of a parameter, such as `blocks/attention/query/kernel`.
+        axes: The table.
+
+    Returns:
+        The logical name of each dim, from the row of this very path, or else from the first pattern (`blocks_*/bias`)
+        that matches; None where no row matches.
+    """
     if path in axes:
         return axes[path]
     return next((row for pattern, row in axes.items() if "*" in pattern and fnmatch.fnmatchcase(path, pattern)), None)
@@ -108,15 +131,27 @@ def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
 def spread_axis(
     entries: list[Entry], shape: Sequence[int], axis: str, degrees: Mapping[str, int], skip: set[int]
 ) -> list[Entry]:
-    """Put one more mesh axis on the largest dim that divides: a free one, else beside the axes that a dim has."""
+    """Shards a parameter over one more mesh axis: the largest unsharded dim that divides, or else a sharded one.
+
+    Args:
+        entries: Mesh axes of each dim; changed in place.
+        shape: Shape of the parameter.
+        axis: The mesh axis to add; `fsdp` is put on an unsharded dim only.
+        degrees: Size of each mesh axis.
+        skip: Dims that must not be sharded over the axis.
+
+    Returns:
+        `entries`; unchanged where no dim divides.
+    """
     degree = degrees[axis]
     dims = [d for d in range(len(shape)) if d not in skip]
     fits = [d for d in dims if shape[d] % (degree * entry_degree(entries[d], degrees)) == 0]
-    if axis == "fsdp":  # gathered for every use, which another axis on the same dim would make slower
+    # fsdp shards are gathered for every use, which is slower where another axis shards the same dim.
+    if axis == "fsdp":
         fits = [d for d in fits if entries[d] is None]
     if degree > 1 and fits:
         best = max(fits, key=lambda d: (entries[d] is None, shape[d]))
-        # In front, because what is scattered by hand over an axis has that axis outermost.
+        # In front, because an explicit reduce-scatter over an axis makes that axis the outermost of the dim.
         entries[best] = axis if entries[best] is None else (axis, *entry_axes(entries[best]))
     return entries
 
@@ -131,23 +166,27 @@ def parameter_entries(
     stack: str | None = None,
     also: tuple[str, ...] = (),
 ) -> list[Entry]:
-    """How a parameter is stored.
+    """Returns the mesh axes that shard each dim of a parameter as it is stored.
 
-    A path in the table follows its row; an unknown one puts its largest dim that divides on `fsdp`. `fsdp` only
-    says where bytes live, so where the row's dim does not divide by it, another dim takes its place. A stack of
-    layers is split over `pipe` by layers; what stands outside it is stored in `pipe` parts wherever a dim divides.
+    A parameter with a row in the table is sharded as the row says. One without a row is sharded over `fsdp` in its
+    largest dim that divides. `fsdp` decides only where bytes are stored, not what is computed, so where the row's dim
+    does not divide by it, another dim is sharded over it. A stack of layers is sharded over `pipe` by layers; every
+    other parameter is stored sharded over `pipe` in any dim that divides.
 
     Args:
-        path: `blocks/attention/query/kernel`.
-        shape: the parameter's shape.
-        degrees: size of each mesh axis; 1 for one that the traced code handles itself.
-        axes: the model's table.
-        rules: logical axis -> mesh axes.
-        stack: top-level path of the parameters that are stacked layer by layer.
-        also: further mesh axes to spread it over where a dim divides (ZeRO puts optimizer state on `data`).
+        path: Path of the parameter, such as `blocks/attention/query/kernel`.
+        shape: Shape of the parameter.
+        degrees: Size of each mesh axis; 1 for an axis whose communication the traced code writes itself.
+        axes: The model's axes table.
+        rules: Logical name -> mesh axes.
+        stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.
+        also: More mesh axes to shard the parameter over where a dim divides (ZeRO shards optimizer state over `data`).
+
+    Returns:
+        One entry per dim.
 
     Raises:
-        ConfigError: the row has another rank, or a dim does not divide by an axis that changes the computation.
+        ConfigError: The row has another rank, or a dim does not divide by a mesh axis that changes the computation.
     """
     row = table_row(path, axes)
     stacked = stack is not None and path.startswith(f"{stack}/")
@@ -165,7 +204,8 @@ def parameter_entries(
     else:
         wants_fsdp = any("fsdp" in entry_axes(entry) for entry in logical_entries(row, degrees, rules))
     if stacked and row[:1] == (None,):
-        row = ("layers", *row[1:])  # a stage holds its own layers, whether the table says so or not
+        # Each stage stores its own layers, also where the table does not name that dim.
+        row = ("layers", *row[1:])
     entries = list(logical_entries(row, degrees, rules))
     for dim, entry in enumerate(entries):
         degree = entry_degree(entry, degrees)
@@ -186,22 +226,22 @@ def parameter_entries(
 
 
 def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int, max_fraction: float) -> None:
-    """Raise where more than `max_fraction` of the parameters is replicated on every `fsdp` shard.
+    """Checks that at most a fraction of the parameter bytes is replicated over `fsdp`.
 
     Args:
-        replicated: path -> size of the parameters that are not sharded over `fsdp`.
-        total: size of all parameters, in the same unit.
-        fsdp: degree of the axis, above 1.
-        max_fraction: share of the sizes that may be replicated.
+        replicated: Path -> bytes of each parameter that is not sharded over `fsdp`.
+        total: Bytes of all parameters.
+        fsdp: Degree of the axis, at least 2.
+        max_fraction: Fraction of `total` that may be replicated.
 
     Raises:
-        ConfigError: names the largest of them.
+        ConfigError: More is replicated; the message names the three largest parameters.
     """
     fraction = sum(replicated.values()) / max(total, 1)
     if fraction > max_fraction:
         largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
         raise ConfigError(
-            f"{fraction:.1%} of parameter bytes stay whole although parallel.fsdp={fsdp} "
+            f"{fraction:.1%} of parameter bytes are replicated although parallel.fsdp={fsdp} "
             f"(largest: {', '.join(largest)}); give them dims that divide, lower parallel.fsdp, "
             f"or allow it with parallel.max_replicated_fraction={math.ceil(fraction * 100) / 100}"
         )

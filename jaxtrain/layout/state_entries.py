@@ -6,12 +6,21 @@ from jaxtrain.layout.rules import AxesTable, Entry, entry_axes, entry_degree, sp
 
 
 def block_entries(entries: Sequence[Entry], num_blocks: int, degrees: Mapping[str, int]) -> tuple[Entry, ...]:
-    """How one number a block lies, where its parameter has these entries: alike, if the blocks divide."""
+    """Returns how an array with one number per block of a parameter's last dim is sharded: as the parameter is.
+
+    Args:
+        entries: Mesh axes of each dim of the parameter.
+        num_blocks: Number of blocks in the last dim.
+        degrees: Size of each mesh axis.
+
+    Returns:
+        Mesh axes of each dim of the array; None for its last dim where the number of blocks does not divide.
+    """
     last = entries[-1] if num_blocks % entry_degree(entries[-1], degrees) == 0 else None
     return (*entries[:-1], last)
 
 
-# Mesh axes that say only where bytes are.
+# Mesh axes that decide only where a parameter is stored, not what is computed with it.
 _STORAGE = ("fsdp", "pipe", "data")
 
 
@@ -23,16 +32,17 @@ def kept_entries(
     degrees: Mapping[str, int],
     counting: Sequence[int],
 ) -> tuple[Entry, ...] | None:
-    """How statistics of shape `kept` are sharded that lack one dim of their parameter: as its other dims are.
+    """Returns how statistics that lack one dim of their parameter are sharded: as the parameter's other dims are.
 
-    Of dims of one size the last counts as the missing one. Axes that store it go to another dim, if one divides.
+    Of several dims of equal size the last one is taken for the missing one. Mesh axes that store the missing dim shard
+    another dim instead, if one divides.
 
     Args:
-        entries: mesh axes of each dim of the parameter.
-        shape: of the parameter.
-        kept: of the statistics.
-        degrees: size of each mesh axis.
-        counting: dims of the parameter that count layers and experts, which get no further axis.
+        entries: Mesh axes of each dim of the parameter.
+        shape: Shape of the parameter.
+        kept: Shape of the statistics.
+        degrees: Size of each mesh axis.
+        counting: Dims of the parameter that count layers and experts; they are not sharded over more axes.
 
     Returns:
         Mesh axes of each dim of the statistics; None where no dim of the parameter can be the missing one.
@@ -43,7 +53,7 @@ def kept_entries(
             skip = {dim - (dim > gone) for dim in counting}
             lost = [axis for axis in _STORAGE if axis in entry_axes(entries[gone])]
             if "fsdp" in lost:
-                # It takes a free dim only, so that the others make room and go beside it.
+                # fsdp needs a dim of its own: the storage axes that take one make room and are put beside it.
                 beside = [dim for dim, entry in enumerate(found) if entry in ("pipe", "data") and dim not in skip]
                 lost += [axis for dim in beside for axis in entry_axes(found[dim])]
                 found = [None if dim in beside else entry for dim, entry in enumerate(found)]
@@ -53,16 +63,28 @@ def kept_entries(
     return None
 
 
-# Logical axes that count equal arrays: a layer or an expert of a stack is an array of its own.
+# Logical names of dims that count equal arrays: each layer or expert of a stack is a separate array of the model.
 COUNTING = ("layers", "experts")
 
 
 def is_stacked(path: str, stack: str | None) -> bool:
+    """Returns whether a parameter belongs to the stack of layers, which is given by its top-level path."""
     return stack is not None and path.startswith(f"{stack}/")
 
 
 def named_dims(path: str, shape: Sequence[int], axes: AxesTable, stack: str | None) -> tuple[str | None, ...] | None:
-    """The row of a parameter, in which a stack's first dim counts layers, named or not; None: no row of its rank."""
+    """Returns the logical name of each dim of a parameter.
+
+    Args:
+        path: Path of the parameter, such as `blocks/attention/query/kernel`.
+        shape: Shape of the parameter.
+        axes: The model's axes table.
+        stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.
+
+    Returns:
+        The row of the table, with "layers" for the first dim of a stacked parameter even if the row does not name it;
+        None where the table has no row of the parameter's rank.
+    """
     row = table_row(path, axes)
     if row is None or len(row) != len(shape):
         return None
@@ -70,13 +92,13 @@ def named_dims(path: str, shape: Sequence[int], axes: AxesTable, stack: str | No
 
 
 def counting_dims(path: str, shape: Sequence[int], axes: AxesTable, *, stack: str | None = None) -> tuple[int, ...]:
-    """The dims that count layers and experts: each index of them has one matrix, vector or number of the model.
+    """Returns the dims that count layers and experts; each index of these is a separate array of the model.
 
     Args:
-        path: `blocks/attention/query/kernel`.
-        shape: of the whole parameter.
-        axes: the model's table.
-        stack: top-level path of the parameters that are stacked layer by layer.
+        path: Path of the parameter, such as `blocks/attention/query/kernel`.
+        shape: Global shape of the parameter.
+        axes: The model's axes table.
+        stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.
     """
     row = named_dims(path, shape, axes, stack)
     if row is None:

@@ -1,1 +1,1 @@
-"""Number formats of a step: policies, loss scaling, quantized arrays."""
+"""The number formats of a step: policies, loss scaling and quantized arrays."""

@@ -1,32 +1,35 @@
-"""Number formats: what parameters are stored in, what matmuls run in, and dynamic loss scaling for fp16."""
+"""Precision policies (the formats that parameters are stored in and computed in), and dynamic loss scaling for fp16."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.precision.quantized import QuantizedKernel
 
+Tree = TypeVar("Tree")
+
 
 @dataclass(frozen=True)
 class Policy:
-    """Dtypes of a run. Softmax, norms, losses, gradient accumulation and reductions are fp32 under every policy.
+    """The dtypes of a run; softmax, norms, losses, gradient accumulation and reductions are always float32.
 
     Attributes:
         name: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        param_dtype: dtype of the parameters; optimizer state is float32 under every policy.
-        compute_dtype: dtype that parameters and inputs are cast to for the forward and backward pass.
-        matmul_precision: `jax.default_matmul_precision` of the step; None leaves the backend's choice.
-        loss_scaled: whether gradients need a dynamic loss scale.
-        linear_format: what the linear layers of blocks multiply in (`ops/linear.py`); None: the compute dtype.
+        param_dtype: Dtype of the parameters; the optimizer computes in float32 under every policy.
+        compute_dtype: Dtype that parameters and inputs are cast to for the forward and backward pass.
+        matmul_precision: `jax.default_matmul_precision` of the step; None: the default of the backend.
+        loss_scaled: Whether gradients need a dynamic loss scale.
+        linear_format: Format in which the linear layers of blocks multiply (`ops/linear.py`); None: the compute dtype.
     """
 
     name: str
-    param_dtype: Any
-    compute_dtype: Any
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
     matmul_precision: str | None
     loss_scaled: bool = False
     linear_format: str | None = None
@@ -43,23 +46,26 @@ def _policy(name: str, matmul_precision: str | None = None, **options: Any) -> P
 POLICIES = {
     policy.name: policy
     for policy in (
-        # GPUs would use tf32 and TPUs bf16 passes for an fp32 matmul unless another precision is asked for.
+        # By default GPUs multiply float32 matrices in tf32, and TPUs in one pass of bf16.
         _policy("fp32", "highest"),
         _policy("tf32", "tensorfloat32"),
         _policy("bf16"),
         _policy("bf16_pure"),
         _policy("fp16", loss_scaled=True),
-        # Every tensor has a scale of its own, so that gradients need none besides.
+        # Every tensor has a scale of its own, so gradients need no loss scale.
         _policy("fp8", linear_format="fp8"),
     )
 }
 
 
 def get_policy(policy: str | Policy) -> Policy:
-    """A policy by name.
+    """Returns the policy of a name.
+
+    Args:
+        policy: A name such as "bf16", or a policy, which is returned as it is.
 
     Raises:
-        ConfigError: unknown name.
+        ConfigError: There is no policy of this name.
     """
     if isinstance(policy, Policy):
         return policy
@@ -68,11 +74,19 @@ def get_policy(policy: str | Policy) -> Policy:
     return POLICIES[policy]
 
 
-def cast_floats(tree: Any, dtype: Any) -> Any:
-    """The tree with every floating leaf in `dtype`; integer leaves, keys and quantized kernels as they are."""
+def cast_floats(tree: Tree, dtype: DTypeLike) -> Tree:
+    """Casts the floating-point arrays of a tree.
 
-    def cast(x: Any) -> Any:
-        # The scales of a quantized kernel are part of its numbers.
+    Args:
+        tree: Any pytree of arrays.
+        dtype: The dtype to cast to.
+
+    Returns:
+        A tree of the same structure and sharding; integers, random keys and quantized kernels are not changed.
+    """
+
+    def cast(x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel:
+        # The scales of a quantized kernel are part of its values: rounding them would change every weight.
         return x if isinstance(x, QuantizedKernel) or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
     return jax.tree.map(cast, tree, is_leaf=lambda x: isinstance(x, QuantizedKernel))
@@ -80,12 +94,18 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How a dynamic loss scale moves: doubled after `growth_interval` finite steps, halved at each non-finite one.
+    """The rule of a dynamic loss scale: doubled after `growth_interval` finite steps, halved at each non-finite one.
 
     Source: Micikevicius et al. 2017, section 3.2.
 
+    Attributes:
+        initial: Scale at step 0.
+        growth_interval: Finite steps in a row after which the scale doubles.
+        minimum: The scale never falls below this.
+        maximum: The scale never grows above this.
+
     Raises:
-        ConfigError: a start outside minimum and maximum, or no interval.
+        ConfigError: `initial` is not between `minimum` and `maximum`, or `growth_interval` is below 1.
     """
 
     initial: float = 2.0**15
@@ -100,24 +120,34 @@ class LossScaling:
                 f"maximum={self.maximum:g}; use 0 < minimum <= initial <= maximum"
             )
         if self.growth_interval < 1:
-            raise ConfigError(f"growth_interval={self.growth_interval} of the loss scale; use 1 or more")
+            raise ConfigError(f"growth_interval={self.growth_interval} of the loss scale is below 1; use 1 or more")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """State of the loss scale: `scale` float32 [], `finite_steps` int32 [] since it last moved."""
+    """The state of a dynamic loss scale.
+
+    Attributes:
+        scale: float32 []; the loss is multiplied by it.
+        finite_steps: int32 []; finite steps since the scale last changed.
+    """
 
     scale: jax.Array
     finite_steps: jax.Array
 
     @staticmethod
     def create(scaling: LossScaling) -> "LossScale":
-        """The state at step 0."""
+        """Returns the state at step 0."""
         return LossScale(jnp.float32(scaling.initial), jnp.int32(0))
 
     def move(self, finite: jax.Array, scaling: LossScaling) -> "LossScale":
-        """The state after a step whose gradients were finite or not (bool [])."""
+        """Returns the state after a step.
+
+        Args:
+            finite: bool []; whether all gradients of the step were finite.
+            scaling: The rule.
+        """
         finite_steps = jnp.where(finite, self.finite_steps + 1, 0)
         grow = finite_steps >= scaling.growth_interval
         grown = jnp.minimum(self.scale * 2, scaling.maximum)

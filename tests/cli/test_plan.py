@@ -243,9 +243,9 @@ MISTAKES = {
     "no devices": ("quickstart --on h100x0", r"0 devices of h100: ask for 1 or more"),
     "degrees": (
         f"{H100X8} parallel.tensor=7",
-        r"tensor=7 makes 7, which does not divide the 8 devices there; use 4 or 8",
+        r"tensor=7 makes 7, which does not divide the number of devices \(8\); use 4 or 8",
     ),
-    "stages": (f"{H100X8} parallel.pipe=5", r"pipe=5 makes 5, which does not divide the 8 devices there"),
+    "stages": (f"{H100X8} parallel.pipe=5", r"pipe=5 makes 5, which does not divide the number of devices \(8\)"),
     "layers": (f"{H100X8} parallel.pipe=2", r"3 layers do not divide by parallel\.pipe=2; use 2 or 4 layers"),
     "heads": (f"{H100X8} parallel.tensor=8", r"heads of .* is 4, which does not divide by tensor=8"),
     "batch": (

@@ -14,7 +14,7 @@ WHERE = {
         r"remat \(command line\): remat.offload=\['block_input'\] does not work under remat.policy=dots",
     ),
     "text for offload": (["remat.offload=block_input"], r"takes list of text, as in \[block_input\]"),
-    "block of whatever": (["loss.block=3"], r"loss \(command line\): loss.block=3 says nothing of loss.logits=auto"),
+    "block of whatever": (["loss.block=3"], r"loss \(command line\): loss.block=3 has no effect with loss.logits=auto"),
 }
 
 

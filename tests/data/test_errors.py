@@ -119,12 +119,12 @@ CASES = {
     "corrupt JSONL line": (
         {"a.jsonl": b'{"text": "a"}\n\n{"text": \n'},
         lambda d: jsonl(d / "a.jsonl"),
-        "{dir}/a.jsonl:3 is not JSON: Expecting value at column 9; mend or remove the line",
+        "{dir}/a.jsonl:3 is not JSON: Expecting value at column 9; fix or remove the line",
     ),
     "JSONL line that is no object": (
         {"a.jsonl": b"[1]\n"},
         lambda d: jsonl(d / "a.jsonl"),
-        "{dir}/a.jsonl:1 holds a value of type list, not an object; write one object a line",
+        "{dir}/a.jsonl:1 holds a value of type list, not an object; write one object per line",
     ),
     "field missing from a JSONL line": (
         {"a.jsonl": b'{"text": "a"}\n{"body": "b", "id": 1}\n'},
@@ -170,7 +170,7 @@ CASES = {
     "ragged CSV row": (
         {"a.csv": b"x,y,z\n1,2,3\n1,2\n"},
         lambda d: table(d / "a.csv"),
-        "{dir}/a.csv:3 has 2 fields, the header has 3; mend or remove the line",
+        "{dir}/a.csv:3 has 2 fields, the header has 3; fix or remove the line",
     ),
     "CSV cell that is no number": (
         {"a.csv": b"x,y,z\n1,2,3\n1,red,3\n"},
@@ -247,7 +247,7 @@ CASES = {
     "image folder without classes": (
         {"a.png": b"x"},
         lambda d: images(d),
-        "{dir} holds 0 class folders; give a folder with one folder a class, at least 2",
+        "{dir} holds 0 class folders; give a folder with one folder per class, at least 2",
     ),
     "class without images": (
         {"cat/a.png": b"x", "dog/readme": b"x"},
@@ -344,7 +344,7 @@ def test_an_image_that_cannot_be_decoded_is_named_when_read(tmp_path):
         for i in range(3):
             (tmp_path / name / f"{i}.png").write_bytes(b"no image")
     data = open_data(images(tmp_path), sequence_length=None, seed=0)
-    pattern = r"^image .*/(cat|dog)/\d\.png cannot be decoded \(cannot identify image file.*\); mend or remove it$"
+    pattern = r"^image .*/(cat|dog)/\d\.png cannot be decoded \(cannot identify image file.*\); repair or remove it$"
     for rows in (data.train, data.validation):
         with pytest.raises(DataError, match=pattern) as error:
             Batches(rows, 2, seed=0, shuffle=True)

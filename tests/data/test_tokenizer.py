@@ -137,7 +137,7 @@ def test_a_file_with_bpe_dropout_gives_the_same_ids_every_time(tmp_path):
         ("missing.json", None, r"tokenizer .*missing\.json does not exist; the nearest existing path is .*"),
         ("empty.json", "", r"tokenizer .*empty\.json is empty; give a file with content"),
         ("text.json", "hello", r"tokenizer .*text\.json is not JSON \(.*\); give a tokenizer\.json"),
-        ("other.json", '{"a": 1}', r"tokenizer .*other\.json is no tokenizer of the tokenizers library \(.*\)"),
+        ("other.json", '{"a": 1}', r"tokenizer .*other\.json is not a tokenizer of the tokenizers library \(.*\)"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path, name, content, message):

@@ -46,36 +46,37 @@ WRONG = {
     "more than there are": (
         dict(data=16),
         8,
-        "parallel: data=16 makes 16, which is not the 8 devices there; "
+        "parallel: data=16 makes 16, which is not the number of devices (8); "
         "lower a degree, or try on CPU with --emulate 16",
     ),
     "more than one": (
         dict(data=2),
         1,
-        "parallel: data=2 makes 2, which is not the 1 device there; lower a degree, or try on CPU with --emulate 2",
+        "parallel: data=2 makes 2, which is not the number of devices (1); "
+        "lower a degree, or try on CPU with --emulate 2",
     ),
     "fewer than there are": (
         dict(data=2, tensor=3),
         8,
-        "parallel: data=2 x tensor=3 makes 6, which is not the 8 devices there; "
+        "parallel: data=2 x tensor=3 makes 6, which is not the number of devices (8); "
         "use degrees that multiply to 8, or parallel.data=auto for what the other axes leave",
     ),
     "nothing asked": (
         {},
         8,
-        "parallel: all degrees 1 makes 1, which is not the 8 devices there; "
+        "parallel: all degrees 1 makes 1, which is not the number of devices (8); "
         "use degrees that multiply to 8, or parallel.data=auto for what the other axes leave",
     ),
     "auto that does not divide": (
         dict(data="auto", tensor=3),
         8,
-        "parallel: tensor=3 makes 3, which does not divide the 8 devices there; "
+        "parallel: tensor=3 makes 3, which does not divide the number of devices (8); "
         "use 2 or 4",
     ),
     "auto beside too many": (
         dict(data="auto", tensor=16),
         8,
-        "parallel: tensor=16 makes 16, which does not divide the 8 devices there; "
+        "parallel: tensor=16 makes 16, which does not divide the number of devices (8); "
         "lower a degree, or try on CPU with --emulate 16",
     ),
 }  # fmt: skip
@@ -116,7 +117,7 @@ def test_a_mesh_has_all_six_auto_axes(degrees, num_devices):
 
 def test_six_of_eight_devices_is_an_error():
     # jax.make_mesh((3, 2)) would silently leave two devices idle.
-    with pytest.raises(ConfigError, match="makes 6, which is not the 8 devices"):
+    with pytest.raises(ConfigError, match="makes 6, which is not the number of devices"):
         make_mesh(data=3, tensor=2)
 
 
@@ -189,6 +190,6 @@ def test_what_talks_most_stays_inside_a_host(devices, degrees, crossing, noted):
 def test_a_note_is_one_line_with_the_remedy():
     [note] = mesh_notes(make_mesh(data=1, tensor=16, devices=gpu_hosts(2, 8)))
     assert note == (
-        "parallel.tensor=16 crosses hosts of 8 devices: its traffic, several times a layer, takes the slow links "
+        "parallel.tensor=16 crosses hosts of 8 devices: its traffic, several times per layer, takes the slow links "
         "between them; use a degree of tensor that divides 8, with context x tensor at most 8"
     )

@@ -191,8 +191,8 @@ def test_replicated_bytes_that_do_not():
         guard(params, 0.02, fsdp=8)
     # (63 + 1089) of 5248 elements.
     assert str(caught.value) == (
-        "22.0% of parameter bytes stay whole although parallel.fsdp=8 (largest: b/d, b/c); give them dims that divide, "
-        "lower parallel.fsdp, or allow it with parallel.max_replicated_fraction=0.22"
+        "22.0% of parameter bytes are replicated although parallel.fsdp=8 (largest: b/d, b/c); "
+        "give them dims that divide, lower parallel.fsdp, or allow it with parallel.max_replicated_fraction=0.22"
     )
     guard(params, 0.22, fsdp=8)
 

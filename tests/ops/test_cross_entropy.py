@@ -174,7 +174,7 @@ def test_options_that_mean_nothing_are_refused(name: str) -> None:
 
 
 def test_a_block_of_whole_logits_is_refused_in_python_too() -> None:
-    with pytest.raises(ConfigError, match=r"loss\.block=64 says nothing of loss\.logits=whole"):
+    with pytest.raises(ConfigError, match=r"loss\.block=64 has no effect with loss\.logits=whole"):
         language_modeling(logits="whole", block=64)
 
 

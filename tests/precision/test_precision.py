@@ -41,7 +41,7 @@ WRONG_SCALES = {
     "above the maximum": (dict(initial=64.0, maximum=32.0), r"initial=64, outside minimum=1 to maximum=32"),
     "a minimum of zero": (dict(minimum=0.0), r"use 0 < minimum <= initial <= maximum"),
     "no number": (dict(initial=float("nan")), r"initial=nan, outside"),
-    "no interval": (dict(growth_interval=0), r"growth_interval=0 of the loss scale; use 1 or more"),
+    "no interval": (dict(growth_interval=0), r"growth_interval=0 of the loss scale is below 1; use 1 or more"),
 }
 
 

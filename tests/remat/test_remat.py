@@ -163,8 +163,8 @@ def test_wrong_policies(policy, names, message):
         ),
         pytest.param(
             dict(policy="dots", offload=("mlp_hidden",)),
-            "remat.offload=['mlp_hidden'] does not work under remat.policy=dots, which decides without names what is "
-            "kept; use remat.policy=full or names",
+            "remat.offload=['mlp_hidden'] does not work under remat.policy=dots, which does not choose tensors by "
+            "name; use remat.policy=full or names",
             id="a policy without names",
         ),
         pytest.param(

@@ -1,1 +1,1 @@
-"""Where rows come from."""
+"""The sources of rows: text, token shards, mixtures, images, tables and synthetic data."""

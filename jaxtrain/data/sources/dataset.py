@@ -1,4 +1,4 @@
-"""What a run trains on, whatever its source: rows by index, their shapes, and what identifies them."""
+"""The data of a run from any source: rows by index, their shapes, and the values that identify them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """Training and validation rows, and what the rest of a run needs to know of them.
+    """Training and validation rows, and what the rest of a run needs to know about them.
 
     Attributes:
-        train: Finite rows, unshuffled; `train[i]` is a dict of NumPy arrays.
-        validation: The rows kept for evaluation, if any.
-        fingerprint: What identifies the stream of rows, fit for JSON; equal where the data is equal, at any path.
-        vocab_size: Token ids, for sources of tokens.
-        num_outputs: Classes, or columns to predict.
+        train: The training rows, finite and in their own order; `train[i]` is a dict of NumPy arrays.
+        validation: The rows kept for evaluation; None: there are none.
+        fingerprint: JSON values that identify the rows; they depend on the content of the data and not on its path.
+        vocab_size: Number of token ids; None for sources other than tokens.
+        num_outputs: Number of classes, or of columns to predict; None for tokens.
         input_shape: Shape of one row's "inputs".
         unit: "tokens" or "examples".
         units_per_row: sequence_length for tokens, else 1.
-        tokenizer: What made the tokens, where that is known.
-        description: Lines for people.
-        reading: What inputs and classes were turned into numbers with, fit for JSON: the names of the classes in the
-            order of their numbers, and mean and deviation of the columns of a table. `open_data` takes it, so that
-            other rows get the same numbers. None for sources that need none.
+        tokenizer: The tokenizer that made the tokens; None: not known, or no tokens.
+        description: Lines that describe the data to the user.
+        reading: JSON values with which inputs and classes were turned into numbers: the names of the classes in the
+            order of their numbers, and the mean and deviation of the columns of a table. `open_data` accepts it, so
+            that other rows are read in the same way. None for sources that need none.
     """
 
     train: "grain.MapDataset"
@@ -72,15 +72,15 @@ def open_data(
 
     Args:
         config: Which data: a data group, or its keys as a mapping ({"kind": "digits"}).
-        sequence_length: Tokens a row where the config leaves it open.
+        sequence_length: Tokens per row where `config` does not say it.
         seed: Decides random augmentation; the split into training and validation never depends on it.
         task: The task of the run ("classification", "regression"), for tables whose targets could be either.
-        reading: `Data.reading` of the data a model was trained on: tables and image folders take its class numbers and
-            scales instead of their own. One of another kind of data is ignored.
+        reading: `Data.reading` of the data that a model was trained on: tables and image folders use its class numbers
+            and scales instead of their own. A reading of another kind of data is ignored.
 
     Raises:
-        ConfigError: A wrong key or value in a mapping.
-        DataError: The data is missing, empty, corrupt, or too little for a row.
+        ConfigError: A key or value of a mapping is wrong.
+        DataError: The data is missing, empty or corrupt, or has too few tokens for a row.
     """
     if isinstance(config, Mapping):
         config = load_config({"data": config}).config.data
@@ -152,7 +152,7 @@ def _synthetic_tokens(config: SyntheticData, sequence_length: int) -> Data:
 
     source = markov_tokens(config, sequence_length=sequence_length)
     border = config.num_rows * sequence_length
-    # The parts share one token, the last target of training, so that both have all the rows asked for.
+    # The parts share one token, the last target of training, so that both have all their rows.
     part = _Part(source, Span(0, border + 1), Span(border, source.num_tokens))
     return _token_data([part], sequence_length=sequence_length, weights=None)
 

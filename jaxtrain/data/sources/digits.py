@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 images of 8x8 pixels (Alpaydin & Kaynak 1998, UCI), as scikit-learn carries them."""
+"""Handwritten digits: 1,797 images of 8x8 pixels (Alpaydin & Kaynak 1998, UCI), from scikit-learn."""
 
 import hashlib
 
@@ -14,7 +14,13 @@ _MEAN, _DEVIATION = 4.88, 6.02
 
 
 def open_digits(config: DigitsData) -> Examples:
-    """Loads the digits; inputs float32 [8, 8, 1] of about zero mean and unit variance, targets int32 [].
+    """Loads the digits.
+
+    Args:
+        config: Fraction of the images for validation.
+
+    Returns:
+        Rows of inputs float32 [8, 8, 1] with mean about 0 and variance about 1, and targets int32 [].
 
     Raises:
         DataError: scikit-learn is not installed.

@@ -1,4 +1,4 @@
-"""Folders of image files, a folder a class; decoded when a row is read."""
+"""Image files in one folder per class; an image is decoded when its row is read."""
 
 import functools
 import hashlib
@@ -22,34 +22,39 @@ if TYPE_CHECKING:
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _TRAIN, _VALIDATION = "train", "val"
 
-# Mean and deviation of ImageNet's channels, as every published ImageNet model uses them.
+# Mean and deviation of ImageNet's channels, which published ImageNet models use.
 _MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 _DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
 
-# Random crops cover this share of the area at this aspect ratio (Szegedy et al. 2015, arXiv:1409.4842).
+# Random crops cover this fraction of the area, at this aspect ratio (Szegedy et al. 2015, arXiv:1409.4842).
 _CROP_AREA = (0.08, 1.0)
 _CROP_RATIO = (3 / 4, 4 / 3)
 _CROP_ATTEMPTS = 10
 
-# Share of the shorter side that evaluation keeps: 224 of 256 pixels.
+# Fraction of the shorter side that evaluation keeps: 224 of 256 pixels.
 _CENTER = 224 / 256
 
 Box = tuple[float, float, float, float]
 
 
 def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Examples:
-    """Lists a folder of images; rows are inputs float32 [H, W, 3] and targets int32 [].
+    """Lists a folder of images.
 
-    Training rows are a random crop, flipped or not, drawn from (seed, epoch, row); validation rows the centre.
+    Training rows are random crops, half of them flipped, which depend on seed, epoch and row; validation rows are the
+    centre of the image.
 
     Args:
         config: Which folder.
         seed: Decides the augmentation.
-        reading: Class names of the images a model was trained on, of which some may be missing here; None: the names
-            of the folders.
+        reading: Class names of the images that a model was trained on, of which some may be missing here; None: the
+            names of the folders.
+
+    Returns:
+        Rows of inputs float32 [image_size, image_size, 3] and targets int32 [].
 
     Raises:
-        DataError: There are no images, or fewer than two classes; an image that cannot be decoded raises when read.
+        DataError: There are no images, or fewer than two classes. Reading a row raises it where the image cannot be
+            decoded.
     """
     root = require_folder(config.path, what="data.path")
     reading = matching_reading(reading, kind="image_folder")
@@ -60,7 +65,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
     train = _list(folder, classes, owner=owner, may_lack=reading is not None)
     validation = None
     if parted and (root / _VALIDATION).is_dir():
-        # A validation folder may well lack a rare class; a training folder without images is a mistake.
+        # A validation folder may lack a rare class; a training folder of a class without images is a mistake.
         validation = _list(root / _VALIDATION, classes, owner=owner, may_lack=True)
     listed = train + (validation or [])
     if validation is None:
@@ -69,7 +74,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
         )
         train, validation = [train[i] for i in kept], [train[i] for i in held_out]
     size = config.image_size
-    # Without augmentation training sees what evaluation sees.
+    # Without augmentation, training reads images as evaluation does.
     train_rows = (
         grain.MapDataset.source(train).random_map(_Augmented(size), seed=grain_seed(seed))
         if config.augment
@@ -97,7 +102,7 @@ def _classes(folder: Path) -> list[str]:
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(classes) < 2:
         raise DataError(
-            f"{folder} holds {len(classes)} class folders; give a folder with one folder a class, at least 2"
+            f"{folder} holds {len(classes)} class folders; give a folder with one folder per class, at least 2"
         )
     return classes
 
@@ -130,7 +135,7 @@ def _listing_sha256(listed: Sequence[tuple[Path, int]], *, root: Path) -> str:
 
 
 class _Centered(grain.transforms.Map):
-    """The centre of the image, scaled to a square."""
+    """Takes the centre of the image, scaled to a square."""
 
     def __init__(self, size: int):
         self._size = size
@@ -141,7 +146,7 @@ class _Centered(grain.transforms.Map):
 
 
 class _Augmented(grain.transforms.RandomMap):
-    """A random crop, scaled to a square and flipped half of the time."""
+    """Takes a random crop, scaled to a square and flipped half of the time."""
 
     def __init__(self, size: int):
         self._size = size
@@ -153,14 +158,14 @@ class _Augmented(grain.transforms.RandomMap):
 
 
 def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "Image.Image":
-    """The part of an image that `choose_box(width, height)` says, scaled to a square."""
+    """Reads the part of an image that `choose_box(width, height)` returns, scaled to a square."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             width, height = image.size
             left, top, right, bottom = choose_box(width, height)
-            # A JPEG can be decoded at a half, a quarter or an eighth; never below the pixels that are asked for.
+            # A JPEG can be decoded at a half, a quarter or an eighth of its size, never below the size of the result.
             shrink = max(min(right - left, bottom - top) / size, 1.0)
             image.draft("RGB", (math.ceil(width / shrink), math.ceil(height / shrink)))
             pixels = _eight_bits(image, path).convert("RGB")
@@ -169,19 +174,19 @@ def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "I
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"image {path} cannot be decoded ({reason}); mend or remove it") from None
+        raise DataError(f"image {path} cannot be decoded ({reason}); repair or remove it") from None
 
 
 def _eight_bits(image: "Image.Image", path: Path) -> "Image.Image":
-    """A gray image of 16 bits in 8; others as they are.
+    """Returns a gray image of 16 bits per pixel in 8 bits, and any other image as it is.
 
     Raises:
-        DataError: pixels of 32 bits, whose scale the file does not say.
+        DataError: The pixels have 32 bits, whose scale the file does not contain.
     """
     if image.mode.startswith("I;16"):
         from PIL import Image
 
-        # Converted as they are, all but the darkest 1/256 would be white.
+        # Converted without the shift, all but the darkest 1/256 of the scale would be white.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise DataError(f"image {path} has pixels of 32 bits, whose range is not known; store it with 8 or 16 bits")
@@ -195,8 +200,8 @@ def _flip(image: "Image.Image") -> "Image.Image":
 
 
 def _row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
-    """Pixels less the mean, over the deviation of their channel."""
-    # Rows of pixels, not pixels: loops over three channels take NumPy seven times as long.
+    """Returns a row with the image's pixels, normalised by mean and deviation of each channel."""
+    # Over rows of pixels, because NumPy's loops over three channels take seven times as long.
     pixels_HxWC = np.asarray(image).reshape(image.height, -1)
     inputs_HxWC = np.multiply(pixels_HxWC, np.tile(1 / (255 * _DEVIATION), image.width), dtype=np.float32)
     inputs_HxWC -= np.tile(_MEAN / _DEVIATION, image.width)
@@ -218,5 +223,5 @@ def _random_box(width: int, height: int, rng: np.random.Generator) -> Box:
         if crop_width <= width and crop_height <= height:
             left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)
             return left, top, left + crop_width, top + crop_height
-    # Very long images rarely admit a crop of these ratios.
+    # Very long images rarely have a crop of these ratios.
     return _center_box(width, height)

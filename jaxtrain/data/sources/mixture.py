@@ -1,4 +1,4 @@
-"""Several token sources under one tokenizer."""
+"""Mixtures of several token sources with one tokenizer."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,10 +14,16 @@ from jaxtrain.errors import DataError
 def open_mixture(config: MixtureData) -> list[TokenSource]:
     """Opens the sources of a mixture with the mixture's tokenizer; BPE is trained on all its texts.
 
-    Token shards bring their tokenizer with them; where there is nothing but shards, theirs is used.
+    Token shards contain the ids of their own tokenizer; a mixture of shards alone uses that one.
+
+    Args:
+        config: The sources and their tokenizer.
+
+    Returns:
+        One stream per component, in the order of the components.
 
     Raises:
-        DataError: A source cannot be read, or shards were made with another tokenizer.
+        DataError: A source cannot be read, or shards were made with another tokenizer than the rest.
     """
     sources = [component.source for component in config.components]
     texts = [source for source in sources if isinstance(source, TextData | JsonlData)]

@@ -1,4 +1,4 @@
-"""Token shards on disk: written once by `jaxtrain data prepare`, memory-mapped by every run after.
+"""Token shards on disk, which `jaxtrain data prepare` writes once and every later run maps into memory.
 
 A folder holds shard-00000.bin, ... (token ids, little-endian uint16 or uint32, nothing else), metadata.json
 (`ShardMetadata`) and tokenizer.json.
@@ -26,7 +26,7 @@ from jaxtrain.errors import DataError
 METADATA = "metadata.json"
 TOKENIZER = "tokenizer.json"
 
-# Blocks hashed of each shard: enough to tell data sets apart, without reading terabytes at every start.
+# Blocks of each shard that are hashed: enough to tell data sets apart without reading terabytes at every start.
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
 
@@ -35,28 +35,28 @@ class Shard(Group):
     """One file of tokens."""
 
     file: str
-    """Name in the folder."""
+    """Name of the file in the folder."""
     num_tokens: int
-    """Tokens in it."""
+    """Number of tokens in the file."""
     sha256: str
-    """Hash of its content."""
+    """Hash of the file's content."""
 
 
 class ShardMetadata(Group):
-    """What metadata.json says of a folder of shards."""
+    """The content of metadata.json, which describes a folder of shards."""
 
     format_version: Literal[1] = 1
     """Version of this layout."""
     dtype: Literal["uint16", "uint32"]
-    """Type of a token, little-endian."""
+    """Dtype of a token, little-endian."""
     vocab_size: int
-    """Ids are below this."""
+    """All ids are below this."""
     end_of_text: int | None
-    """Id after each document."""
+    """Id that follows each document; null: a newline does."""
     num_tokens: int
-    """Tokens in all shards."""
+    """Number of tokens in all shards."""
     num_documents: int
-    """Documents in all shards."""
+    """Number of documents in all shards."""
     tokenizer_sha256: str
     """Hash of the tokenizer that made the ids."""
     shards: tuple[Shard, ...]
@@ -64,18 +64,18 @@ class ShardMetadata(Group):
 
 
 def prepare_tokens(config: TextData | JsonlData, output: Path, *, tokens_per_shard: int = 2**27) -> dict[str, Any]:
-    """Encodes a text source into shards; the folder appears complete or not at all.
+    """Encodes a text source into shards; the folder gets its name only when it is complete.
 
     Args:
         config: Which text, and its tokenizer.
         output: Folder to make.
-        tokens_per_shard: Tokens in each file but the last.
+        tokens_per_shard: Number of tokens in each file but the last.
 
     Returns:
-        The metadata, and "output": the folder.
+        The keys of `ShardMetadata` as JSON values, and under "output" the folder.
 
     Raises:
-        DataError: The text cannot be read, there is none, or the folder exists.
+        DataError: The text cannot be read or is empty, the folder exists, or `tokens_per_shard` is below 1.
     """
     output = local_path(output, what="output", error=DataError).expanduser()
     if output.exists():
@@ -109,7 +109,7 @@ def prepare_tokens(config: TextData | JsonlData, output: Path, *, tokens_per_sha
 
 
 class _Counted:
-    """Flattens chunks of documents into arrays of tokens, counting the documents that pass."""
+    """Joins the documents of each chunk into one array of tokens, and counts the documents."""
 
     def __init__(self, chunks: Iterable[list[np.ndarray]]):
         self._chunks = chunks
@@ -134,7 +134,7 @@ def _write_shards(arrays: Iterable[np.ndarray], folder: Path, *, tokens_per_shar
             for part in pending:
                 file.write(part.data)
                 digest.update(part.data)
-            # On disk before the rename makes the folder visible, so that a power cut leaves no hollow shard.
+            # On disk before the rename makes the folder visible, so that a loss of power leaves no incomplete shard.
             file.flush()
             os.fsync(file.fileno())
         shards.append(Shard(file=name, num_tokens=tokens_per_shard - room, sha256=digest.hexdigest()))
@@ -156,8 +156,11 @@ def _write_shards(arrays: Iterable[np.ndarray], folder: Path, *, tokens_per_shar
 def shard_source(config: TokenData) -> TokenSource:
     """Maps the shards of a folder into memory and checks every id.
 
+    Args:
+        config: Which folder.
+
     Raises:
-        DataError: A file is missing, of another size than recorded, or holds an id outside the vocabulary.
+        DataError: A file is missing, has another size than metadata.json says, or holds an id outside the vocabulary.
     """
     folder = require_folder(config.path, what="data.path")
     metadata = _read_metadata(folder)

@@ -1,4 +1,4 @@
-"""Random data with something to learn, made on the spot: for benchmarks, smoke tests and plans."""
+"""Random data that a model can learn, generated when it is opened, for benchmarks, smoke tests and plans."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from jaxtrain.data.examples import Examples
 from jaxtrain.data.rows import ArrayRows, Row, Rows
 from jaxtrain.data.tokens import TokenSource, token_dtype
 
-# Constant: synthetic data is one data set, like any other; the run's seed decides only its order.
+# Constant, because synthetic data is one data set: the run's seed decides only the order of its rows.
 _SEED = 1729
 
 # Each token has this many successors, so the best loss is well below the log of the vocabulary.
@@ -16,33 +16,37 @@ _NUM_SUCCESSORS = 4
 # Images of noise kept in memory; a row adds one of them to the pattern of its class.
 _NUM_NOISE_IMAGES = 61
 
-# Side of the coarse pattern of a class, so that it survives convolutions and crops.
+# Side of the pattern of a class: coarse, so that convolutions and crops keep it.
 _PATTERN_SIZE = 4
 
 
 def num_validation_rows(config: SyntheticData) -> int:
-    """Returns how many rows are made for evaluation, on top of `num_rows`."""
+    """Returns how many rows are generated for evaluation, in addition to `num_rows`."""
     return max(1, config.num_rows // 8)
 
 
 def markov_tokens(config: SyntheticData, *, sequence_length: int) -> TokenSource:
-    """Makes tokens of a fixed random Markov chain of order 1, enough for all rows.
+    """Generates the tokens of all rows by a fixed random Markov chain of order 1.
 
-    The entropy of the chain is the loss a model can reach: about 1.2 nats, where a uniform guess costs
-    log(vocab_size).
+    The entropy of the chain, about 1.2 nats, is the lowest loss that a model can reach; the uniform distribution has a
+    loss of log(vocab_size).
+
+    Args:
+        config: Number of rows and of token ids.
+        sequence_length: Tokens per row.
     """
     random = np.random.default_rng(_SEED)
     successors_VxS = random.integers(0, config.vocab_size, (config.vocab_size, _NUM_SUCCESSORS))
     cumulative_VxS = np.cumsum(random.dirichlet(np.full(_NUM_SUCCESSORS, 2.0), config.vocab_size), axis=1)
     num_rows = config.num_rows + num_validation_rows(config)
-    # One chain a row, all advanced together: a Python step a token would take minutes.
+    # One chain per row, all advanced together: a Python loop over single tokens would take minutes.
     tokens_RxL = np.empty((num_rows, sequence_length), token_dtype(config.vocab_size))
     state_R = random.integers(0, config.vocab_size, num_rows)
     for position in range(sequence_length):
         tokens_RxL[:, position] = state_R
         drawn_R = (random.random(num_rows)[:, None] > cumulative_VxS[state_R]).sum(axis=1)
         state_R = successors_VxS[state_R, np.minimum(drawn_R, _NUM_SUCCESSORS - 1)]
-    # The last row of each part has a target after its end.
+    # The last row of each part needs one more token, as its last target.
     tokens = np.append(tokens_RxL.reshape(-1), tokens_RxL[0, :1])
     return TokenSource(
         segments=(tokens,),
@@ -54,7 +58,14 @@ def markov_tokens(config: SyntheticData, *, sequence_length: int) -> TokenSource
 
 
 def open_examples(config: SyntheticData) -> Examples:
-    """Makes images (float32 [H, W, C]) or table rows (float32 [D]) around a mean for each class."""
+    """Generates images or table rows around a mean for each class.
+
+    Args:
+        config: Task "images" or "table", and the sizes.
+
+    Returns:
+        Rows of inputs, float32 [H, W, C] for images or [D] for tables, and targets int32 [].
+    """
     total = config.num_rows + num_validation_rows(config)
     random = np.random.default_rng(_SEED)
     labels = random.integers(0, config.num_classes, total).astype(np.int32)
@@ -85,7 +96,7 @@ def open_examples(config: SyntheticData) -> Examples:
 
 
 class _SyntheticImages(Rows):
-    """Image i is the pattern of its class plus one of a few noise images: cheap at any size and count."""
+    """Rows whose image i is the pattern of its class plus one of a few noise images, cheap at any size and count."""
 
     def __init__(self, labels: np.ndarray, *, patterns: np.ndarray, noise: np.ndarray, first: int):
         super().__init__(len(labels))

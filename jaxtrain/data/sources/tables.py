@@ -1,4 +1,4 @@
-"""Tables: CSV files with a header, NumPy archives, and scikit-learn's built-in sets."""
+"""Tables from CSV files with a header, from NumPy archives, and from scikit-learn."""
 
 import csv
 import hashlib
@@ -22,17 +22,21 @@ _BUILTIN = "builtin:"
 
 _MAX_CLASSES = 1000
 
-# A column of whole numbers names classes where it has few values and its rows share them, and is a quantity where most
-# rows have a value of their own; between the two (ages, years, labels of 100 classes) only the user knows.
+# A column of integers holds classes where it has few distinct values with several rows each, and quantities where most
+# rows have a value of their own; in between (ages, years, labels of 100 classes) only the user knows.
 _CERTAIN_CLASSES = 20
 _ROWS_PER_CLASS = 2
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table as read: inputs float64 [N, D]; targets [N] or [N, K], strings or numbers.
+    """A table as it was read.
 
-    `are_classes` is None where the values must decide.
+    Attributes:
+        label: Name of the table in messages.
+        inputs: float64 [N, D].
+        targets: Texts or numbers, [N] or [N, K].
+        are_classes: Whether the targets are classes; None: their values decide.
     """
 
     label: str
@@ -42,17 +46,20 @@ class _Table:
 
 
 def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Examples:
-    """Reads a table; rows are inputs float32 [D] and targets int32 [] (classes) or float32 [K] (numbers).
+    """Reads a table.
 
     Args:
         config: Which table.
-        task: The task of the run: under "regression", whole numbers that could name classes are numbers. Under
+        task: The task of the run. Under "regression", integers that could be classes are numbers; under
             "classification", which shipped configs set, the values decide.
-        reading: Scales and class names of the rows a model was trained on; None: those of this table.
+        reading: Scales and class names of the rows that a model was trained on; None: those of this table.
+
+    Returns:
+        Rows of inputs float32 [D], and targets int32 [] for classes or float32 [K] for numbers.
 
     Raises:
-        DataError: The file is missing, or a row or value is not what it should be; names file and line. With
-            `reading`: columns or classes that it does not know.
+        DataError: The file is missing, or a row or value is wrong, which the message locates by file and line; or the
+            table has columns or classes that `reading` does not have.
     """
     table = _read(config)
     reading = matching_reading(reading, kind="table")
@@ -105,7 +112,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
 
 
 def _check_float32(values: np.ndarray, *, label: str, what: str) -> None:
-    """Raise where float64 values [N, D] do not fit float32, the type of a row."""
+    """Raises a DataError where float64 values [N, D] are beyond the range of float32, the dtype of a row."""
     bad = np.argwhere(~(np.abs(values) <= np.finfo(np.float32).max))
     if len(bad):
         row, column = bad[0].tolist()
@@ -116,22 +123,22 @@ def _check_float32(values: np.ndarray, *, label: str, what: str) -> None:
 
 
 def _scales(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and deviation [D] of inputs [N, D]."""
-    # The sums of a constant column round: its mean is not quite its value, its deviation not quite 0. It carries
-    # nothing, and becomes 0.
+    """Returns mean and standard deviation [D] of inputs [N, D]."""
+    # Rounding gives a constant column a mean beside its value and a deviation above 0; with its value and 1 it becomes
+    # 0, because it holds no information.
     lowest, is_constant = inputs.min(axis=0), np.ptp(inputs, axis=0) == 0
     mean, deviation = np.where(is_constant, lowest, inputs.mean(axis=0)), inputs.std(axis=0)
-    # Squares of tiny differences may vanish.
+    # The squares of tiny differences may underflow to 0.
     return mean, np.where(is_constant | (deviation == 0), 1.0, deviation)
 
 
 def _saved_scales(
     reading: Mapping[str, Any], inputs: np.ndarray, *, label: str, standardize: bool
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns mean and deviation [D] of a saved reading, or None twice where inputs are taken as they are.
+    """Returns mean and standard deviation [D] of a saved reading, or None twice where inputs are not scaled.
 
     Raises:
-        DataError: The table or the setting does not fit it.
+        DataError: The table has other columns than the reading, or `standardize` differs from it.
     """
     if standardize != (reading["mean"] is not None):
         given, saved = str(standardize).lower(), str(not standardize).lower()
@@ -151,7 +158,7 @@ def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray,
 
     Args:
         table: The table.
-        known: The names of the classes in the order of their numbers; None: those of the table, sorted.
+        known: Names of the classes in the order of their numbers; None: the classes of the table, sorted.
     """
     values = table.targets
     are_classes = table.are_classes
@@ -190,10 +197,10 @@ def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray,
 
 
 def _are_class_numbers(values: np.ndarray, label: str) -> bool:
-    """Returns whether targets [N] are classes written as numbers.
+    """Returns whether numeric targets [N] are classes.
 
     Raises:
-        DataError: They could be both.
+        DataError: They could be classes or quantities.
     """
     if not np.all(values == np.round(values)):
         return False
@@ -222,7 +229,7 @@ def _read(config: TableData) -> _Table:
 
 
 def _read_builtin(name: str) -> _Table:
-    # Name and whether the targets are classes: diabetes has whole-numbered targets that are quantities.
+    # Name -> whether the targets are classes: those of diabetes are integers, but quantities.
     known = {"breast_cancer": True, "wine": True, "diabetes": False}
     if name not in known:
         raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + k for k in known)}")
@@ -243,7 +250,7 @@ def _read_npz(path: Path) -> _Table:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # zipfile, zlib and NumPy raise a dozen types for a damaged archive.
+    except Exception as error:  # zipfile, zlib and NumPy raise a dozen types of errors for a damaged archive.
         raise DataError(
             f"{path} is no .npz archive ({str(error).splitlines()[0]}); write it with numpy.savez"
         ) from None
@@ -265,7 +272,7 @@ def _read_npz(path: Path) -> _Table:
         if len(bad):
             position = tuple(bad[0].tolist())
             raise DataError(f"{path} array '{name}' is {values[position]} at {list(position)}; remove or fill the row")
-    # The type of the array is the author's word on what the targets are.
+    # The author of the file chose the dtype of the targets: floats are numbers, integers may be classes.
     are_classes = None if targets.dtype.kind in "iu" and targets.ndim == 1 else targets.dtype.kind in "bU"
     return _Table(str(path), inputs.astype(np.float64), targets, are_classes=are_classes)
 
@@ -289,7 +296,7 @@ def _parse_csv(path: Path, *, target: str | None) -> _Table:
             continue
         where = f"{path}:{reader.line_num}"
         if len(row) != len(header):
-            raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; mend or remove the line")
+            raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
         values.extend(
             _number(cell, where, name) for name, cell in zip(header, row, strict=True) if name != header[chosen]
         )
