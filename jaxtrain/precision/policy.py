@@ -38,9 +38,16 @@ class Policy:
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
-def _policy(name: str, matmul_precision: str | None = None, **options: Any) -> Policy:
+def _policy(
+    name: str,
+    matmul_precision: str | None = None,
+    *,
+    loss_scaled: bool = False,
+    linear_format: str | None = None,
+) -> Policy:
     dtypes = POLICY_DTYPES[name]
-    return Policy(name, _DTYPES[dtypes.params], _DTYPES[dtypes.compute], matmul_precision, **options)
+    params, compute = _DTYPES[dtypes.params], _DTYPES[dtypes.compute]
+    return Policy(name, params, compute, matmul_precision, loss_scaled, linear_format)
 
 
 POLICIES = {
