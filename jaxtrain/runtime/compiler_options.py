@@ -42,13 +42,13 @@ class Option:
 
 
 _PIPELINED = (
-    "prefetches what the next layer needs and lets the last layer's gradients travel: without it each layer of an fsdp "
-    "stack waits for its first gather and its last reduce-scatter, with all three of these nothing in the loop waits"
+    "gathers the next layer's weights and reduces the last layer's gradients during this layer: without it each layer "
+    "of an fsdp stack waits for its first gather and its last reduce-scatter; with all three options no layer waits"
 )
 _SEEN_PIPELINED = (
-    "jax 0.10.2 (by the older name), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 a card: 0 of 15 "
-    "collectives of the layer loops stand without a matmul beside them, 3 (128 MiB) without the options; temporaries "
-    "9.71 GiB instead of 8.92. jax 0.12 knows the name; compiled on no GPU, run on no card"
+    "jax 0.10.2 (by the older name), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 "
+    "collectives of the layer loops have no matmul beside them, 3 (128 MiB) without the options; temporaries take "
+    "9.71 GiB instead of 8.92. jax 0.12 knows the name; never run on a GPU"
 )
 
 _GPU = tuple(
@@ -58,7 +58,7 @@ _GPU = tuple(
         "COLLECTIVE_PIPELINING_MODE_ON",
         _PIPELINED,
         _SEEN_PIPELINED,
-        # From jax 0.12 on this still parses, and means the default.
+        # From jax 0.12 on the older name is accepted and means the default.
         older=f"xla_gpu_enable_pipelined_{kind}",
     )
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
@@ -72,9 +72,9 @@ OPTIONS = (
         "cpu",
         "xla_cpu_experimental_ynn_fusion_type",
         "",
-        "its batched products (attention) run on one thread; Eigen's, which come without it, on all",
-        "jax 0.10.2 and 0.12.0.1: 96 products of 256 x 64 x 256 take 10 ms with it and 6 without on 2 cores, a step of "
-        "bench_cpu 2.25 and 2.13 s (medians of 8 interleaved, machine busy)",
+        "with it, batched products (attention) run on one thread; without it, Eigen's products run on all threads",
+        "jax 0.10.2 and 0.12.0.1, 2 cores: 96 products of 256 x 64 x 256 take 10 ms with it and 6 ms without, a step "
+        "of bench_cpu 2.25 and 2.13 s (medians of 8 interleaved runs, busy machine)",
         several_devices=False,
     ),
     *_GPU,
