@@ -1,1 +1,1 @@
-"""How a process starts, what it runs on, and how it speaks to the terminal."""
+"""The start of a process, the machine that it runs on, and its output to the terminal."""

@@ -1,4 +1,4 @@
-"""What was chosen while a step was traced, and why: one line a choice, for the log and for `run.json`."""
+"""Records the implementations chosen while a step is traced, with reasons: a line each, for the log and `run.json`."""
 
 import contextlib
 import contextvars
@@ -9,7 +9,11 @@ _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtr
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[str]]:
-    """Collects what `note_choice` is told inside, each line once."""
+    """Collects the lines of `note_choice` inside the context, each line once.
+
+    Yields:
+        The list of lines, which grows while the context is open.
+    """
     notes: list[str] = []
     token = _notes.set(notes)
     try:
@@ -19,12 +23,12 @@ def record_choices() -> Iterator[list[str]]:
 
 
 def note_choice(operation: str, chosen: str, refused: list[tuple[str, str]]) -> None:
-    """Say what an operation runs on.
+    """Records which implementation an operation uses.
 
     Args:
-        operation: attention, ...
-        chosen: name of the implementation.
-        refused: name and reason of each that stood before it in the table.
+        operation: Name of the operation, such as "attention".
+        chosen: Name of the implementation.
+        refused: Name of each implementation that comes before it in the table, and why it was not chosen.
     """
     notes = _notes.get()
     line = f"{operation}: {chosen}" + "".join(f", not {name} ({why})" for name, why in refused)

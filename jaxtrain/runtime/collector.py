@@ -1,7 +1,7 @@
 """Python's garbage collector, off while a training process starts.
 
-Imports and tracing make a million objects that stay; looking through them again and again takes 0.5 of the 2.9 s
-of a warm start of `quickstart` (2 cores; docs/benchmarks.md). What is left after the first step is looked through once.
+Imports and tracing create a million objects that are never freed. Scanning them repeatedly takes 0.5 of the 2.9 s of a
+warm start of `quickstart` (2 cores; docs/benchmarks.md). The objects left after the first step are scanned once.
 """
 
 import gc
@@ -10,7 +10,7 @@ _paused = False
 
 
 def pause() -> None:
-    """Stop collecting until `resume`; nothing where somebody stopped it before."""
+    """Stops the collector until `resume`; does nothing where other code has already stopped it."""
     global _paused
     if gc.isenabled():
         gc.disable()
@@ -18,7 +18,7 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """Collect, and again from now on, but for what is still there; nothing without `pause`."""
+    """Collects once, exempts all remaining objects and restarts the collector; does nothing without `pause`."""
     global _paused
     if _paused:
         gc.collect()

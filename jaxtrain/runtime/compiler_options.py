@@ -1,7 +1,7 @@
-"""Options for XLA as data: what each backend gets, why, and where it was seen; a compiler that lacks one goes without.
+"""A table of options for XLA by backend, each with its reason; a compiler that does not know an option goes without it.
 
-They are given to the compiler with the program (`jax.jit(compiler_options=...)`), never through XLA_FLAGS: an unknown
-flag in the environment ends the process, an unknown option is an error that can be caught.
+They are passed to the compiler with the program (`jax.jit(compiler_options=...)`), never through XLA_FLAGS: an unknown
+flag in the environment ends the process, whereas an unknown option raises an error that can be caught.
 """
 
 import contextlib
@@ -21,12 +21,14 @@ class Option:
     """One option of the compiler of a backend.
 
     Attributes:
-        backend: `device.platform`.
-        name, value: as XLA knows them.
-        reason: what it does to our programs.
-        seen: where that was seen.
-        several_devices: whether it is for programs of several devices only.
-        older: the name that older compilers know it by, with `older_value`.
+        backend: The backend, as in `device.platform`.
+        name: Name of the option in XLA.
+        value: Value of the option.
+        reason: Its effect on our programs.
+        seen: Where that effect was measured.
+        several_devices: Whether the option is for programs of several devices only.
+        older: Name of the option in older compilers; None: the same.
+        older_value: Value of the option under its older name.
     """
 
     backend: str
@@ -40,13 +42,13 @@ class Option:
 
 
 _PIPELINED = (
-    "prefetches what the next layer needs and lets the last layer's gradients travel: without it each layer of an fsdp "
-    "stack waits for its first gather and its last reduce-scatter, with all three of these nothing in the loop waits"
+    "gathers the next layer's weights and reduces the last layer's gradients during this layer: without it each layer "
+    "of an fsdp stack waits for its first gather and its last reduce-scatter; with all three options no layer waits"
 )
 _SEEN_PIPELINED = (
-    "jax 0.10.2 (by the older name), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 a card: 0 of 15 "
-    "collectives of the layer loops stand without a matmul beside them, 3 (128 MiB) without the options; temporaries "
-    "9.71 GiB instead of 8.92. jax 0.12 knows the name; compiled on no GPU, run on no card"
+    "jax 0.10.2 (by the older name), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 "
+    "collectives of the layer loops have no matmul beside them, 3 (128 MiB) without the options; temporaries take "
+    "9.71 GiB instead of 8.92. jax 0.12 knows the name; never run on a GPU"
 )
 
 _GPU = tuple(
@@ -56,23 +58,23 @@ _GPU = tuple(
         "COLLECTIVE_PIPELINING_MODE_ON",
         _PIPELINED,
         _SEEN_PIPELINED,
-        # From jax 0.12 on this still parses, and means the default.
+        # From jax 0.12 on the older name is accepted and means the default.
         older=f"xla_gpu_enable_pipelined_{kind}",
     )
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 
-# What is not here was tried and gave the very program that jax 0.10.2 gives without it: the latency-hiding scheduler
-# and optimization_level=1 on H100, the scheduler on v5p, asynchronous collective fusion on v5e; on v5p libtpu refuses
-# the last ("incorrect results, hang, SDC").
+# These options were tried and left the program of jax 0.10.2 unchanged: the latency-hiding scheduler and
+# optimization_level=1 on H100, the scheduler on v5p, asynchronous collective fusion on v5e. On v5p libtpu refuses the
+# last one ("incorrect results, hang, SDC").
 OPTIONS = (
     Option(
         "cpu",
         "xla_cpu_experimental_ynn_fusion_type",
         "",
-        "its batched products (attention) run on one thread; Eigen's, which come without it, on all",
-        "jax 0.10.2 and 0.12.0.1: 96 products of 256 x 64 x 256 take 10 ms with it and 6 without on 2 cores, a step of "
-        "bench_cpu 2.25 and 2.13 s (medians of 8 interleaved, machine busy)",
+        "with it, batched products (attention) run on one thread; without it, Eigen's products run on all threads",
+        "jax 0.10.2 and 0.12.0.1, 2 cores: 96 products of 256 x 64 x 256 take 10 ms with it and 6 ms without, a step "
+        "of bench_cpu 2.25 and 2.13 s (medians of 8 interleaved runs, busy machine)",
         several_devices=False,
     ),
     *_GPU,
@@ -81,11 +83,11 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """What the compiler of some devices is given.
+    """The options for programs on some devices.
 
     Attributes:
-        used: name -> value, every one known to it.
-        dropped: a line for each that it does not know.
+        used: Name -> value of each option that the compiler knows.
+        dropped: One line per option that the compiler does not know or refuses.
     """
 
     used: Mapping[str, Value]
@@ -93,15 +95,15 @@ class CompilerOptions:
 
 
 def choose_options(device: Any, num_devices: int, more: Mapping[str, Value] | None = None) -> CompilerOptions:
-    """The options for a program on devices like this one.
+    """Returns the compiler options for a program on devices like this one.
 
     Args:
-        device: a `jax.Device`, real or compile-only.
-        num_devices: of the program.
-        more: the user's, over those of the table.
+        device: A `jax.Device`, real or compile-only.
+        num_devices: Number of devices of the program.
+        more: Options of the user, which replace those of the table.
 
     Raises:
-        ConfigError: a value that the compiler does not take for an option that it knows.
+        ConfigError: The compiler knows an option of the user but refuses its value.
     """
     table = [
         option
@@ -130,7 +132,12 @@ def choose_options(device: Any, num_devices: int, more: Mapping[str, Value] | No
 
 
 def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]:
-    """Lines for the banner: what the user asked for, and what the compiler does not take; run.json has all."""
+    """Returns lines for the banner: the user's options, and those that the compiler does not accept.
+
+    Args:
+        options: All options of a program; run.json records them.
+        asked: Names of the user's options.
+    """
     shown = {name: options.used[name] for name in asked if name in options.used}
     used = ", ".join(f"{name}={value if value != '' else 'none'}" for name, value in shown.items())
     return [*([f"compiler options: {used}"] if used else []), *options.dropped]
@@ -138,11 +145,14 @@ def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]
 
 @functools.lru_cache
 def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict[str, str]:
-    """Name -> first line of what the compiler of a device says against an option; asked with a program of one addition.
+    """Returns the options that the compiler of a device refuses, found by compiling a program of one addition.
 
     Args:
-        device: a `jax.Device`, real or compile-only.
+        device: A `jax.Device`, real or compile-only.
         options: (name, value) pairs.
+
+    Returns:
+        Name -> first line of the compiler's error.
     """
     import jax
     import jax.numpy as jnp
@@ -160,16 +170,16 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
 
     if refusal(dict(options)) is None:
         return {}
-    # One by one: an error names one option at most, and not every error does.
+    # One by one, because an error names at most one option.
     alone = {name: refusal({name: value}) for name, value in options}
     return {name: why for name, why in alone.items() if why is not None}
 
 
 @contextlib.contextmanager
 def out_of_cache() -> Iterator[None]:
-    """Keep what is compiled inside out of the folder of compiled programs.
+    """Keeps programs that are compiled inside the context out of the persistent compilation cache.
 
-    A program for absent hardware could not be loaded from it: there are no devices, so jax warns and compiles again.
+    jax cannot load a program for absent hardware from the cache: there are no devices, so it warns and compiles again.
     """
     import jax
 

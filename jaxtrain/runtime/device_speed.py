@@ -1,4 +1,4 @@
-"""How fast a device multiplies and copies, and whether devices add up right: seconds, for `doctor` and `plan`."""
+"""Measures, within seconds, how fast a device multiplies and copies, and whether sums over devices are correct."""
 
 import statistics
 import time
@@ -9,23 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-# Side of the matrices: large enough to keep the device busy for longer than a dispatch takes, which is about 0.1 ms.
+# Side of the matrices: large enough that a product takes longer than its dispatch, which takes about 0.1 ms.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}
 _REPEATS = 5
 _BUDGET_SECONDS = 1.0
 
 
 def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
-    """The measured rate of a square matrix product, two operations a multiply-add.
+    """Measures the rate of a square matrix product.
 
-    float32 is multiplied at full precision (not TF32, not three bf16 passes).
+    float32 is multiplied at full precision (not in TF32, not in three bf16 passes).
 
     Args:
-        dtype: float32 or bfloat16.
-        device: a `jax.Device`; None: the first of this process.
+        dtype: "float32" or "bfloat16".
+        device: A `jax.Device`; None: the first device of this process.
 
     Returns:
-        Median of five, fewer where a product takes more than a fifth of a second.
+        FLOP/s, with two operations per multiply-add; the median of five products, or of fewer where a product takes
+        more than a fifth of a second.
     """
     device = jax.local_devices()[0] if device is None else device
     size = _SIZES.get(device.platform, 2048)
@@ -44,18 +45,18 @@ def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
 
 
 def memory_bytes_per_second(*, device: Any = None) -> float:
-    """The measured rate of reading 256 MiB and writing them back, bytes of both counted.
+    """Measures the rate of reading 256 MiB of device memory and writing them back.
 
     Args:
-        device: a `jax.Device`; None: the first of this process.
+        device: A `jax.Device`; None: the first device of this process.
 
     Returns:
-        Median of five.
+        Bytes read and written per second; the median of five runs.
     """
     device = jax.local_devices()[0] if device is None else device
     size = 2**26
     values = jax.device_put(np.ones(size, np.float32), device)
-    # In place: a new buffer would measure how fast the system hands out pages.
+    # In place, because with a new buffer the time to allocate pages would be measured too.
     scale = jax.jit(lambda x: x * np.float32(1.0000001), donate_argnums=0)
     values = scale(values).block_until_ready()
     seconds: list[float] = []
@@ -67,7 +68,7 @@ def memory_bytes_per_second(*, device: Any = None) -> float:
 
 
 def sums_over_devices() -> bool:
-    """Whether a sum over all devices of the run (of 1, 2, ..., n) is right on each of them."""
+    """Returns whether the sum of 1, 2, ..., n over all n devices is correct on every device of this process."""
     devices = jax.devices()
     mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("all")

@@ -1,6 +1,6 @@
-"""Process start-up: platform, emulated devices, the cluster, the compilation cache.
+"""Starts a process: platform, emulated devices, cluster and compilation cache.
 
-The only reader of cluster environment, with `node_devices`. Everything here must run before jax touches a device.
+This file and `node_devices` alone read the environment of a cluster. `start` must run before jax uses a device.
 """
 
 import contextlib
@@ -19,17 +19,24 @@ from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.node_devices import local_device_ids
 from jaxtrain.runtime.remarks import print_remark
 
-# How long a process may be silent before the others give up; they cannot go on without it.
+# A process that is silent for this long counts as failed, and the others end: they cannot continue without it.
 _HEARTBEAT_SECONDS = 30
-# jax aborts the process, with a stack trace, when others do not join in time; ours is the first to give up.
+# jax aborts a process, with a stack trace, when others do not join in time; our own limit ends this much earlier.
 _ABORT_MARGIN_SECONDS = 60
-# Google's machines answer at once; elsewhere nobody does.
+# The metadata server of Google's machines answers at once; elsewhere there is none.
 _METADATA_SECONDS = 3
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """How this process joins others: by explicit address, or, where that is None, by jax's own detection."""
+    """How this process joins the other processes of a run.
+
+    Attributes:
+        source: Where the cluster was found, for messages.
+        coordinator: Address of process 0 as host:port; None: jax detects the rest itself.
+        num_processes: Number of processes; None: jax detects it.
+        process_id: Number of this process, from 0; None: jax detects it.
+    """
 
     source: str
     coordinator: str | None = None
@@ -47,16 +54,16 @@ def _number(name: str) -> int | None:
 
 
 def detect_cluster() -> Cluster | None:
-    """The cluster that the environment describes, or None for a single process.
+    """Returns the cluster that the environment describes, or None for a single process.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` come first; then Open MPI, Slurm, TPU slices of
-    several hosts and indexed Jobs of Kubernetes, whose details jax reads itself. A Kubernetes Job whose pods work on
-    their own sets `JOB_COMPLETION_INDEX` to nothing.
+    several hosts and indexed Jobs of Kubernetes, whose details jax reads itself. A Kubernetes Job whose pods train
+    independently sets `JOB_COMPLETION_INDEX` to an empty text.
 
     Raises:
-        ConfigError: the three variables are only partly set, or not numbers; a process in a Slurm job that `srun` did
-            not start; an Open MPI that does not say where the others are; a Job without the package that jax asks
-            Kubernetes with.
+        ConfigError: Only some of the three variables are set, or one is not a number; `srun` did not start this process
+            of a Slurm job; Open MPI does not give the address of its first process; or the package with which jax
+            asks Kubernetes is not installed.
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if address:
@@ -72,7 +79,7 @@ def detect_cluster() -> Cluster | None:
                 f"JAX_PROCESS_ID is {index} (environment), but JAX_NUM_PROCESSES is {processes}; {counted}"
             )
         return Cluster("JAX_COORDINATOR_ADDRESS", address, processes, index)
-    # Before Slurm, inside whose jobs mpirun works too.
+    # Open MPI comes before Slurm, because mpirun also works inside Slurm jobs.
     if (_number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
         if "OMPI_MCA_orte_hnp_uri" not in os.environ:
             raise ConfigError(
@@ -81,10 +88,10 @@ def detect_cluster() -> Cluster | None:
                 "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK in each process, or use Slurm's srun"
             )
         return Cluster("Open MPI")
-    # A batch job that asks for nodes only has no count of tasks; srun starts one per node.
+    # A batch job that asks only for nodes has no number of tasks; srun then starts one per node.
     tasks = _number("SLURM_NTASKS") or _number("SLURM_JOB_NUM_NODES") or 1
     if tasks > 1 and "SLURM_PROCID" in os.environ:
-        # A batch script is no step; the shell that salloc may open is one, of a single task.
+        # A batch script is not a Slurm step; the shell that salloc may open is a step of a single task.
         if "SLURM_STEP_NODELIST" not in os.environ or (_number("SLURM_STEP_NUM_TASKS") or tasks) < tasks:
             raise ConfigError(
                 f"this Slurm job has {tasks} tasks (SLURM_NTASKS), but srun did not start this process, so the others "
@@ -114,12 +121,12 @@ def _has_nvidia_driver() -> bool:
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has a GPU or TPU that the environment does not keep jax from; without importing jax."""
+    """Returns whether this machine has a GPU or TPU that jax may use, without importing jax."""
     return os.environ.get("JAX_PLATFORMS", "") != "cpu" and (_has_nvidia_driver() or _has_tpu_chips())
 
 
 def _tpu_vm_workers() -> str:
-    """The hosts of the slice that this Cloud TPU VM belongs to, divided by commas; empty anywhere else."""
+    """Returns the hosts of this Cloud TPU VM's slice, separated by commas; an empty text on other machines."""
     if not _has_tpu_chips() or "TPU_SKIP_MDS_QUERY" in os.environ:
         return ""
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
@@ -135,9 +142,11 @@ def _tpu_vm_workers() -> str:
 
 
 def cache_folder(setting: str | None) -> Path | None:
-    """Folder of compiled programs for `compilation_cache`: auto, a path, or None.
+    """Returns the folder of the compilation cache, or None where programs are not cached.
 
-    `JAXTRAIN_CACHE_DIR` replaces the platform's cache folder under auto.
+    Args:
+        setting: The value of `compilation_cache`: a path, None, or "auto", which is `JAXTRAIN_CACHE_DIR` if that is
+            set, else the user's cache folder.
     """
     if setting is None:
         return None
@@ -150,27 +159,27 @@ def cache_folder(setting: str | None) -> Path | None:
     return Path(home).expanduser() / "jaxtrain" / "compiled"
 
 
-# Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
-# CUDA's context need a few GiB. XLA_PYTHON_CLIENT_MEM_FRACTION, where it is set, says otherwise.
+# The fraction of a GPU's memory that jax allocates. Its default, 0.75, leaves 20 GiB of an H100 unused; NCCL, cuBLAS
+# and CUDA's context need a few GiB. If the user sets XLA_PYTHON_CLIENT_MEM_FRACTION, that value is used.
 GPU_MEMORY_FRACTION = 0.92
 
 
 def start(*, emulate: int | None = None, compilation_cache: str | None = "auto") -> None:
-    """Prepare jax: emulated devices, cache and, where a cluster is detected, `jax.distributed`.
+    """Prepares jax: emulated devices, compilation cache and, where a cluster is detected, `jax.distributed`.
+
+    If other processes do not join in time, this process ends with one line and exit code 2, before jax would abort it.
 
     Args:
-        emulate: pretend to have this many CPU devices (in each process); None: the real devices.
-        compilation_cache: see `cache_folder`.
+        emulate: Number of emulated CPU devices in this process; None: the real devices.
+        compilation_cache: "auto", a path or None, as for `cache_folder`.
 
     Raises:
-        ConfigError: emulation asked for after jax has started, a cache folder that cannot be made, or a cluster that
+        ConfigError: Emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
             cannot be joined.
-
-    Where other processes do not join in time, the process ends with one line and exit code 2: jax would abort it.
     """
     import jax
 
-    # Read when jax first uses a GPU.
+    # jax reads it when it first uses a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     if emulate is not None:
         if emulate < 1:
@@ -183,7 +192,7 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     folder = cache_folder(compilation_cache)
     if folder is not None:
         try:
-            # Compiled programs are run as they are read: nobody else may write there.
+            # Compiled programs are executed without a check, so that no other user may write there.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -231,9 +240,9 @@ def _join(cluster: Cluster) -> None:
                 cluster.coordinator,
                 cluster.num_processes,
                 cluster.process_id,
-                # Nothing is left to detect, and a Slurm job around it would hide GPUs.
+                # All is known, and jax's detection inside a Slurm job would hide GPUs.
                 cluster_detection_method="deactivate",
-                # Bound to its own address only: the coordinator has no authentication.
+                # The coordinator has no authentication, so it listens on its own address only.
                 coordinator_bind_address=cluster.coordinator if cluster.process_id == 0 else None,
                 **limits,
             )
@@ -244,7 +253,7 @@ def _join(cluster: Cluster) -> None:
 
 
 def describe_devices() -> str:
-    """One line for the banner: platform, kind and count; names a GPU that jax does not use."""
+    """Returns the devices of the run for the banner: their number and kind, and the number of processes."""
     import jax
 
     devices = jax.devices()
@@ -256,7 +265,11 @@ def describe_devices() -> str:
 
 
 def unused_accelerator(platform: str) -> str | None:
-    """The line that mends a machine whose NVIDIA card jax does not see; None where there is nothing to mend."""
+    """Returns a line that says how to use an NVIDIA card that jax does not see, or None where there is none.
+
+    Args:
+        platform: The platform that jax runs on, such as "cpu".
+    """
     asked = os.environ.get("JAX_PLATFORMS", "")
     if platform == "cpu" and asked != "cpu" and _has_nvidia_driver():
         return "there is an NVIDIA card, but jax runs on the CPU: pip install 'jaxtrain[cuda12]' (or cuda13)"
@@ -265,10 +278,14 @@ def unused_accelerator(platform: str) -> str | None:
 
 @contextlib.contextmanager
 def on_main_process(resource: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter a context on process 0 for all processes; where it cannot be entered, every process raises.
+    """Enters a context on process 0 on behalf of all processes; if that fails, every process raises.
+
+    Args:
+        resource: The context, which only process 0 enters and leaves.
 
     Raises:
-        ConfigError: process 0 could not enter it; its own error says why.
+        UserError: On process 0, the error of the context.
+        ConfigError: On the other processes.
     """
     import jax
 
@@ -292,10 +309,13 @@ def on_main_process(resource: contextlib.AbstractContextManager[Any]) -> Iterato
 
 
 def leave(code: int) -> None:
-    """End this process at once when it is one of several; return when it is alone.
+    """Ends this process at once if it is one of several; returns if it is the only one.
 
-    An ordinary exit waits for the other processes, and those wait in a collective for the one that failed. Gone, it is
-    missed within the heartbeat timeout, and they end too.
+    An ordinary exit waits for the other processes, and those wait in a collective for the failed one. When it has
+    ended, they notice within the heartbeat timeout and end too.
+
+    Args:
+        code: Exit code.
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
@@ -305,7 +325,7 @@ def leave(code: int) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this process writes files and talks to people."""
+    """Returns whether this is process 0, which alone writes files and prints."""
     import jax
 
     return jax.process_index() == 0

@@ -1,10 +1,10 @@
-"""Arrays that a compiled program has taken over: found on the host before a device meets them."""
+"""Finds arrays whose buffers were donated to a compiled program, on the host, before they are passed to a device."""
 
 from typing import Any
 
 
 def first_deleted(tree: Any) -> str | None:
-    """Return the path of the first array of a tree whose buffers are gone, or None; about 25 ns for each array."""
+    """Returns the path of the first array of a tree whose buffers were deleted, or None; takes 25 ns per array."""
     import jax
 
     if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):

@@ -1,4 +1,4 @@
-"""Small files written whole: a reader sees the old text or the new one, never half."""
+"""Writes small files atomically: a reader sees the complete old text or the complete new one."""
 
 import json
 import math
@@ -9,11 +9,16 @@ from typing import Any
 
 
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
-    """Writes the lines (each with its own line end) as UTF-8 beside `path`, syncs, and renames over `path`."""
+    """Writes lines atomically: as UTF-8 to a file beside `path`, which is synced and renamed to `path`.
+
+    Args:
+        path: The file to write or replace.
+        lines: The lines, each with its line end.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # A lone surrogate (bytes of an odd file name, a sample cut inside a character) must not stop the write.
+        # A lone surrogate (from bytes of a file name, or a sample that ends inside a character) must not be an error.
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(lines)
             file.flush()
@@ -25,19 +30,19 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Writes `text` whole or not at all."""
+    """Writes a text atomically, as UTF-8."""
     write_lines_atomic(path, (text,))
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Writes `value` as indented strict JSON (NaN and infinities as null), whole or not at all."""
+    """Writes a value atomically, as indented strict JSON (NaN and infinities become null)."""
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def strict_json(value: Any) -> Any:
-    """`value` in types of strict JSON: NaN and infinities, which it cannot hold, become None.
+    """Returns a value in types of strict JSON: NaN and infinities, which JSON does not have, become None.
 
-    Numbers of NumPy and JAX become Python numbers, tuples and sets lists, and anything else its `str`.
+    Numbers of NumPy and jax become Python numbers, tuples and sets become lists, other objects become their `str`.
     """
     if value is None or isinstance(value, (bool, str, int)):
         return value
@@ -51,7 +56,7 @@ def strict_json(value: Any) -> Any:
 
 
 def plain_number(value: Any) -> float | int | None:
-    """A Python int or finite float for a number of any library; None for NaN, infinities and what is no number."""
+    """Returns a number of any library as a Python int or float, and None for NaN, infinities and other objects."""
     if isinstance(value, int):
         return int(value)
     if not _is_number(value):

@@ -1,22 +1,22 @@
-"""Which GPUs of its node a process takes, where Slurm or Open MPI started it. No jax here.
+"""Chooses the GPUs of its node for a process that Slurm or Open MPI started. No jax here.
 
-jax gives every process that they start one GPU, by its number on the node: right for a process per GPU, and with one
-process per node all GPUs but the first are hidden.
+By itself jax gives every such process one GPU, by the number of the process on the node. That is correct with one
+process per GPU, but with one process per node it hides all GPUs except the first.
 """
 
 import os
 import re
 
-# What the runtimes of NVIDIA and AMD, and Slurm through them, show a process.
+# The variables with which the runtimes of NVIDIA and AMD, and Slurm through them, list the GPUs of a process.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def local_device_ids() -> list[int] | None:
-    """Returns `local_device_ids` of `jax.distributed.initialize` for this process.
+    """Returns the argument `local_device_ids` of `jax.distributed.initialize` for this process.
 
     Returns:
-        The numbers of this process's GPUs among those that it sees; empty: all that it sees; None: what
-        JAX_LOCAL_DEVICE_IDS says, or what jax decides where it is not known how many processes share the node.
+        The numbers of this process's GPUs among those that it sees; an empty list: all that it sees; None: those of
+        JAX_LOCAL_DEVICE_IDS or, where the number of processes on the node is not known, those that jax chooses.
     """
     if os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
@@ -28,15 +28,15 @@ def local_device_ids() -> list[int] | None:
         return []
     visible, on_node = _num_visible(), _whole("SLURM_GPUS_ON_NODE")
     if visible is not None and (visible < processes or visible < (on_node or 0) or _slurm_divides()):
-        # Each process sees its own GPUs only, counted from 0.
+        # Each process sees only its own GPUs, numbered from 0.
         return []
     share = max((visible or on_node or processes) // processes, 1)
     return list(range(index * share, (index + 1) * share))
 
 
 def _place_on_node() -> tuple[int, int] | None:
-    """Returns the number of this process on its node and how many there are, or None where nobody says."""
-    # Open MPI first, as in jax: under Slurm each of its daemons is a task, with the processes below it.
+    """Returns the number of this process on its node and the number of processes there, or None if not known."""
+    # Open MPI comes first, as in jax: under Slurm each of its daemons is a task that starts several processes.
     index, processes = _whole("OMPI_COMM_WORLD_LOCAL_RANK"), _whole("OMPI_COMM_WORLD_LOCAL_SIZE")
     if index is None or processes is None:
         index, processes = _whole("SLURM_LOCALID"), _slurm_tasks_on_node()
@@ -44,7 +44,7 @@ def _place_on_node() -> tuple[int, int] | None:
 
 
 def _slurm_tasks_on_node() -> int | None:
-    """Returns this node's entry in the counts of a Slurm step: "2(x3),1" is three nodes of two tasks and one of one."""
+    """Returns this node's entry in a Slurm step's counts: "2(x3),1" is 2 tasks on three nodes and 1 on a fourth."""
     counts: list[int] = []
     for entry in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
@@ -63,12 +63,12 @@ def _slurm_divides() -> bool:
 
 
 def _num_visible() -> int | None:
-    """Returns how many GPUs the environment shows this process, or None where it does not say."""
+    """Returns how many GPUs the environment shows to this process, or None where no variable says it."""
     shown = next((os.environ[name] for name in _VISIBLE if os.environ.get(name)), None)
     return None if shown is None else len(shown.split(","))
 
 
 def _whole(name: str) -> int | None:
-    """Returns a whole number of the environment, or None where there is none."""
+    """Returns an environment variable as an integer, or None where it is not set or not an integer."""
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else None

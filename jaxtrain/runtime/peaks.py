@@ -1,7 +1,7 @@
-"""Dense peaks of accelerators, the denominator of model FLOPs utilization; the planner's catalogue reads them too.
+"""Peak FLOP/s of accelerators for dense matrices, the denominator of model FLOPs utilization (MFU); the planner reads them too.
 
-One row a device as JAX counts devices: a TPU v2 or v3 chip and a TPU7x chip are two devices each, the others one.
-Figures are the vendors', dense (half of what NVIDIA prints "with sparsity"), at boost clocks, with fp32 accumulation.
+There is one row per device as jax counts devices: a chip of TPU v2, v3 or TPU7x is two devices, any other chip is one.
+Figures are those of the vendors: dense (half of NVIDIA's "with sparsity"), at boost clocks, with fp32 accumulation.
 """
 
 _TERA = 1e12
@@ -12,7 +12,7 @@ _H100_SXM = dict(fp32=67.0, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9)
 _A100 = dict(fp32=19.5, tf32=156.0, bf16=312.0, fp16=312.0)
 
 # Keys are `device.device_kind`, which for NVIDIA is the product name that nvidia-smi prints.
-# A format the hardware lacks, or without a published figure, is left out.
+# A format that the hardware does not have, or that has no published figure, is left out.
 _PEAKS: dict[str, dict[str, float]] = {
     # NVIDIA Tesla V100 datasheet (2018): fp32 15.7 (SXM2), 14 (PCIe); tensor 125, 112. No bf16, no tf32.
     "Tesla V100-SXM2-16GB": dict(fp32=15.7, fp16=125.0),
@@ -48,13 +48,13 @@ _PEAKS: dict[str, dict[str, float]] = {
     "NVIDIA GB200": dict(fp32=80.0, tf32=1250.0, bf16=2500.0, fp16=2500.0, fp8=5000.0),
     # NVIDIA Ada architecture whitepaper (2022), appendix A: tensor figures with fp32 accumulation.
     "NVIDIA GeForce RTX 4090": dict(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3),
-    # NVIDIA Ampere GA102 architecture whitepaper (2021), appendix A, with fp32 accumulation.
+    # NVIDIA Ampere GA102 architecture whitepaper (2021), appendix A: tensor figures with fp32 accumulation.
     "NVIDIA GeForce RTX 3090": dict(fp32=35.6, tf32=35.6, bf16=71.0, fp16=71.0),
-    # Google Cloud TPU documentation, system architecture: 180 TFLOP/s a v2 board of 4 chips, 123 a v3 chip, of two
-    # devices each. TPUs multiply in bf16; fp32 is emulated by several passes and has no published peak.
+    # Google Cloud TPU documentation, system architecture: 180 TFLOP/s per v2 board of 4 chips, 123 per v3 chip; each
+    # chip is two devices. TPUs multiply in bf16; fp32 is emulated by several passes and has no published peak.
     "TPU v2": dict(bf16=22.5),
     "TPU v3": dict(bf16=61.5),
-    # Same source: 275 a chip, which is one device.
+    # Same source: 275 per chip, which is one device.
     "TPU v4": dict(bf16=275.0),
     # Same source: v5e 197.
     "TPU v5 lite": dict(bf16=197.0),
@@ -65,11 +65,11 @@ _PEAKS: dict[str, dict[str, float]] = {
     # Same source: v6e (Trillium) 918.
     "TPU v6 lite": dict(bf16=918.0),
     "TPU v6e": dict(bf16=918.0),
-    # Same source: TPU7x (Ironwood) 2307 a chip; each of its two chiplets is a device.
+    # Same source: TPU7x (Ironwood) 2307 per chip; each of its two chiplets is a device.
     "TPU7x": dict(bf16=1153.5),
 }
 
-# Precision policy -> number format of its matmuls: under fp8 those of linear layers, which are most of the FLOPs.
+# Precision policy -> number format of its matmuls; fp8 is the format of linear layers, which are most of the FLOPs.
 FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_pure": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 
@@ -83,18 +83,18 @@ def device_peaks(device_kind: str) -> dict[str, float]:
 
 
 def peak_flops(device_kind: str, policy: str) -> float | None:
-    """The dense peak of one device in the number format of a precision policy.
+    """Returns the dense peak of one device in the number format of a precision policy.
 
-    Under fp8 all FLOPs are compared with the fp8 peak, also those of attention and of the output layer, which run in
-    bf16: the convention of published fp8 figures, and a lower utilization than the same step time would be of a mix.
-    Where the device has no fp8 units the policy runs in bf16, and that is its peak.
+    Under fp8 all FLOPs are compared with the fp8 peak, including those of attention and the output layer, which run in
+    bf16. Published fp8 figures do the same; a mixed peak would give a higher utilization for the same step time. On a
+    device without fp8 units the policy runs in bf16, so the bf16 peak is returned.
 
     Args:
-        device_kind: `device.device_kind`.
-        policy: a precision policy; `bf16_pure` counts as bf16.
+        device_kind: The kind of the device, as in `device.device_kind`.
+        policy: A precision policy; `bf16_pure` counts as bf16.
 
     Returns:
-        FLOP/s, or None where the device (CPUs among them) or its figure for this format is not known.
+        FLOP/s, or None where the device (such as a CPU) or its figure for this format is not known.
     """
     peaks = device_peaks(device_kind)
     peak = peaks.get(FORMATS.get(policy, ""))

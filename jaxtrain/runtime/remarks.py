@@ -1,15 +1,15 @@
-"""Remarks of the program on standard error. No jax here."""
+"""Writes remarks of the program to standard error. No jax here."""
 
 import sys
 
 
 def print_remark(line: str) -> None:
-    """Write a line to standard error in one write.
+    """Writes a line to standard error in one write.
 
-    `print` writes its line end separately, and another thread or process may write between the two.
+    `print` writes the line end separately, so that another thread or process may write between the two.
 
     Args:
-        line: without its line end.
+        line: The text of the line, without its line end.
     """
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

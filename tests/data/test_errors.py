@@ -231,7 +231,7 @@ CASES = {
     "whole numbers that could be classes": (
         {"a.csv": b"x,age\n" + b"".join(b"%d,%d\n" % (i, i % 40) for i in range(400))},
         lambda d: table(d / "a.csv"),
-        "{dir}/a.csv has 40 distinct whole numbers as targets of 400 rows, which could be quantities or classes; "
+        "{dir}/a.csv has 40 distinct integers as targets of 400 rows, which could be quantities or classes; "
         "set task=regression and data.task=regression, or task=classification and data.task=classification",
     ),
     "more numbers than classes asked for": (

@@ -210,7 +210,7 @@ def _are_class_numbers(values: np.ndarray, label: str) -> bool:
     if distinct <= _CERTAIN_CLASSES:
         return True
     raise DataError(
-        f"{label} has {distinct} distinct whole numbers as targets of {len(values)} rows, which could be quantities or "
+        f"{label} has {distinct} distinct integers as targets of {len(values)} rows, which could be quantities or "
         "classes; set task=regression and data.task=regression, or task=classification and data.task=classification"
     )
 
