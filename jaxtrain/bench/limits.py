@@ -84,7 +84,15 @@ def _lacking(name: str, device: Any) -> str | None:
 
 
 def matmul_rate(name: str, device: Any) -> float:
-    """Measure the operations per second of a square product in a number format, on one device."""
+    """Measure a square product in a number format on one device.
+
+    Args:
+        name: number format, such as "bf16".
+        device: the `jax.Device`.
+
+    Returns:
+        Operations per second, where a multiply-add counts as two.
+    """
     operand, result, precision = _FORMATS[name]
     size = _SIZES.get(device.platform, 2048)
     generator = np.random.default_rng(0)

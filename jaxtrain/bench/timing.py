@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -12,7 +11,7 @@ _ROUND_SECONDS = 0.02
 _ROUNDS = 5
 
 
-def call_seconds(call: Callable[[], Any], *, budget: float = 1.0) -> float:
+def call_seconds(call: Callable[[], object], *, budget: float = 1.0) -> float:
     """Measure the median seconds of a call over five rounds, or fewer where these would exceed the budget.
 
     Args:

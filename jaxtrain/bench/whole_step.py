@@ -79,7 +79,13 @@ class RandomBatches:
         *,
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, jax.Array]:
-        """Put batch k on the mesh; its ids are within the vocabulary, so that `check` has nothing to find."""
+        """Put a batch on the mesh.
+
+        Args:
+            k: number of the batch, which seeds its rows.
+            shardings: sharding of each entry.
+            check: not called, because the ids are within the vocabulary.
+        """
         generator = np.random.default_rng(k)
 
         def make(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:

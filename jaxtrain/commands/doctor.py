@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jaxtrain import __version__
 from jaxtrain.commands.output import print_json, print_text
@@ -49,7 +48,7 @@ class Report:
         problems: all problems that were found.
     """
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 

@@ -19,7 +19,12 @@ def print_json(value: object) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows below a header, in aligned columns with two spaces between them."""
+    """Print a table of aligned columns, with two spaces between them.
+
+    Args:
+        header: names of the columns.
+        rows: texts of each row, one per column.
+    """
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for row in [header, *rows]:
         print_text("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
