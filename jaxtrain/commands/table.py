@@ -57,7 +57,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=_step_number, metavar="N", help="checkpoint to use; default: the newest intact")
+    parser.add_argument("--step", type=_step_number, metavar="N", help="step to load; default: the newest intact one")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -293,8 +293,10 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_number, metavar="N", help="print the cost of training on N tokens")
     parser.add_argument("--epochs", type=_number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
     parser.add_argument("--rows-per-epoch", type=_count, metavar="N", help="number of rows of the data")
-    parser.add_argument("--usd-per-kwh", type=_number, default=0.12, metavar="USD", help="electricity; default: 0.12")
-    parser.add_argument("--checkpoint-minutes", type=_number, metavar="N", help="between checkpoints on spot devices")
+    parser.add_argument(
+        "--usd-per-kwh", type=_number, default=0.12, metavar="USD", help="price of electricity; default: 0.12"
+    )
+    parser.add_argument("--checkpoint-minutes", type=_number, metavar="N", help="time between saves on spot devices")
     parser.add_argument("--interruptions-per-day", type=_number, metavar="N", help="per spot node; default: 1")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
     parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")

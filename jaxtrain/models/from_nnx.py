@@ -183,8 +183,8 @@ def from_nnx(
         gathers_itself: see `Model.gathers_itself`.
 
     Returns:
-        The model. Its params are the `nnx.Param`s of the module; its model_state holds all other variables except
-        random streams, and the arrays that are plain attributes.
+        The model. Its params are the `nnx.Param`s of the module; its model_state holds the arrays that are plain
+        attributes, and all other variables except random streams.
 
     Raises:
         ConfigError: `make` is a module, takes more than the random streams, or does not return a module; or the module
