@@ -1,7 +1,7 @@
-"""A hand-written JAX training script without any trainer: the ceiling that `bench_overhead.py` measures against.
+"""A hand-written JAX training script without any trainer: the upper limit that `bench_overhead.py` compares with.
 
-It trains the same computation as `configs/bench_cpu.yaml` (GPT-2 style blocks, scanned, matmul results kept,
-linear layers on flattened tokens, fp32, AdamW) in one jitted step and a bare loop, and prints one JSON line.
+It computes the same as `configs/bench_cpu.yaml` (GPT-2 style blocks, scanned, matmul results kept, linear layers on
+flattened tokens, fp32, AdamW) in one jitted step and a plain loop, and prints one JSON line.
 """
 
 import json

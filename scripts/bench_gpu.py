@@ -1,11 +1,12 @@
-"""Everything that is to be measured on a GPU, in one go: minutes, and nothing from the network.
+"""All measurements for a GPU, in one run of some minutes that needs no network.
 
     python scripts/bench_gpu.py --out DIR [--only llama] [--timeout 300]
-    python scripts/bench_gpu.py --out DIR --smoke          (tiny shapes, to see that the script works; any backend)
+    python scripts/bench_gpu.py --out DIR --smoke          (tiny shapes on any backend, to test the script)
 
-Each row is a process with a limit: one that fails or takes too long records its error, and the others go on. DIR gets
-rows.json after every row, table.md for docs/benchmarks.md, the output of each row, and targets/, the description of the
-card for the planner. PyTorch's rows run where the same Python imports torch, or with --torch-python.
+Each row is a process with a time limit: where it fails or takes too long its error is recorded, and the other rows
+continue. DIR gets rows.json after every row, table.md for docs/benchmarks.md, the output of each row, and targets/, the
+description of the card for the planner. The rows of PyTorch run where the same Python can import torch, or with
+--torch-python.
 """
 
 import argparse
@@ -28,7 +29,7 @@ _BERT = (
 )  # fmt: skip
 _GPT2 = ("gpt2_124m", "train.global_batch_size=32", *_ONE)
 _RESNET = ("resnet50_imagenet", "train.global_batch_size=256")
-# Parts of `jaxtrain bench` that the row of the device alone has.
+# Options that skip the parts of `jaxtrain bench` that only the first row measures.
 _STEP_ONLY = ("--skip", "start", "--skip", "limits", "--skip", "blocks", "--skip", "cpu")
 _STEP_AND_BLOCKS = ("--skip", "start", "--skip", "cpu")
 _TINY = ("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2", "train.global_batch_size=8")
@@ -47,11 +48,11 @@ class Row:
     """One measurement.
 
     Attributes:
-        name: for the table.
-        kind: bench (a config of `jaxtrain bench`), torch, script.
-        words: config and keys, or file and arguments.
-        options: of `jaxtrain bench`.
-        small: which of `_SMALL` makes it tiny.
+        name: the name in the table.
+        kind: "bench" (a config of `jaxtrain bench`), "torch" or "script".
+        words: a config and its settings, or a file and its arguments.
+        options: options of `jaxtrain bench`.
+        small: key of the settings in `_SMALL` that make the row tiny.
     """
 
     name: str
@@ -99,7 +100,7 @@ ROWS = (
 
 
 def command_of(row: Row, out: Path, torch_python: str, *, smoke: bool) -> list[str]:
-    """The words that run a row."""
+    """Return the command that runs a row."""
     match row.kind:
         case "bench":
             words = [*row.words, *(_SMALL[row.small] if smoke else ())]
@@ -115,12 +116,12 @@ def command_of(row: Row, out: Path, torch_python: str, *, smoke: bool) -> list[s
 
 
 def file_of(row: Row, out: Path) -> Path:
-    """Where a row's own JSON goes."""
+    """Return the path of the JSON of a row."""
     return out / "rows" / ("".join(letter if letter.isalnum() else "-" for letter in row.name) + ".json")
 
 
 def run(row: Row, out: Path, torch_python: str, *, smoke: bool, timeout: float) -> dict[str, Any]:
-    """Run a row; whatever happens to it is in what comes back."""
+    """Run a row, and return its figures, or its error where it failed."""
     command = command_of(row, out, torch_python, smoke=smoke)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     answer: dict[str, Any] = {"name": row.name, "kind": row.kind, "words": list(row.words)}
@@ -155,9 +156,9 @@ def run(row: Row, out: Path, torch_python: str, *, smoke: bool, timeout: float) 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Format the rows as a Markdown table."""
     lines = [
-        "| row | units a second | MFU | ms a step | memory: peak, planned | joules a unit |",
+        "| row | units per second | MFU | ms per step | memory: peak, planned | joules per unit |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -190,11 +191,11 @@ def _gib(value: int | None) -> str:
 
 
 def main() -> None:
-    """Run the rows and write after each."""
+    """Run the rows, and write the results after each of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", action="append", help="part of a row's name; may be given again")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a row")
+    parser.add_argument("--only", action="append", help="part of a row's name; may be repeated")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds per row")
     parser.add_argument("--torch-python", default=sys.executable)
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()

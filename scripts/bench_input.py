@@ -1,9 +1,9 @@
-"""Input: images that one core decodes and augments a second; what share of a step shipped configs wait for data.
+"""Input: images that one core decodes and augments per second, and the share of a step that configs wait for data.
 
     python scripts/bench_input.py images                       (rate per core, by size of the file and by threads)
     python scripts/bench_input.py wait quickstart bench_cpu    (no name: every config that trains on any machine)
 
-The images are made here: smooth shapes with noise, JPEG of quality 90, near the 110 kB of ImageNet at 500 x 375.
+The script makes the images: smooth shapes with noise, JPEG of quality 90, close to ImageNet's 110 kB at 500 x 375.
 """
 
 import json
@@ -22,13 +22,13 @@ from jaxtrain.config.data import ImageFolderData
 
 SIZES = {"ImageNet's 500 x 375": (500, 375), "a photo of 2000 x 1500": (2000, 1500)}
 IMAGES, ROUNDS = 24, 5
-# Steps enough for 10 s or so each; the first ones, with the queue empty, are left out.
+# Enough steps for about 10 s each; the first ones, in which the queue is empty, are not counted.
 CONFIGS = {"quickstart": 100, "bench_cpu": 15, "digits_mlp": 400, "digits_resnet": 200, "tabular_mlp": 400}
 SKIPPED = 5
 
 
 def write_images(folder: Path, width: int, height: int) -> int:
-    """Two classes of JPEGs; gives the mean size of a file in bytes."""
+    """Write JPEGs of two classes, and return the mean size of a file in bytes."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def write_images(folder: Path, width: int, height: int) -> int:
 
 
 def images() -> None:
-    """Decode and augment; seconds of processor time, so that other jobs on the machine do not count."""
+    """Time decoding and augmenting in seconds of processor time, which other jobs on the machine do not change."""
     from jaxtrain.data import Batches, open_data
 
     for name, (width, height) in SIZES.items():
@@ -60,14 +60,14 @@ def images() -> None:
                     rows[index]
                 used.append((time.process_time() - began) / IMAGES)
             core = statistics.median(used)
-            print(f"{name} ({size / 1e3:.0f} kB): {1 / core:,.0f} images/s a core ({core * 1e3:.2f} ms each)")
+            print(f"{name} ({size / 1e3:.0f} kB): {1 / core:,.0f} images/s per core ({core * 1e3:.2f} ms each)")
             for workers in (1, 2, 4):
                 batches = Batches(rows, IMAGES, seed=0, shuffle=True, workers=workers)
-                whole = dict.fromkeys(batches.spec(), _one_device())
+                shardings = dict.fromkeys(batches.spec(), _one_device())
                 rates = []
                 for k in range(ROUNDS):
                     began = time.perf_counter()
-                    batches.load(k, whole)
+                    batches.load(k, shardings)
                     rates.append(IMAGES / (time.perf_counter() - began))
                 print(f"  {workers} workers on {len(os.sched_getaffinity(0))} cores: {statistics.median(rates):,.0f}")
 
@@ -77,7 +77,7 @@ def _one_device() -> jax.sharding.Sharding:
 
 
 def wait(names: list[str]) -> None:
-    """Train a little and read metrics.jsonl."""
+    """Train a few steps, and read the wait for data from metrics.jsonl."""
     for name in names or CONFIGS:
         steps = CONFIGS.get(name, 50)
         with tempfile.TemporaryDirectory() as temporary:

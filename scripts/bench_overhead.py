@@ -1,9 +1,9 @@
-"""What the trainer costs over a bare loop: tokens/s, and process start to the end of the first step.
+"""The overhead of the trainer over a plain loop: tokens/s, and the time from process start to the first step's end.
 
     python scripts/bench_overhead.py [--rounds 5] [--steps 15]
 
-Each round runs the hand-written script and `jaxtrain train` one after the other in fresh processes, so that noise
-of a shared machine meets both; the figures are medians over the rounds. Cold starts use an empty compilation cache.
+Each round runs the hand-written script and `jaxtrain train` one after the other in fresh processes, so that the noise
+of a shared machine affects both. Figures are medians over the rounds. Cold starts use an empty compilation cache.
 """
 
 import argparse
@@ -20,18 +20,18 @@ HERE = Path(__file__).resolve().parent
 
 
 def run_bare(steps: int) -> dict[str, float]:
-    """One process of the bare script: its own figures, with the start of the process as the zero of its clock."""
+    """Run the hand-written script in a process, and return its figures and the seconds of the process."""
     began = time.time()
     command = [sys.executable, str(HERE / "bare_transformer.py"), str(steps)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(None))
     figures = json.loads(done.stdout.splitlines()[-1])
-    # The interpreter itself starts before the script's clock does.
+    # The interpreter starts before the script's clock does.
     figures["total_seconds"] = time.time() - began
     return figures
 
 
 def environment(cache: Path | None) -> dict[str, str]:
-    """The environment of a timed process; the cache folder is its own."""
+    """Make the environment of a timed process, with its own cache folder."""
     settings = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
     if cache is not None:
         settings["JAXTRAIN_CACHE_DIR"] = str(cache)
@@ -39,7 +39,7 @@ def environment(cache: Path | None) -> dict[str, str]:
 
 
 def run_trainer(steps: int, folder: Path, cache: Path) -> dict[str, float]:
-    """One process of `jaxtrain train`; the first step's end is the time of the first row of metrics.jsonl."""
+    """Run `jaxtrain train` in a process; its first step ends when metrics.jsonl gets its first row."""
     metrics = folder / "metrics.jsonl"
     began = time.time()
     command = [sys.executable, "-m", "jaxtrain", "train", str(HERE.parent / "configs" / "bench_cpu.yaml")]
@@ -60,7 +60,7 @@ def run_trainer(steps: int, folder: Path, cache: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Interleave the two and print ratios."""
+    """Run the two interleaved, and print ratios."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15)

@@ -1,7 +1,7 @@
-"""Wasted work of a layout: time of a step on emulated devices against plain data parallelism, side by side.
+"""Wasted work of layouts: the time of a step on emulated devices, compared with plain data parallelism.
 
-Emulated devices share the cores, so that an idle device costs nothing and every operation done twice shows. The
-layouts run interleaved and the ratios of medians are printed.
+Emulated devices share the cores, so that an idle device takes no time, and every repeated operation is visible in the
+time of the step. The layouts run interleaved, and the ratios of medians are printed.
 
     python scripts/bench_parallel.py [--rounds 7] [--remat dots]
 """
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--only", default="", help="part of the layout's name")
+    parser.add_argument("--only", default="", help="part of a layout's name")
     arguments = parser.parse_args()
     distributed.start(emulate=4)
 

@@ -1,11 +1,11 @@
-"""jaxtrain against its peers on the same work in the same run: tokens/s, images/s, memory, time to the first step.
+"""jaxtrain and its peers on the same work in the same run: tokens/s, images/s, memory, time to the first step.
 
     python scripts/bench_peers.py --peers-python PEERS/bin/python [--rounds 5] [--only PyTorch] [--json FILE]
 
-PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras). Every peer is a process that stays alive;
-each round every peer makes a block of steps, one peer after the other, so that the noise of a shared machine meets all.
-Figures are medians over the rounds. All count the same model FLOPs (jaxtrain/metrics/flops.py), train in float32, from
-the same text, with AdamW, clipping and weight decay alike.
+PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras). Every peer is a process that stays alive.
+In each round every peer makes a block of steps, one peer after the other, so that the noise of a shared machine affects
+all of them. Figures are medians over the rounds. All peers count the same model FLOPs (jaxtrain/metrics/flops.py) and
+train in float32, on the same text, with the same AdamW, clipping and weight decay.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -41,11 +41,11 @@ class Peer:
     """One row of the table.
 
     Attributes:
-        name: for people.
-        work: transformer, resnet or matmul; rows of one work are compared.
+        name: the name in the table.
+        work: "transformer", "resnet" or "matmul"; rows of the same work are compared.
         command: file in scripts/peers and its arguments.
-        theirs: whether it runs in the peers' environment.
-        malloc: whether it gets the malloc settings that ours takes; it is no peer then but another ceiling.
+        theirs: whether it runs in the environment of the peers.
+        malloc: whether it gets the malloc settings of jaxtrain; it is then an upper limit and not a peer.
     """
 
     name: str
@@ -72,14 +72,15 @@ PEERS = (
     Peer("PyTorch torch.compile ResNet-50", "resnet", ("torch_resnet.py", "compile"), theirs=True),
     Peer("matmul", "matmul", ("matmul.py",)),
 )
-# The flattened step is ours written by hand, and nobody tunes malloc for a peer: ceilings, which are no peers.
+# These rows are upper limits and not peers: the flattened step is jaxtrain's step written by hand, and users of a peer
+# do not tune malloc.
 _CEILINGS = {"hand-written JAX, remat dots, flattened", *(peer.name for peer in PEERS if peer.malloc)}
-# Rows of a step and items of a row.
+# Work -> rows per step and items (tokens or images) per row.
 _ITEMS = {"transformer": (16, 256), "resnet": (8, 1)}
 
 
 def work_flops(work: str) -> float:
-    """Model FLOPs of one step."""
+    """Count the model FLOPs of one step."""
     if work == "transformer":
         model = TransformerConfig(position="learned", norm="layernorm", activation="gelu")
         row = model_flops_per_row(model, sequence_length=256, input_shape=None, num_outputs=None, vocab_size=256)
@@ -94,7 +95,15 @@ def work_flops(work: str) -> float:
 
 @dataclass
 class Running:
-    """A peer's process and what it said."""
+    """The process of a peer and the figures that it printed.
+
+    Attributes:
+        peer: the row of the table.
+        process: reads numbers of steps and prints JSON lines.
+        facts: of the peer, from its first and its last line.
+        blocks: figures of each block of steps.
+        error: why the process ended; None while it works.
+    """
 
     peer: Peer
     process: subprocess.Popen[str]
@@ -104,7 +113,12 @@ class Running:
 
 
 def ask(running: Running, steps: int | None) -> dict[str, Any]:
-    """The next line of a peer, after asking it for steps; its death becomes its error."""
+    """Read the next line of a peer; where its process ends instead, `error` is set.
+
+    Args:
+        running: the peer.
+        steps: number of steps to ask for before; None: ask for nothing.
+    """
     try:
         if steps is not None:
             assert running.process.stdin is not None
@@ -121,9 +135,9 @@ def ask(running: Running, steps: int | None) -> dict[str, Any]:
     return {}
 
 
-def launch(peer: Peer, python: str, errors: Any) -> Running:
+def launch(peer: Peer, python: str, errors: IO[str]) -> Running:
     """Start a peer and wait for its first step."""
-    # One compilation a process, and no cache of an earlier run: torch.compile has one of its own.
+    # Each process compiles once, without the cache of an earlier run: torch.compile has its own cache.
     cache = tempfile.mkdtemp(prefix="peer-")
     environment = {
         **{name: value for name, value in os.environ.items() if name not in SETTINGS},
@@ -144,7 +158,7 @@ def launch(peer: Peer, python: str, errors: Any) -> Running:
 
 
 def finish(running: Running) -> None:
-    """Let a peer tell its peak memory and end."""
+    """Read the peak memory of a peer, and let it end."""
     if running.error is None:
         assert running.process.stdin is not None
         running.process.stdin.close()
@@ -152,7 +166,7 @@ def finish(running: Running) -> None:
 
 
 def row_of(running: Running, steps: int) -> dict[str, Any]:
-    """The figures of a peer: medians over its blocks."""
+    """Compute the figures of a peer: medians over its blocks."""
     peer, facts = running.peer, running.facts
     row: dict[str, Any] = {"name": peer.name, "work": peer.work}
     if running.error is not None or not running.blocks:
@@ -162,7 +176,7 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
             if name in facts}  # fmt: skip
     row |= {"step_seconds": step_seconds, "rounds": [block["seconds"] / steps for block in running.blocks]}
     if peer.work == "matmul":
-        return row | {"flops_per_second": facts["flops_a_step"] / step_seconds}
+        return row | {"flops_per_second": facts["flops_per_step"] / step_seconds}
     rows, items = _ITEMS[peer.work]
     return row | {
         "items_per_second": rows * items / step_seconds,
@@ -172,7 +186,7 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
 
 
 def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of ours to each peer and to the best, of speeds and of peak memory, by work."""
+    """Compute, for each work, the ratios of jaxtrain to each peer and to the best one, of speed and of peak memory."""
     answer: dict[str, Any] = {}
     limit = next((row["flops_per_second"] for row in rows if row["work"] == "matmul" and "error" not in row), None)
     for work in ("transformer", "resnet"):
@@ -196,7 +210,7 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Describe the machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
@@ -211,7 +225,7 @@ def machine() -> dict[str, Any]:
 
 
 def wanted(peer: Peer, only: list[str] | None) -> bool:
-    """Whether a peer runs: what it is compared with always does."""
+    """Return whether a peer runs; jaxtrain runs wherever one of its peers does."""
     if not only:
         return True
     named = [other for other in PEERS if any(text == other.work or text in other.name for text in only)]
@@ -219,14 +233,14 @@ def wanted(peer: Peer, only: list[str] | None) -> bool:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A peer's line for people."""
+    """Format the line of a peer for the terminal."""
     if "error" in row:
         return f"{row['name']:40} {row['error']}"
     rate = f"{row['flops_per_second'] / 1e9:5.0f} GFLOP/s"
     if row["work"] == "matmul":
         return f"{row['name']:40} {'':18} {rate}"
     return (
-        f"{row['name']:40} {row['items_per_second']:9,.1f} a second {rate}, peak "
+        f"{row['name']:40} {row['items_per_second']:9,.1f} per second {rate}, peak "
         f"{row['peak_memory_bytes'] / 2**30:.2f} GiB, first step after {row['first_step_seconds']:.1f} s, "
         f"loss {row['loss']:.3f}"
     )
@@ -237,9 +251,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-python", default=os.environ.get("JAXTRAIN_PEERS_PYTHON", sys.executable))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of a block")
-    parser.add_argument("--only", action="append", help="part of a peer's name or its work; ours always runs")
-    parser.add_argument("--json", help="file for the whole answer")
+    parser.add_argument("--steps", type=int, default=5, help="steps per block")
+    parser.add_argument("--only", action="append", help="part of a peer's name, or its work; jaxtrain always runs")
+    parser.add_argument("--json", help="file for all figures")
     arguments = parser.parse_args()
     chosen = [peer for peer in PEERS if wanted(peer, arguments.only)]
     about = machine()

@@ -1,10 +1,10 @@
-"""Time to the first step: cold against warm start of a config, and what compiling a deeper model costs.
+"""Time to the first step: cold and warm starts of a config, and the time to compile a deeper model.
 
     python scripts/bench_start.py [--config quickstart] [--rounds 3] [--layers 6 48]
 
-A start is timed from the start of the process to the end of its first step (the first row of metrics.jsonl). Cold
-starts have an empty cache folder, warm ones that of the cold start before. Depths are compiled in fresh processes
-without a cache, interleaved. Prints one JSON object; figures are medians.
+A start is timed from the start of the process to the end of its first step (the first row of metrics.jsonl). A cold
+start has an empty cache folder, a warm start uses the folder of the cold start before it. Depths are compiled in fresh
+processes without a cache, interleaved. The script prints one JSON object; figures are medians.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _LIMIT_SECONDS = 600
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """The environment of a timed process: its own cache folder, this checkout."""
+    """Make the environment of a timed process, with its own cache folder and the package of this checkout."""
     return {**os.environ, "JAXTRAIN_CACHE_DIR": str(cache), "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1"}
 
 
@@ -53,7 +53,7 @@ print(json.dumps({"trace": traced - began, "compile": time.perf_counter() - trac
 
 
 def compile_depth(config: str, layers: int, cache: Path) -> dict[str, float]:
-    """Seconds of tracing and of compiling the step of a config with so many layers."""
+    """Measure the seconds of tracing and of compiling the step of a config with `layers` layers."""
     command = [sys.executable, "-c", _COMPILE, config, f"model.num_layers={layers}"]
     done = subprocess.run(command, env=environment(cache), capture_output=True, text=True, timeout=_LIMIT_SECONDS)
     if done.returncode:
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--depth-config", default="bench_cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs=2, default=(6, 48))
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the started config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the config that is started")
     arguments = parser.parse_args()
     cold, warm, said = [], [], {}
     depths: dict[int, list[dict[str, float]]] = {layers: [] for layers in arguments.layers}

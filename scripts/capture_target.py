@@ -1,8 +1,9 @@
-"""Write what XLA's GPU compiler is told about the card at hand: a target for `jaxtrain plan` (plan/targets/*.txtpb).
+"""Writes the description of this machine's GPU that XLA's compiler takes, as a target for `jaxtrain plan`.
 
     python scripts/capture_target.py FOLDER
 
-Reads it off the topology of jax's devices, by names that jaxlib does not promise. Never run on a card yet.
+The description comes from the topology of jax's devices, by names that jaxlib may change. The script has never run on
+a card.
 """
 
 import sys

@@ -1,15 +1,14 @@
-"""The planner against the truth on this machine: state bytes and step time of configs, predicted and measured.
+"""Predictions of the planner and measurements on this machine: state bytes and step time of configs.
 
     python scripts/check_plan.py bench_cpu quickstart "quickstart precision.policy=bf16"
 
-On a GPU or TPU of the catalogue it measures those; on a CPU the peak is measured first. Prints one line a config and
-the median of the ratios.
+It uses the GPU or TPU of this machine where that is in the catalogue; on a CPU the peak is measured first. It prints
+one line per config and the median of the ratios.
 """
 
 import statistics
 import sys
 import time
-from typing import Any
 
 import jax
 
@@ -19,19 +18,20 @@ from jaxtrain.plan.catalogue.here import this_machine
 from jaxtrain.plan.search.analyse import analyse
 from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import assemble, open_run_data
+from jaxtrain.train.state import TrainState
 
 _STEPS = 7
 
 
-def measured(state: Any) -> int:
-    """Bytes of a state on the first device."""
+def measured(state: TrainState) -> int:
+    """Count the bytes of a state on the first device."""
     device = jax.devices()[0]
     arrays = [leaf for leaf in jax.tree.leaves(state) if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards if shard.device == device)
 
 
 def main() -> None:
-    """Print predicted against measured."""
+    """Print predicted and measured figures."""
     distributed.start(compilation_cache=None)
     target = this_machine()
     if target is None:

@@ -1,8 +1,9 @@
-"""What compilers say of the memory of steps that are planned for, as JSON: the source of tests/plan/compiled.json.
+"""Memory of steps on absent hardware, as its compilers report it, as JSON: the source of tests/plan/compiled.json.
 
     python scripts/compile_memory.py h100x8 "gpt2_124m" "llama3_8b data.sequence_length=4096 train.global_batch_size=8"
 
-Takes the compilers of the targets (pip install 'jaxtrain[aot]'): half a minute a row for a GPU, two for a TPU.
+The script needs the compilers of the targets (pip install 'jaxtrain[aot]'). A row takes half a minute for a GPU and two
+minutes for a TPU.
 """
 
 import json
@@ -20,7 +21,7 @@ from jaxtrain.runtime import distributed
 
 
 def main() -> None:
-    """Print one row a config."""
+    """Print one row per config."""
     distributed.start(emulate=1, compilation_cache=None)
     target = parse_targets(sys.argv[1])[0]
     if target.topology is None:

@@ -1,8 +1,9 @@
-"""How many products of the linear layers a step multiplies in 8 bits on hardware that is not here, as JSON.
+"""Number of products of the linear layers that a step computes in 8 bits on absent hardware, as JSON.
 
     python scripts/fp8_program.py h100x8 "llama3_8b data.sequence_length=4096 train.global_batch_size=8"
 
-Adds precision.policy=fp8 to the config. Takes the compiler of the target (pip install 'jaxtrain[aot]'): half a minute.
+The script adds precision.policy=fp8 to the config. It needs the compiler of the target (pip install 'jaxtrain[aot]')
+and takes half a minute.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jaxtrain.train.assemble import build_step
 
 
 def main() -> None:
-    """Print one row a config."""
+    """Print one row per config."""
     distributed.start(emulate=1, compilation_cache=None)
     target = parse_targets(sys.argv[1])[0]
     if target.topology is None:

@@ -1,10 +1,10 @@
-"""Memory of the loss and its gradients with whole logits and with logits in blocks, as compilers plan it.
+"""Memory of the loss and its gradients with all logits at once and with logits in blocks, as compilers plan it.
 
     python scripts/loss_memory.py                      (this machine's CPU)
-    python scripts/loss_memory.py h100:1x1 v5e:1x1     (hardware that is not here; pip install 'jaxtrain[aot]')
+    python scripts/loss_memory.py h100:1x1 v5e:1x1     (absent hardware; pip install 'jaxtrain[aot]')
 
-A hidden state of 8,192 tokens, an output layer of 128,256 ids, bf16; one line for each width and way: temporaries are
-what the program needs beside hidden state, output layer and their gradients.
+The hidden state has 8,192 tokens and the output layer 128,256 ids, in bf16. There is one line per width, with the
+temporary memory of each way: the memory of the program besides the hidden state, the output layer and their gradients.
 """
 
 import sys
@@ -21,7 +21,7 @@ TOKENS, VOCABULARY, WIDTHS = 8192, 128_256, (1024, 4096)
 
 
 def temporaries(device: Any, width: int, by: Logits, dtype: str) -> int:
-    """Bytes of the compiled loss and gradients, arguments and results left out."""
+    """Compile the loss and its gradients, and return the bytes of the program without arguments and results."""
     place = jax.sharding.SingleDeviceSharding(device)
 
     def shape(*dims: int, dtype: str) -> jax.ShapeDtypeStruct:
@@ -34,7 +34,7 @@ def temporaries(device: Any, width: int, by: Logits, dtype: str) -> int:
     tokens = (shape(1, TOKENS, dtype="int32"), shape(1, TOKENS, dtype="float32"))
     program = jax.jit(jax.value_and_grad(loss)).lower(factors, *tokens)
     memory = compile_for(device, program).memory_analysis()
-    assert memory is not None, "every compiler that compile_for has gives it"
+    assert memory is not None, "every compiler of compile_for reports its memory"
     return memory.temp_size_in_bytes
 
 

@@ -1,10 +1,11 @@
-"""Remat policies of a config on a target: peak memory against compute that is done twice, as a table and a picture.
+"""Remat policies of a config on a target: peak memory and recomputed FLOPs, as a table and a picture.
 
     python scripts/remat_frontier.py gpt2_124m --on h100 parallel.data=1 train.accumulation_steps=64
     python scripts/remat_frontier.py quickstart --on here --analytic --picture frontier.png
 
-The peak is the compiler's of the target where that is installed (pip install 'jaxtrain[aot]'; half a minute a policy
-for a GPU, more for a TPU), else the analytic one, marked so. Dominated: another policy takes no more of anything.
+The peak is the figure of the target's compiler where that is installed (pip install 'jaxtrain[aot]'; half a minute per
+policy for a GPU, more for a TPU), else the analytic figure, which is marked. A policy is dominated where another one
+needs no more memory and no more FLOPs.
 """
 
 import argparse
@@ -22,13 +23,13 @@ from jaxtrain.plan.search.make import with_compiler
 
 
 def main() -> None:
-    """Print the table, and draw the picture where one is asked for."""
+    """Print the table, and draw the picture where it is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--on", default="here", help="h100x8, v5p-8 or v5p:2x2x2, or here: this machine")
+    parser.add_argument("--on", default="here", help="a target such as h100x8, v5p-8 or v5p:2x2x2; here: this machine")
     parser.add_argument("--analytic", action="store_true", help="do not compile")
-    parser.add_argument("--picture", type=Path, help="file to draw into, .png or .svg")
+    parser.add_argument("--picture", type=Path, help="file for the picture, .png or .svg")
     arguments = parser.parse_intermixed_args()
     try:
         target = read_target(arguments.on)
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def read_target(text: str) -> Target:
-    """The target of `--on`."""
+    """Parse the target of `--on`."""
     if text == "here":
         from jaxtrain.plan.catalogue.here import this_machine
         from jaxtrain.runtime import distributed
@@ -76,7 +77,10 @@ def read_target(text: str) -> Target:
 
 
 def draw(points: list[Point], usable: int | None, path: Path, title: str) -> None:
-    """Peak against recomputed FLOPs: a line joins what needs no host memory (blue), dominated policies are hollow."""
+    """Draw the peak over the recomputed FLOPs.
+
+    A line joins the policies that need no host memory (blue); dominated policies are hollow.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -91,15 +95,15 @@ def draw(points: list[Point], usable: int | None, path: Path, title: str) -> Non
         color = "none" if one.dominated else "#c04000" if one.host_bytes else "#0050a0"
         axes.scatter([one.extra_compute], [peak], facecolor=color, edgecolor="#404040", zorder=2)
         label = one.name.replace("remat.", "").replace("policy=", "").replace("names names=", "")
-        # Neighbours in height are neighbours in the list: labels take turns above and below.
+        # Policies of similar height follow each other in the list: their labels alternate above and below.
         below = {"xytext": (6, 5 if index % 2 else -11), "textcoords": "offset points"}
         axes.annotate(label, (one.extra_compute, peak), fontsize=7, **below)
     if usable is not None and usable / 2**30 < 2 * best[0][1]:
         axes.axhline(usable / 2**30, color="#a00000", linestyle="--", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.set_xlim(right=axes.get_xlim()[1] * 1.35)
-    axes.set_xlabel("FLOPs done again, share of a step's")
-    axes.set_ylabel("peak of one device, GiB")
+    axes.set_xlabel("recomputed FLOPs, share of a step")
+    axes.set_ylabel("peak per device, GiB")
     axes.set_title(title, fontsize=9, wrap=True)
     figure.savefig(path, dpi=140)
 

@@ -1,4 +1,4 @@
-"""Shows a pipeline schedule as text, and as a picture: what a choice of stages and microbatches costs.
+"""Shows a pipeline schedule as text or as a picture, to compare numbers of stages and microbatches.
 
 python scripts/show_schedule.py 1f1b --stages 4 --microbatches 16
 python scripts/show_schedule.py interleaved_1f1b --stages 4 --microbatches 16 --chunks 2 --picture schedule.png
@@ -22,12 +22,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the schedule; returns the exit code."""
+    """Print the schedule, and return the exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--stages", type=int, required=True, help="pipeline stages (parallel.pipe)")
-    parser.add_argument("--microbatches", type=int, required=True, help="microbatches a step (parallel.microbatches)")
-    parser.add_argument("--chunks", type=int, default=1, help="chunks of layers a stage (parallel.chunks), default 1")
+    parser.add_argument("--microbatches", type=int, required=True, help="microbatches per step (parallel.microbatches)")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="chunks of layers per stage (parallel.chunks); default: 1"
+    )
     parser.add_argument("--picture", metavar="PNG", help="also draw the schedule to this file")
     options = parser.parse_args(arguments)
     try:

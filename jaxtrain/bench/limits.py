@@ -1,4 +1,4 @@
-"""What a device can do at most, measured: matmuls in each number format, memory, sums over devices."""
+"""Measured limits of a device: matmuls in each number format, memory, and sums over devices."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,17 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxtrain.bench.timing import call_seconds
 from jaxtrain.runtime.device_speed import memory_bytes_per_second
 
-# Side of the matrices: a product takes about a millisecond or more.
+# Sides of the matrices, for which a product takes about a millisecond or more.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}
 _ALL_REDUCE_BYTES = {"cpu": 2**24, "gpu": 2**28, "tpu": 2**28}
 
-# Number format -> dtype of the operands, of the result, precision.
-_FORMATS: dict[str, tuple[Any, Any, Any]] = {
+# Number format -> dtype of the operands, dtype of the result, precision.
+_FORMATS: dict[str, tuple[DTypeLike, DTypeLike, PrecisionLike]] = {
     "fp32": (jnp.float32, jnp.float32, jax.lax.Precision.HIGHEST),
     "tf32": (jnp.float32, jnp.float32, jax.lax.DotAlgorithmPreset.TF32_TF32_F32),
     "bf16": (jnp.bfloat16, jnp.bfloat16, None),
@@ -33,11 +35,12 @@ class Limits:
     """Measured limits of one device.
 
     Attributes:
-        matmul: number format -> operations per second, a multiply-add as two; None where `reasons` says why.
+        matmul: number format -> operations per second, where a multiply-add counts as two; None where it was not
+            measured.
         memory: bytes per second, read and written.
-        all_reduce: bytes per second that a device moves in a sum over all, 2 (n - 1) / n of the array each way counted
-            once; None for one device.
-        reasons: what was not measured -> why.
+        all_reduce: bytes per second that a device sends in a sum over all n devices, which is 2 (n - 1) / n of the
+            array; None for one device.
+        reasons: name of a figure that was not measured -> why.
     """
 
     matmul: dict[str, float | None]
@@ -66,10 +69,10 @@ def measure_limits() -> Limits:
 
 
 def _lacking(name: str, device: Any) -> str | None:
-    """Why a device has no units for a number format; None where it has."""
+    """Return why a device has no units for a number format; None where it has them."""
     match device.platform:
         case "cpu":
-            # bf16 and fp32 are what a step may be asked to run in; the rest would be emulated.
+            # A step may run in bf16 or fp32; the other formats would be emulated.
             return None if name in ("fp32", "bf16") else "no units for it on a CPU"
         case "gpu":
             capability = getattr(device, "compute_capability", None)
@@ -81,11 +84,19 @@ def _lacking(name: str, device: Any) -> str | None:
 
 
 def matmul_rate(name: str, device: Any) -> float:
-    """Operations per second of a square product in a number format."""
+    """Measure a square product in a number format on one device.
+
+    Args:
+        name: number format, such as "bf16".
+        device: the `jax.Device`.
+
+    Returns:
+        Operations per second, where a multiply-add counts as two.
+    """
     operand, result, precision = _FORMATS[name]
     size = _SIZES.get(device.platform, 2048)
     generator = np.random.default_rng(0)
-    # Not zeros or ones: accelerators draw less power on those and clock higher.
+    # Random numbers, because accelerators use less power for zeros or ones and run at a higher clock.
     values = generator.standard_normal((size, size), np.float32)
     values = values * 32 if operand is jnp.int8 else values
     a, b = (jax.device_put(jnp.asarray(x, operand), device) for x in (values, values.T.copy()))
@@ -94,7 +105,7 @@ def matmul_rate(name: str, device: Any) -> float:
 
 
 def all_reduce_rate() -> float:
-    """Bytes per second of a sum over all devices of the run: 2 (n - 1) / n of an array over the time of its sum."""
+    """Measure the bytes per second of a sum over all n devices: 2 (n - 1) / n of an array over the time of its sum."""
     devices = jax.devices()
     count = len(devices)
     mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
@@ -106,7 +117,7 @@ def all_reduce_rate() -> float:
     )
 
     def call() -> jax.Array:
-        # Emulated devices share a thread pool: two sums in flight can wait for one another.
+        # Emulated devices share a thread pool, so that two sums at the same time can wait for each other forever.
         return jax.block_until_ready(total(array))
 
     return 2 * (count - 1) / count * size * 4 / call_seconds(call)

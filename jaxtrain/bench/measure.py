@@ -1,6 +1,6 @@
 """Everything that `jaxtrain bench` measures of a config on this machine, as one JSON object.
 
-What cannot be measured is null, and `reasons` says why.
+Figures that cannot be measured are null, and `reasons` says why.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,23 @@ def measure(
     *,
     emulate: int | None,
     skip: Sequence[str],
-    phase: Callable[[str], Any],
+    phase: Callable[[str], AbstractContextManager[object]],
 ) -> dict[str, Any]:
     """Measure a config.
 
     Args:
         loaded: the config.
-        name: as the user gave it, for the runs whose start is timed.
-        overrides: likewise.
-        emulate: CPU devices to pretend to have.
-        skip: parts to leave out, of `PARTS`; limits cannot be where blocks are in.
-        phase: name -> a context around a part, which tells people.
+        name: name or path of the config as the user gave it, for the runs whose start is timed.
+        overrides: `key=value` settings as the user gave them, for the same runs.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+        skip: parts of `PARTS` that are not measured; blocks need limits.
+        phase: name of a part -> a context around it, which shows it to the user.
+
+    Returns:
+        Strict JSON values, with the name of each part -> its figures.
 
     Raises:
-        ConfigError: a config that cannot run here.
+        ConfigError: the config cannot run on this machine.
     """
     config = loaded.config
     workload = describe_workload(config)
@@ -61,7 +65,7 @@ def measure(
         "overrides": list(overrides),
         "machine": _machine(),
     }
-    # First: on a GPU this process takes the memory that those runs need.
+    # Before this process starts jax, because on a GPU it then takes the memory that these runs need.
     answer["start"] = None
     if "start" not in skip:
         with phase("starting a run twice"):
@@ -82,7 +86,7 @@ def measure(
         num_outputs=workload.num_outputs,
     )
     batches = RandomBatches(workload)
-    step.batch_shardings(batches.spec())  # a batch that does not divide fails before anything is measured
+    step.batch_shardings(batches.spec())  # so that a batch that does not divide is an error before any measurement
     answer["limits"] = answer["blocks"] = answer["step"] = None
     limits = None
     if "limits" not in skip:
@@ -105,7 +109,7 @@ def measure(
         with phase("timing the step"):
             measured = dataclasses.asdict(measure_step(step, batches, seed=config.seed))
         answer["step"] = _step(config, workload, measured, answer, reasons)
-    # After the step was traced: what its operations run on, and what it was compiled with.
+    # The choices of implementations and compiler options are known after the step was traced.
     answer["choices"] = list(step.choices)
     answer["compiler_options"] = dict(step.compiler_options.used)
     answer["cpu"] = None
@@ -145,7 +149,7 @@ def _start(
 def _step(
     config: Config, workload: Workload, measured: dict[str, Any], answer: dict[str, Any], reasons: dict[str, str]
 ) -> dict[str, Any]:
-    """The measured step with the rates that follow from it."""
+    """Add the rates that follow from the measured step."""
     units = workload.rows * (workload.sequence_length or 1)
     seconds, device, policy = measured["seconds"], answer["device"], config.precision.policy
     flops = workload.flops_per_row * workload.rows
@@ -155,12 +159,12 @@ def _step(
         reasons["step.model_flops_utilization"] = f"no published {FORMATS[policy]} peak of {device['kind']}"
     measured_rate = ((answer["limits"] or {}).get("matmul") or {}).get(FORMATS[policy])
     if measured_rate is not None and device["platform"] == "cpu":
-        measured_rate /= device["count"]  # emulated devices share it
+        measured_rate /= device["count"]  # emulated devices share the cores
     joules, why = measured.pop("joules"), measured.pop("joules_reason")
     if joules is None:
         reasons["step.joules_per_unit"] = why
     if measured["device_peak_bytes"] is None:
-        reasons["step.device_peak_bytes"] = f"a {device['platform']} does not count it; see process_peak_bytes"
+        reasons["step.device_peak_bytes"] = f"a {device['platform']} does not report it; see process_peak_bytes"
     return {
         **measured,
         "unit": workload.unit,
@@ -175,14 +179,14 @@ def _step(
 
 
 def _cpu(config: Config, answer: dict[str, Any], reasons: dict[str, str]) -> dict[str, float] | None:
-    """The same step on the CPU beside an accelerator."""
+    """Measure the same step on the CPU of a machine with an accelerator."""
     if answer["device"]["platform"] == "cpu":
-        reasons["cpu"] = "no GPU here: the step above is the CPU's"
+        reasons["cpu"] = "no GPU here: the step was measured on the CPU"
         return None
     if answer["step"] is None:
         reasons["cpu"] = "the step was not measured"
         return None
-    # One device holds what several do here.
+    # The CPU is one device, so that nothing is sharded.
     parallel = {"auto": False} | dict.fromkeys(("pipe", "data", "fsdp", "expert", "context", "tensor"), 1)
     request = {"config": config.model_dump(mode="json") | {"parallel": parallel}}
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""The bench as one picture: blocks against their rooflines, and where a step's time goes."""
+"""The bench as one picture: blocks compared with their rooflines, and the parts of a step's time."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ _MEASURED, _LEAST, _REST = "#4269d0", "#a5b8ea", "#d9d9d9"
 
 
 def draw(answer: dict[str, Any], path: Path) -> None:
-    """Write the picture of a bench; the suffix of the path says the format.
+    """Write the picture of a bench; the suffix of the path chooses the format.
 
     Args:
-        answer: from `measure`.
-        path: .svg or .png, in a folder that exists.
+        answer: the result of `measure`.
+        path: a file .svg or .png in a folder that exists.
     """
     from matplotlib.figure import Figure
 
@@ -33,8 +33,8 @@ def draw(answer: dict[str, Any], path: Path) -> None:
         left.annotate(f" {block['share_of_roofline']:.0%}", (value, place), va="center", fontsize=9)
     left.set_yticks(list(places), names)
     left.invert_yaxis()
-    left.set_xlabel("ms a step, forward and backward")
-    left.set_title("Blocks against their roofline", fontsize=11, loc="left")
+    left.set_xlabel("ms per step, forward and backward")
+    left.set_title("Blocks and their rooflines", fontsize=11, loc="left")
     left.margins(x=0.12)
     if blocks:
         left.legend(frameon=False, fontsize=9, loc="lower right")

@@ -1,4 +1,4 @@
-"""Energy of a piece of work from the counters of NVIDIA cards (extra `gpu-telemetry`)."""
+"""Energy that a part of a program uses, by the counters of NVIDIA cards (extra `gpu-telemetry`)."""
 
 import contextlib
 import importlib.util
@@ -10,14 +10,19 @@ from typing import Any
 
 @dataclass
 class Energy:
-    """Joules of all local devices, or why they are not known."""
+    """The energy that all local devices used.
+
+    Attributes:
+        joules: None until it was measured, or where it cannot be.
+        reason: why it cannot be measured; None where it can.
+    """
 
     joules: float | None = None
     reason: str | None = None
 
 
 def _handles(devices: list[Any]) -> tuple[list[Any], str | None]:
-    """NVML's handles of these devices, or why there are none."""
+    """Find NVML's handles of devices, or the reason why there are none."""
     if devices[0].platform != "gpu":
         return [], f"a {devices[0].platform} has no energy counter that NVML reads"
     if importlib.util.find_spec("pynvml") is None:
@@ -26,21 +31,21 @@ def _handles(devices: list[Any]) -> tuple[list[Any], str | None]:
 
     try:
         pynvml.nvmlInit()
-        # What CUDA calls 0 is the first of the cards that the environment names.
+        # CUDA's device 0 is the first of the cards that CUDA_VISIBLE_DEVICES names.
         return [pynvml.nvmlDeviceGetHandleByIndex(_number(device.local_hardware_id)) for device in devices], None
     except (pynvml.NVMLError, IndexError, ValueError) as error:
         return [], f"NVML: {error}"
 
 
 def _number(index: int) -> int:
-    """The card of a CUDA device."""
+    """Return the index of the card of a CUDA device."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return int(visible.split(",")[index]) if visible else index
 
 
 @contextlib.contextmanager
 def measured_energy(devices: list[Any]) -> Iterator[Energy]:
-    """Count the joules that devices take inside; the caller waits for them at the end."""
+    """Measure the energy that devices use inside the context; the caller waits for them at its end."""
     energy = Energy()
     handles, energy.reason = _handles(devices)
     if not handles:

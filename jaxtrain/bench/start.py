@@ -12,21 +12,21 @@ from pathlib import Path
 from jaxtrain.runtime.allocator import SETTINGS
 
 _LIMIT_SECONDS = 600.0
-# Beside the config's own: nothing is written after the first step that could be waited for.
+# Settings added to those of the config, so that the process writes nothing after its first step.
 _QUIET = ("logging.report=false", "logging.tensorboard=false", "checkpoint.every=null")
 
 
 class NoStepError(RuntimeError):
-    """A started run made no first step; says why."""
+    """A started run made no first step; the message says why."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start.
+    """One start of a run.
 
     Attributes:
         seconds: from the start of the process to the first row of metrics.jsonl.
-        said: what the run printed meanwhile.
+        said: lines that the run printed to standard error until then.
     """
 
     seconds: float
@@ -41,21 +41,21 @@ def start_seconds(
     emulate: int | None = None,
     limit: float = _LIMIT_SECONDS,
 ) -> Start:
-    """Start `jaxtrain train` on a config in a folder of its own and end it after its first step.
+    """Start `jaxtrain train` on a config in a temporary folder, and end it after its first step.
 
     Args:
-        config: name or path.
-        overrides: `key=value` strings.
+        config: a shipped name or a path.
+        overrides: `key=value` settings that replace those of the config.
         cache: folder for compiled programs.
-        emulate: CPU devices to pretend to have.
-        limit: seconds after which it is given up.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+        limit: seconds after which the run is stopped.
 
     Raises:
-        NoStepError: no step was made.
+        NoStepError: the run ended or reached the limit before its first step.
     """
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # A bench runs with malloc's settings itself; a start has to find its own way to them.
+    # The settings of malloc under which a bench runs are removed, because a start has to set them itself.
     inherited = {name: value for name, value in os.environ.items() if SETTINGS.get(name) != value}
     environment = {**inherited, "JAXTRAIN_CACHE_DIR": str(cache), "PYTHONPATH": path}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -84,10 +84,16 @@ def start_seconds(
 def cold_and_warm(
     config: str, overrides: Sequence[str], *, emulate: int | None = None, limit: float = _LIMIT_SECONDS
 ) -> tuple[Start, Start]:
-    """A start with an empty cache, and one with what it left there.
+    """Time a start with an empty cache, and then one with the programs that the first wrote there.
+
+    Args:
+        config: a shipped name or a path.
+        overrides: `key=value` settings that replace those of the config.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+        limit: seconds after which a run is stopped.
 
     Raises:
-        NoStepError: a run made no step.
+        NoStepError: a run ended or reached the limit before its first step.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         cold = start_seconds(config, overrides, cache, emulate=emulate, limit=limit)

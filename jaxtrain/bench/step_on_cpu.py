@@ -1,4 +1,4 @@
-"""The step of a config on this machine's CPU, in a process of its own: a request as JSON comes in, seconds go out."""
+"""The step of a config on this machine's CPU, as a separate process: reads a request as JSON and prints seconds."""
 
 import json
 import os
@@ -9,7 +9,14 @@ from typing import Any
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Median seconds of a few steps after the first, as `seconds`."""
+    """Measure the step of a config.
+
+    Args:
+        request: a dict with the entry `config`, the config as JSON.
+
+    Returns:
+        A dict with the entry `seconds`: the median of three steps after the first.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jaxtrain.config.schema import Config
     from jaxtrain.runtime import distributed

@@ -1,24 +1,23 @@
-"""Seconds of a call on a device: warm, in rounds long enough for the clock, as a median."""
+"""Timing of a call on a device: the median over rounds that are long enough for the clock, after a warm-up."""
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-# A round must be long against a dispatch, which is about 0.1 ms, and against the clock.
+# A round must be much longer than a dispatch, about 0.1 ms, and than the resolution of the clock.
 _ROUND_SECONDS = 0.02
 _ROUNDS = 5
 
 
-def call_seconds(call: Callable[[], Any], *, budget: float = 1.0) -> float:
-    """Median seconds of a call over five rounds, fewer where they would take more than the budget.
+def call_seconds(call: Callable[[], object], *, budget: float = 1.0) -> float:
+    """Measure the median seconds of a call over five rounds, or fewer where these would exceed the budget.
 
     Args:
-        call: gives arrays. The device is waited for at the end of a round, so that dispatches overlap; a CPU, which may
-            run calls side by side, after each.
-        budget: seconds for the rounds, beside the first call, which compiles.
+        call: returns arrays. On accelerators the end of a round waits for the device, so that dispatches overlap; on a
+            CPU, which may run several calls at once, each call is waited for.
+        budget: seconds for the rounds, besides the first call, which compiles.
     """
     in_turn = jax.default_backend() == "cpu"
     jax.block_until_ready(call())
@@ -31,7 +30,7 @@ def call_seconds(call: Callable[[], Any], *, budget: float = 1.0) -> float:
         began = time.perf_counter()
         result = None
         for _ in range(calls):
-            # One result at a time: it may be most of the memory, or be donated to the next call.
+            # One result at a time, because it may fill most of the memory, or be donated to the next call.
             result = call()
             if in_turn:
                 jax.block_until_ready(result)

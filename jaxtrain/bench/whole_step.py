@@ -1,4 +1,4 @@
-"""The whole step of a config, measured: its time, what the host does beside it, memory and energy."""
+"""Measurements of the complete step of a config: its time, the time of the host besides it, memory and energy."""
 
 import resource
 import statistics
@@ -19,6 +19,7 @@ from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.run.loop import Hooks, train_loop
+from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 
@@ -28,19 +29,20 @@ _HOST_STEPS = 300
 
 @dataclass(frozen=True)
 class WholeStep:
-    """What a step takes.
+    """Time, memory and energy of a step.
 
     Attributes:
-        seconds: median of a step, the device waited for.
-        num_steps: that were measured.
-        compile_seconds: of tracing and compiling it.
-        host_seconds: median of what the loop takes for a step beside the compiled program and the wait for data.
-        data_wait_seconds: mean wait for a batch when steps take no time: a slower step than this never waits.
-        planned_bytes: of one device, by the compiler: arguments, outputs that are no arguments, temporaries.
-        device_peak_bytes: in use at most on the first device; None where the backend does not say.
-        process_peak_bytes: resident memory of this process at most, compilers included.
-        joules: of all local devices for one step.
-        joules_reason: why they are not known.
+        seconds: median time of a step, including the wait for the device.
+        num_steps: number of steps that were measured.
+        compile_seconds: time of tracing and compiling the step.
+        host_seconds: median time of the loop per step besides the compiled program and the wait for data.
+        data_wait_seconds: mean wait for a batch where steps take no time; a step that takes longer never waits.
+        planned_bytes: memory of one device by the compiler: arguments, outputs that do not reuse the memory of
+            arguments, and temporaries; None where the backend does not report it.
+        device_peak_bytes: peak memory of the first device; None where the backend does not report it.
+        process_peak_bytes: peak resident memory of this process, compilers included.
+        joules: energy of all local devices per step; None where it is not known.
+        joules_reason: why the energy is not known; None where it is.
     """
 
     seconds: float
@@ -56,20 +58,34 @@ class WholeStep:
 
 
 class RandomBatches:
-    """Random rows of a workload's shapes, made anew for each step on the host."""
+    """Random rows in the shapes of a workload, drawn on the host for each step.
+
+    Args:
+        workload: gives the shapes, the vocabulary and the number of outputs.
+    """
 
     def __init__(self, workload: Workload):
         self._spec = batch_shapes(workload)
         self._most = {"inputs": workload.vocab_size, "targets": workload.vocab_size or workload.num_outputs}
 
     def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Global shapes of a batch."""
+        """Return the global shapes of a batch."""
         return self._spec
 
     def load(
-        self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Mapping[str, Any]], None] | None = None
+        self,
+        k: int,
+        shardings: Mapping[str, jax.sharding.Sharding],
+        *,
+        check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, jax.Array]:
-        """Batch k on the mesh; its ids are made to fit, so there is nothing to check."""
+        """Put a batch on the mesh.
+
+        Args:
+            k: number of the batch, which seeds its rows.
+            shardings: sharding of each entry.
+            check: not called, because the ids are within the vocabulary.
+        """
         generator = np.random.default_rng(k)
 
         def make(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -80,14 +96,14 @@ class RandomBatches:
         return {name: jax.device_put(make(name, shape), shardings[name]) for name, shape in self._spec.items()}
 
 
-def measure_step(step: TrainStep, batches: Any, *, seed: int, most_steps: int = _MOST_STEPS) -> WholeStep:
-    """Compile and run a step, then run the loop around a program that does nothing.
+def measure_step(step: TrainStep, batches: BatchSource, *, seed: int, most_steps: int = _MOST_STEPS) -> WholeStep:
+    """Compile and run a step, then run the loop with a program that computes nothing.
 
     Args:
-        step: not compiled yet.
-        batches: a `BatchSource`.
+        step: the step, not compiled yet.
+        batches: the source of batches.
         seed: of the state.
-        most_steps: to measure.
+        most_steps: the most steps that are measured.
     """
     began = time.perf_counter()
     compiled = step.compile(batches.spec())
@@ -121,28 +137,33 @@ def measure_step(step: TrainStep, batches: Any, *, seed: int, most_steps: int = 
     )
 
 
-def host_seconds(step: TrainStep, load: Any, state: TrainState, compiled: jax.stages.Compiled) -> tuple[float, float]:
-    """Median seconds of the loop for a step that computes nothing, without the wait for data; and that wait's mean.
+def host_seconds(
+    step: TrainStep, load: Callable[[int], dict[str, jax.Array]], state: TrainState, compiled: jax.stages.Compiled
+) -> tuple[float, float]:
+    """Measure the loop with a step that computes nothing.
 
-    The program has the arguments and results of the step's own, so that what is dispatched is the same; state passes
-    through it untouched. The step runs its own program again afterwards.
+    The program has the arguments and results of the step's own program, so that the same arrays are dispatched; it
+    returns the state unchanged. Afterwards the step uses its own program again.
 
     Args:
-        step: compiled.
-        load: from `step.loader`.
-        state: donated.
+        step: the step, compiled.
+        load: the result of `step.loader`.
+        state: the state, which is donated.
         compiled: the step's program.
+
+    Returns:
+        The median seconds per step without the wait for data, and the mean wait for data.
     """
     metrics = compiled.out_info[1]
 
-    def nothing(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def nothing(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Any]:
         # A sum of zero keeps every part of the batch an argument.
         zero = sum(jnp.sum(leaf.reshape(-1)[:1]) * 0 for leaf in jax.tree.leaves(batch))
         return state, jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype) + jnp.asarray(zero, out.dtype), metrics)
 
-    whole = NamedSharding(step.mesh, PartitionSpec())
+    replicated = NamedSharding(step.mesh, PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), load(0))
-    passing = jax.jit(nothing, donate_argnums=0, out_shardings=(step.state_shardings, whole))
+    passing = jax.jit(nothing, donate_argnums=0, out_shardings=(step.state_shardings, replicated))
     meter, rows = Meter("tokens", 1), []
 
     def finished(number: int, metrics: Any, seconds: float, waited: float) -> None:
@@ -164,6 +185,6 @@ def host_seconds(step: TrainStep, load: Any, state: TrainState, compiled: jax.st
 
 
 def process_peak_bytes() -> int:
-    """Resident memory of this process at most."""
+    """Return the peak resident memory of this process, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,1 +1,1 @@
-"""What each command of the command line does; `jaxtrain.cli` parses and imports the one that runs."""
+"""The commands of the command line; `jaxtrain.cli` parses the arguments and imports the one that runs."""

@@ -1,4 +1,4 @@
-"""`jaxtrain bench`: what the device can do, and how much of it a config's step gets."""
+"""`jaxtrain bench`: measures the limits of a device, and how much of them the step of a config reaches."""
 
 import json
 import sys
@@ -26,25 +26,28 @@ def run_bench(
     skip: Sequence[str],
     emulate: int | None,
 ) -> int:
-    """Measure and print; write JSON and a picture where asked.
+    """Measure a config and print the results; write JSON and a picture where they are asked for.
 
     Args:
-        config: name or path.
-        overrides: keys on top.
-        json_path: file for the whole answer.
-        out: folder for bench.json and bench.svg; it is made.
-        skip: parts to leave out.
-        emulate: CPU devices to pretend to have.
+        config: a shipped name or a path.
+        overrides: `key=value` settings that replace those of the config.
+        json_path: file for everything that was measured; None: no file.
+        out: folder for bench.json and bench.svg, which is created; None: no folder.
+        skip: parts that are not measured.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+
+    Returns:
+        The exit code 0.
 
     Raises:
-        ConfigError: a config that cannot run, an unknown part, or a file that cannot be written.
+        ConfigError: the config cannot run, a part is not known, or a file cannot be written.
     """
     skip = [part for given in skip for part in given.split(",")]
     wrong = [part for part in skip if part not in PARTS]
     if wrong:
         raise ConfigError(f"--skip {wrong[0]}: no such part; there are {', '.join(PARTS)}")
     if "limits" in skip and "blocks" not in skip:
-        raise ConfigError("--skip limits: blocks are compared with them; add --skip blocks")
+        raise ConfigError("--skip limits: blocks are compared with the limits; add --skip blocks")
     loaded = load_config(config, overrides=overrides)
     check_or_remark(loaded)
     if loaded.config.parallel.auto:
@@ -58,7 +61,7 @@ def run_bench(
             folder.mkdir(parents=True, exist_ok=True)
             paths.append(folder / "bench.json")
         for path in paths:
-            path.touch()  # minutes of measuring must not end in a file that cannot be written
+            path.touch()  # before the measurements, which take minutes: a file that cannot be written is found here
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; give another place") from None
     with Progress() as progress:
@@ -92,7 +95,7 @@ def _print_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
     for index, name in enumerate(header):
-        # Figures end below one another; the first column and reasons are text.
+        # Figures are aligned at their ends; the first column and the reasons are text.
         figures = index > 0 and name != "why"
         table.add_column(name, justify="right" if figures else "left", overflow="fold", header_style="dim")
     for row in rows:
@@ -103,7 +106,7 @@ def _print_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[Sequence[str]]]]]:
-    """Title, header and rows of each table."""
+    """Make the title, header and rows of each table."""
     device, machine = answer["device"], answer["machine"]
     where = f"{device['count']} x {device['kind']}, {machine['cores']} cores of {machine['cpu']}"
     limits, start, step = answer["limits"], answer["start"], answer["step"]
@@ -124,20 +127,20 @@ def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, tuple[Sequence[str], 
             )
             for block in answer["blocks"]
         ]
-        yield "blocks, forward and backward", (("block", "a step", "time", "roofline", "share"), rows)
+        yield "blocks, forward and backward", (("block", "per step", "time", "roofline", "share"), rows)
     rows = []
     if step is not None:
         rows += [
             ("step", f"{step['seconds'] * 1e3:,.4g} ms (median of {step['num_steps']})"),
-            (f"{step['unit']} a second", f"{step['units_per_second']:,.0f}"),
-            ("model FLOPs a device", f"{step['flops_per_second_per_device'] / 1e9:,.1f} GFLOP/s"),
-            ("of the published peak (MFU)", _share(step["model_flops_utilization"])),
-            ("of the measured matmul rate", _share(step["share_of_measured_matmul"])),
-            ("host time a step beside the program", f"{step['host_seconds'] * 1e3:.2f} ms"),
+            (f"{step['unit']} per second", f"{step['units_per_second']:,.0f}"),
+            ("model FLOPs per device", f"{step['flops_per_second_per_device'] / 1e9:,.1f} GFLOP/s"),
+            ("share of the published peak (MFU)", _share(step["model_flops_utilization"])),
+            ("share of the measured matmul rate", _share(step["share_of_measured_matmul"])),
+            ("host time per step besides the program", f"{step['host_seconds'] * 1e3:.2f} ms"),
             ("memory planned by the compiler", _bytes(step["planned_bytes"])),
             ("peak memory of the device", _bytes(step["device_peak_bytes"])),
             ("peak memory of the process", _bytes(step["process_peak_bytes"])),
-            (f"energy a {step['unit'].rstrip('s')}", _joules(step["joules_per_unit"])),
+            (f"energy per {step['unit'].rstrip('s')}", _joules(step["joules_per_unit"])),
             ("tracing and compiling", f"{step['compile_seconds']:.1f} s"),
         ]
     if start is not None:

@@ -1,4 +1,4 @@
-"""`jaxtrain ckpt`: what lies in a run's checkpoints. Only `--verify` starts jax."""
+"""`jaxtrain ckpt`: lists the checkpoints of a run and shows the content of one. Only `--verify` starts jax."""
 
 import math
 from typing import Any
@@ -21,15 +21,18 @@ def _open(run_dir: str) -> Checkpointer:
 
 
 def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:
-    """List the checkpoints of a run, and after them those that were abandoned by going back.
+    """List the checkpoints of a run, and after them those that were abandoned when the run went back to an older one.
 
     Args:
         run_dir: directory of the run.
-        verify: read every array and compare it with its digest.
-        as_json: print a JSON list.
+        verify: whether every array is read and compared with its digest.
+        as_json: whether a JSON list is printed.
 
     Returns:
-        4 when a checkpoint is damaged, else 0.
+        The exit code 0.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged; the list is printed before.
     """
     with _open(run_dir) as checkpoints:
         directory = checkpoints.directory
@@ -50,7 +53,13 @@ def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:
 
 
 def _rows(checkpoints: Checkpointer, *, verify: bool, abandoned: str | None) -> list[dict[str, Any]]:
-    """What is known of each step of a directory; `abandoned` is its name where it holds abandoned steps."""
+    """Describe each checkpoint of a directory.
+
+    Args:
+        checkpoints: of the directory.
+        verify: whether every array is compared with its digest.
+        abandoned: name of the directory where it holds abandoned checkpoints; None: those of the run.
+    """
     rows: list[dict[str, Any]] = []
     for step in checkpoints.steps():
         row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
@@ -74,12 +83,18 @@ def _ls_row(row: dict[str, Any], *, verify: bool) -> tuple[str, ...]:
 
 
 def run_ckpt_show(run_dir: str, *, step: int | None, as_json: bool) -> int:
-    """Print leaves, totals and metadata of a checkpoint.
+    """Print the arrays, totals and metadata of a checkpoint.
 
     Args:
         run_dir: directory of the run.
-        step: which; None: the newest whose record is intact.
-        as_json: print one JSON object, with the whole config in its metadata.
+        step: step of the checkpoint; None: the newest one whose record is intact.
+        as_json: whether one JSON object is printed; its metadata holds the complete config.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        CheckpointError: the checkpoint does not exist, or its record is damaged.
     """
     with _open(run_dir) as checkpoints:
         info = _info(checkpoints, step)
@@ -153,7 +168,7 @@ def _leaf_bytes(info: CheckpointInfo, path: str) -> int:
 
 
 def _totals(leaves: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Arrays, numbers and bytes of each top-level part of the state, and of all."""
+    """Count the arrays, numbers and bytes of each top-level part of the state, and of all parts."""
     totals: dict[str, dict[str, int]] = {}
     for leaf in leaves:
         for part in (leaf["path"].partition(".")[0], "all"):

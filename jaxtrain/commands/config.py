@@ -1,4 +1,4 @@
-"""`jaxtrain config`: the shipped configs, every key of one, its YAML, its schema, its shardings."""
+"""`jaxtrain config`: the shipped configs, and of one config its keys, its YAML, its schema or its shardings."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 
-# Narrower terminals get the keys one below the other.
+# On narrower terminals the columns of a key are printed one below the other.
 _TABLE_COLUMNS = 120
 
 
@@ -25,11 +25,17 @@ def run_config(
     """Print a config.
 
     Args:
-        config: a shipped name or a path; None lists the shipped ones.
-        overrides: keys on top.
-        form: keys, yaml, json-schema or sharding.
-        only: prefix of the keys to print.
-        emulate: CPU devices to lay parameters out on.
+        config: a shipped name or a path; None: list the shipped configs.
+        overrides: `key=value` settings that replace those of the config.
+        form: "keys", "yaml", "json-schema" or "sharding".
+        only: prefix of the keys or parameters to print; None: all of them.
+        emulate: number of CPU devices to emulate for shardings; None: the devices of the machine.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: the config or a key is wrong, or no key begins with `only`.
     """
     if form == "json-schema":
         print_text(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False))
@@ -53,7 +59,7 @@ def run_config(
         try:
             check_kinds(loaded.config)
         except ConfigError as error:
-            # Keys of another kind are what people look up here, one change at a time.
+            # A remark and no error, because users look up the keys of another kind here, one change at a time.
             print_remark(f"jaxtrain train would refuse this: {error}")
     return 0
 
@@ -78,7 +84,7 @@ def _chosen(loaded: Loaded, only: str | None) -> list[DescribedGroup]:
             kept.append(DescribedGroup(group.name, group.title, keys))
     if not kept:
         close = nearest(only, loaded.config)
-        raise ConfigError(f"--only {only}: no key begins so" + (f"; did you mean {close!r}?" if close else ""))
+        raise ConfigError(f"--only {only}: no key begins with it" + (f"; did you mean {close!r}?" if close else ""))
     return kept
 
 
@@ -118,7 +124,7 @@ def _print_rich(groups: Sequence[DescribedGroup]) -> None:
         for title, ratio in (("key", 5), ("value", 4), ("type", 4), ("default", 3), ("origin", 4), ("doc", 9)):
             table.add_column(title, ratio=ratio, overflow="fold", header_style="dim")
         for key in group.keys:
-            # What somebody set stands out; the rest is background.
+            # Keys that somebody set are bold, so that they are easy to find among defaults.
             style = "" if key.origin == "default" else "bold"
             cells = (
                 key.path,

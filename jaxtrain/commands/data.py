@@ -1,4 +1,4 @@
-"""`jaxtrain data prepare`: text into token shards."""
+"""`jaxtrain data prepare`: encodes text into files of tokens (token shards)."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,19 @@ from jaxtrain.runtime.remarks import print_remark
 
 
 def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, tokens_per_shard: int) -> int:
-    """Encode the text of a config and print how to train on the result.
+    """Encode the text of a config, and print how to train on the result.
 
     Args:
         config: a shipped name or a path.
-        overrides: keys on top.
-        output: folder to make.
-        tokens_per_shard: tokens in each file but the last.
+        overrides: `key=value` settings that replace those of the config.
+        output: folder for the token shards, which is created.
+        tokens_per_shard: tokens in each file except the last.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: the data of the config is not text.
     """
     loaded = load_config(config, overrides=overrides)
     source = loaded.config.data
@@ -36,7 +42,7 @@ def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, toke
         f"({made['dtype']}) in {_counted(len(made['shards']), 'file')} in {made['output']}"
     )
     print_remark(f"train on them: jaxtrain train {config} data.kind=tokens data.path={made['output']}")
-    # The answer, so that it can be appended to a config file.
+    # On standard output, so that it can be appended to a config file.
     print_text(to_yaml({"data": {"kind": "tokens", "path": made["output"]}}).rstrip("\n"))
     return 0
 

@@ -1,11 +1,10 @@
-"""`jaxtrain doctor`: what is here, how fast it is, and the line that mends each problem."""
+"""`jaxtrain doctor`: checks versions, devices, caches and speed, and gives the command that fixes each problem."""
 
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jaxtrain import __version__
 from jaxtrain.commands.output import print_json, print_text
@@ -18,7 +17,7 @@ _OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio"}
 _LITTLE_DISK = 2 * 2**30
 _CANNOT_WORK = 2
 
-# flax.nnx of these does not import on jax from 0.11.1 on.
+# The flax.nnx of these versions cannot be imported with jax from 0.11.1 on.
 _NNX_BROKEN_FLAX = ((0, 12, 8), (0, 12, 9))
 _NNX_BROKEN_SINCE_JAX = (0, 11, 1)
 _OLDEST = {"jax": (0, 10, 2), "flax": (0, 12, 8)}
@@ -26,7 +25,13 @@ _OLDEST = {"jax": (0, 10, 2), "flax": (0, 12, 8)}
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, what mends it, and whether nothing can be trained before that."""
+    """A problem of the installation or the machine.
+
+    Attributes:
+        what: what is wrong.
+        mend: the command or setting that fixes it.
+        fatal: whether nothing can be trained before it is fixed.
+    """
 
     what: str
     mend: str
@@ -35,22 +40,28 @@ class Problem:
 
 @dataclass
 class Report:
-    """What was found, in the order of looking."""
+    """The results of the checks, in their order.
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        facts: values for JSON.
+        lines: (name, text) for the terminal.
+        problems: all problems that were found.
+    """
+
+    facts: dict[str, object] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
 def run_doctor(*, emulate: int | None, as_json: bool) -> int:
-    """Look at everything a run needs.
+    """Check everything that a run needs, and print the results.
 
     Args:
-        emulate: CPU devices to pretend to have.
-        as_json: print one JSON object.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+        as_json: whether one JSON object is printed.
 
     Returns:
-        2 when something cannot work, else 0.
+        The exit code: 2 where a problem is fatal, else 0.
     """
     report = Report()
     versions = package_versions(PACKAGES)
@@ -78,13 +89,17 @@ def _print(report: Report) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 0.12.8rc1 -> (0, 12, 8)."""
+    """Parse the leading numbers of a version: 0.12.8rc1 -> (0, 12, 8)."""
     digits = ("".join(c for c in part.split("rc")[0].split("dev")[0] if c.isdigit()) for part in version.split(".")[:3])
     return tuple(int(part) for part in digits if part)
 
 
 def version_problems(versions: Mapping[str, str | None]) -> list[Problem]:
-    """What is wrong with a set of package versions (name -> version, None where a package is missing)."""
+    """Find the problems of a set of package versions.
+
+    Args:
+        versions: name of a package -> its version; None where it is missing.
+    """
     problems = [
         Problem(f"{name} is not installed", f"pip install {name}", fatal=True)
         for name, version in versions.items()
@@ -191,7 +206,7 @@ def _folder_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += (Path(root) / name).stat().st_size
-            except OSError:  # another run replaces files as we look
+            except OSError:  # another run may replace files meanwhile
                 continue
     return total
 

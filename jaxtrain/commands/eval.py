@@ -1,4 +1,4 @@
-"""`jaxtrain eval`: a checkpoint of a run against held-out rows."""
+"""`jaxtrain eval`: evaluates a checkpoint of a run on held-out rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from jaxtrain.metrics.writers import flat_scalars
 from jaxtrain.run.open_run import OpenedRun, open_run, saved_config
 from jaxtrain.runtime import distributed
 
-# The rest of the config belongs to the parameters that were trained.
+# Keys that eval may change; the others describe the parameters that were trained.
 _MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache")
 
 
@@ -23,15 +23,22 @@ def run_eval(
     emulate: int | None,
     as_json: bool,
 ) -> int:
-    """Print the metrics of a checkpoint.
+    """Print the metrics of a checkpoint on held-out rows.
 
     Args:
         run_dir: directory of the run.
-        overrides: keys of data, evaluation and parallel on top of the run's config.
-        quantize: format of the linear layers; None: as they were trained.
-        step: which checkpoint; None: the newest intact one.
-        emulate: CPU devices to pretend to have.
-        as_json: print one JSON object.
+        overrides: `key=value` settings of data, evaluation and parallel that replace those of the run's config.
+        quantize: number format of the linear layers; None: the one in which they were trained.
+        step: step of the checkpoint; None: the newest intact one.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+        as_json: whether one JSON object is printed.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: an override changes a key that describes the trained parameters.
+        DataError: the data has no held-out rows.
     """
     config = saved_config(run_dir, overrides=overrides).config
     for override in overrides:

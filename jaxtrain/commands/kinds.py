@@ -1,4 +1,4 @@
-"""What commands that do not train say of a config that `jaxtrain train` would refuse."""
+"""How commands that do not train check a config that `jaxtrain train` would refuse."""
 
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
@@ -6,12 +6,13 @@ from jaxtrain.runtime.remarks import print_remark
 
 
 def check_or_remark(loaded: Loaded) -> None:
-    """Print the loader's notes; raise where parts of the config cannot go together.
+    """Print the notes of the loader, and check that the kinds of model, data and task fit together.
 
-    A model that sees ahead is remarked upon only: a task from Python, which no config describes, trains it.
+    A transformer with causal=false is only remarked upon, because a task from Python, which no config describes, can
+    train it.
 
     Raises:
-        ConfigError: from `check_kinds`.
+        ConfigError: the kinds do not fit together.
     """
     for note in loaded.notes:
         print_remark(note)

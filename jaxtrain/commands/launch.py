@@ -1,6 +1,6 @@
-"""`jaxtrain launch`: several processes of one command on this machine, which join over loopback.
+"""`jaxtrain launch`: several processes of one command on this machine, which connect over the loopback interface.
 
-No jax here: the processes are what needs it.
+No jax here: only the processes need it.
 """
 
 import contextlib
@@ -20,11 +20,12 @@ from typing import IO
 from jaxtrain.errors import ConfigError, PreemptedError
 from jaxtrain.runtime.remarks import print_remark
 
-# For a process whose peer failed: it can write what it has, but can no longer agree on anything with the others.
+# Time for the processes to end after one of them failed: each can write its own files, but they can no longer agree on
+# anything with each other.
 _GRACE_SECONDS = 10.0
-# What a process leaves with that did its part; the others are about to do theirs.
+# Exit codes of a process that ended in order; the others end soon after it.
 _ORDERLY = (0, PreemptedError.exit_code)
-# Ctrl-C, the wish of whoever started this, and the terminal that is closed: the last two both mean "save and leave".
+# Ctrl-C, a request to end, and a closed terminal. The last two both mean "save and exit".
 _PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 _PR_SET_PDEATHSIG = 1
 _JAXTRAIN = (sys.executable, "-m", "jaxtrain")
@@ -39,18 +40,19 @@ def run_launch(
 ) -> int:
     """Start processes of `jaxtrain`, or of a program, and wait for all of them.
 
-    The first writes to the terminal. Of the others only standard error is shown, each line after its process: `[1] `.
-    Each finds the others in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    The first process writes to the terminal. The standard error of the others is printed with the number of the
+    process before each line (`[1] `); their standard output is not shown. Each process finds the others by
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
     Args:
         words: the command and its arguments, the same for every process.
-        num_processes: how many.
-        program: what the words are for; empty: they begin with a program.
-        emulate: CPU devices that jax is told to pretend to have through the environment; None: what the words say.
+        num_processes: number of processes.
+        program: the program that takes the words; empty: the words begin with a program.
+        emulate: number of CPU devices that each process emulates, set through its environment; None: the words decide.
 
     Returns:
-        The exit code of the process that failed first (128 + n where signal n ended it), else 75 where they stopped
-        and saved, else 0.
+        The exit code of the process that failed first (128 + n where signal n ended it); without a failure 75 where
+        the processes saved and stopped, else 0.
 
     Raises:
         ConfigError: a process cannot be started.
@@ -68,11 +70,12 @@ def run_launch(
     shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(num_processes)}
     if emulate is not None:
         shared |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(emulate)}
-    # What is ignored (SIGHUP under nohup) stays so.
+    # A signal that is ignored (SIGHUP under nohup) stays ignored.
     heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in heard}
     try:
-        # All before the first thread: what runs between fork and exec may not meet the lock of another thread.
+        # All processes start before the first thread, because code between fork and exec could wait forever for a lock
+        # that another thread held.
         for index in range(num_processes):
             processes.append(_start([*program, *words], index, num_processes, shared))
         for index, process in enumerate(processes):
@@ -87,7 +90,7 @@ def run_launch(
         for process in processes:
             process.wait()
         for reader in readers:
-            # A grandchild that kept the pipe open may not hold up the end.
+            # A limit, because a grandchild may keep the pipe open.
             reader.join(timeout=2)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -98,12 +101,15 @@ def _wait(
     ended: "queue.SimpleQueue[tuple[int, int]]",
     signalled: threading.Event,
 ) -> int:
-    """Wait until all have ended; after a failure, stop the rest.
+    """Wait until all processes have ended; after a failure, stop the others.
 
     Args:
-        processes: running.
-        ended: (index, return code) of each as it ends.
-        signalled: whether a signal was passed on, after which an end needs no explanation.
+        processes: the processes, all running.
+        ended: gets (index, return code) of each process as it ends.
+        signalled: set where a signal was passed on, after which no failure is reported.
+
+    Returns:
+        The exit code of `run_launch`.
     """
     running = set(range(len(processes)))
     failure, orderly, deadline = 0, 0, None
@@ -111,7 +117,7 @@ def _wait(
         try:
             index, status = ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
         except queue.Empty:
-            print_remark(f"jaxtrain: killing what did not end within {_GRACE_SECONDS:g} s: {sorted(running)}")
+            print_remark(f"jaxtrain: killing processes that did not end within {_GRACE_SECONDS:g} s: {sorted(running)}")
             for index in running:
                 _kill(processes[index])
             deadline = None
@@ -141,7 +147,7 @@ def _start(command: Sequence[str], index: int, num_processes: int, shared: Mappi
             stderr=None if index == 0 else subprocess.PIPE,
             text=True,
             errors="replace",
-            # A group of its own: a terminal sends Ctrl-C to the whole group of the launcher, and it is passed on once.
+            # Its own process group, because a terminal sends Ctrl-C to the group of the launcher, which passes it on.
             process_group=0,
             preexec_fn=_die_with_parent(),
         )
@@ -150,7 +156,7 @@ def _start(command: Sequence[str], index: int, num_processes: int, shared: Mappi
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """What a new process does first, so that it does not outlive a launcher that was killed; Linux only."""
+    """Make what a new process calls first, so that it ends when the launcher is killed; None outside Linux."""
     if sys.platform != "linux":
         return None
     library, parent = ctypes.CDLL(None), os.getpid()
@@ -164,7 +170,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a process, with what it started; one that has ended is left alone."""
+    """Kill a process and its children; nothing happens where it has ended."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`jaxtrain plan`: memory, time and cost of a config on hardware that need not be here."""
+"""`jaxtrain plan`: memory, time and cost of a config on hardware that this machine does not need to have."""
 
 import dataclasses
 import time
@@ -28,7 +28,7 @@ from jaxtrain.runtime.remarks import print_remark
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a user asked of a plan; see the options of `jaxtrain plan`."""
+    """The options of `jaxtrain plan`, in the words of its help."""
 
     on: str | None = None
     hardware_file: str | None = None
@@ -50,11 +50,20 @@ class Wanted:
 
 
 def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, list_hardware: bool) -> int:
-    """Print a plan, or the catalogue.
+    """Print a plan, or the catalogue of hardware.
+
+    Args:
+        config: a shipped name or a path; None only where the catalogue is listed.
+        overrides: `key=value` settings that replace those of the config.
+        wanted: the options of the command.
+        list_hardware: whether the catalogue is printed instead of a plan.
+
+    Returns:
+        The exit code 0.
 
     Raises:
-        ConfigError: unknown hardware, or a layout that cannot be, after the answer where other targets have one; with
-            `exact`, a figure without the compiler's word.
+        ConfigError: the hardware is not known, or no layout is possible on a target (where other targets have a plan,
+            it is printed before); with `exact`, no compiler checked a figure.
     """
     hardware = catalogue(wanted.hardware_file)
     if list_hardware:
@@ -102,11 +111,11 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
 
 
 def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
-    """The plan for one of several targets: where the config's layout cannot be, the best that a search finds there."""
+    """Plan for one of several targets; where the config's layout is impossible, plan the best layout of a search."""
     try:
         return analytic_plan(config, target, terms)
     except ConfigError as error:
-        # Remat and microbatches stay as they are where they can, so that the columns compare.
+        # Remat and microbatches stay as they are where possible, so that the columns can be compared.
         found = search(config, target, vary=("mesh", "zero", "schedule"), terms=terms)
         if not found.ranked:
             found = search(config, target, terms=terms)
@@ -119,7 +128,7 @@ def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
 
 
 def _check(config: Config, wanted: Wanted) -> None:
-    """Raise where options do not belong together."""
+    """Check that the options fit together."""
     if wanted.search:
         return
     if config.parallel.auto:
@@ -129,7 +138,7 @@ def _check(config: Config, wanted: Wanted) -> None:
 
 
 def _measured(target: Target) -> Target:
-    """The target; a CPU is measured first."""
+    """Return the target; where it is this machine's CPU, with measured speed and memory."""
     if target.hardware.kind != "cpu":
         return target
     from jaxtrain.runtime import distributed
@@ -168,7 +177,7 @@ def _search(config: Config, target: Target, wanted: Wanted, terms: Terms) -> Fou
     began = time.monotonic()
     parallel = config.parallel.model_copy(update={"auto": False})
     config = config.model_copy(update={"parallel": parallel})
-    # A plan of `parallel: auto` shows what a run would choose.
+    # A plan of `parallel: auto` shows the layout that a run would choose.
     vary = wanted.vary or (VARIED if wanted.search else VARIED_BY_AUTO)
     found = search(config, target, vary=vary, terms=terms)
     print_remark(f"tried {found.tried} layouts of {target.name} in {time.monotonic() - began:.1f} s")
@@ -176,7 +185,7 @@ def _search(config: Config, target: Target, wanted: Wanted, terms: Terms) -> Fou
 
 
 def _best(found: Found, target: Target, wanted: Wanted, terms: Terms) -> list[Estimate]:
-    """The fastest layouts, compiled; one that the compiler finds too large makes room for the next."""
+    """Compile the fastest layouts; the next one takes the place of one that does not fit by the compiler's figures."""
     if not found.ranked:
         if not found.too_large:
             reason = found.refused[0].reason if found.refused else "there is none"

@@ -1,4 +1,4 @@
-"""`jaxtrain sample`: text from a checkpoint, on standard output and nothing else there."""
+"""`jaxtrain sample`: text from a checkpoint, printed alone on standard output."""
 
 import json
 import sys
@@ -27,17 +27,28 @@ def run_sample(
     emulate: int | None,
     as_json: bool,
 ) -> int:
-    """Print each prompt with its continuation; several prompts are one batch, with an empty line between the texts.
+    """Print each prompt with its continuation.
+
+    Several prompts are one batch, and an empty line separates the texts.
 
     Args:
         run_dir: directory of the run.
         prompts: texts to continue; None: standard input is one prompt.
-        new_tokens: tokens to add; None: 200, or what the model has room for.
-        temperature, top_k, top_p, seed: see `Sampling`.
-        quantize: format of the linear layers; None: as they were trained.
-        step: which checkpoint; None: the newest intact one.
-        emulate: CPU devices to pretend to have.
-        as_json: print one object a prompt, with `prompt` and `text`.
+        new_tokens: tokens to add to each prompt; None: 200, or as many as the model has positions for.
+        temperature: see `Sampling`.
+        top_k: see `Sampling`.
+        top_p: see `Sampling`.
+        seed: of the random choices.
+        quantize: number format of the linear layers; None: the one in which they were trained.
+        step: step of the checkpoint; None: the newest intact one.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+        as_json: whether one JSON object per prompt is printed, with `prompt` and `text`.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: there is no prompt, or an option is out of range.
     """
     config = saved_config(run_dir).config
     prompts = _prompts(prompts)

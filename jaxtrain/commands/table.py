@@ -1,4 +1,4 @@
-"""The commands as one table: arguments, an example, and which work is imported when one runs."""
+"""The commands as one table: arguments, an example, and the function that imports and runs each command."""
 
 import argparse
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its line in the help, an example, its arguments and its work.
+    """One command: its line in the help, an example, its arguments and the function that runs it.
 
-    One that takes a command finds it, checked, as `arguments.command`: the words after `--`. `arguments.is_program`
-    says whether they begin with a program instead of a command of ours.
+    With `takes_command`, the words after `--` are another command: they are checked and given as `arguments.command`,
+    and `arguments.is_program` says that they begin with a program, not with a command of jaxtrain.
     """
 
     summary: str
@@ -45,11 +45,11 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys on top, as in train.steps=100")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings to change, as in train.steps=100")
 
 
 def _add_emulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--emulate", type=_count, metavar="N", help="pretend to have N CPU devices")
+    parser.add_argument("--emulate", type=_count, metavar="N", help="emulate N CPU devices")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=_step_number, metavar="N", help="which checkpoint; default: the newest intact")
+    parser.add_argument("--step", type=_step_number, metavar="N", help="step to load; default: the newest intact one")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +68,18 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=("int8", "int8_dynamic"),
-        help="linear layers with weights in int8, or with their inputs in it too; default: as they were trained",
+        help="weights of linear layers in int8, or their inputs too (int8_dynamic); default: as they were trained",
     )
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="where to write; default: runs/<name>")
+    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>")
     parser.add_argument(
         "--resume",
         default="auto",
         choices=("auto", "must", "never"),
-        help="go on from the newest checkpoint if there is one (auto, the default), always, or never",
+        help="resume from the newest checkpoint where there is one (auto, the default), always (must), or never",
     )
     _add_emulate(parser)
 
@@ -121,13 +121,13 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument(
-        "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; again for more; default: stdin"
+        "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
     )
-    parser.add_argument("-n", "--tokens", type=_count, metavar="N", help="new tokens; default: 200, or what fits")
+    parser.add_argument("-n", "--tokens", type=_count, metavar="N", help="new tokens; default: 200, or as many as fit")
     parser.add_argument("--temperature", type=_number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
     parser.add_argument("--top-k", type=_count, metavar="K", help="only the K most likely tokens")
-    parser.add_argument("--top-p", type=_number, metavar="P", help="only the likeliest tokens that sum to P")
-    parser.add_argument("--seed", type=_step_number, default=0, metavar="N", help="of the random choices; default: 0")
+    parser.add_argument("--top-p", type=_number, metavar="P", help="only the most likely tokens that add up to P")
+    parser.add_argument("--seed", type=_step_number, default=0, metavar="N", help="seed of random choices; default: 0")
     _add_quantize(parser)
     _add_step(parser)
     _add_emulate(parser)
@@ -157,7 +157,7 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
         "jaxtrain launch --processes N [--emulate M] -- COMMAND\n\nCOMMAND: train CONFIG ..., python my.py ..."
     )
     parser.add_argument("--processes", type=_count, required=True, metavar="N", help="how many processes to start")
-    parser.add_argument("--emulate", type=_count, metavar="M", help="pretend to have M CPU devices in each process")
+    parser.add_argument("--emulate", type=_count, metavar="M", help="emulate M CPU devices in each process")
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -173,11 +173,11 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", nargs="?", help="a shipped name or a YAML file; default: list the shipped ones"
     )
     _add_overrides(parser)
-    parser.add_argument("--only", metavar="PREFIX", help="only the keys below PREFIX, as in optimizer")
+    parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
     form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
-    form.add_argument("--sharding", action="store_true", help="print how each parameter lies on the mesh")
+    form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
     _add_emulate(parser)
 
 
@@ -207,9 +207,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _data_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
     parser.add_argument(
-        "--tokens-per-shard", type=_count, default=2**27, metavar="N", help="tokens a file; default: 2**27"
+        "--tokens-per-shard", type=_count, default=2**27, metavar="N", help="tokens per file; default: 2**27"
     )
 
 
@@ -250,8 +250,8 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu"
     )
     _add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
-    parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg")
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
     parser.add_argument(
         "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu"
     )
@@ -276,28 +276,30 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add_overrides(parser)
     parser.add_argument("--on", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
     parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
-    parser.add_argument("--hardware", metavar="FILE", help="YAML with your own hardware or prices, over the shipped")
+    parser.add_argument("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument(
         "--analytic", action="store_true", help="do not compile, even where the compiler is installed"
     )
     compiling.add_argument("--exact", action="store_true", help="fail where no compiler can check the figures")
-    parser.add_argument("--search", action="store_true", help="try every layout and rank those that fit by time")
+    parser.add_argument("--search", action="store_true", help="try every layout, and rank by time those that fit")
     parser.add_argument(
         "--vary",
         metavar="WHAT",
         help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer",
     )
-    parser.add_argument("--top", type=_count, default=3, metavar="N", help="layouts of a search to show; default 3")
+    parser.add_argument("--top", type=_count, default=3, metavar="N", help="layouts of a search to show; default: 3")
     parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
-    parser.add_argument("--tokens", type=_number, metavar="N", help="cost of training on N tokens")
-    parser.add_argument("--epochs", type=_number, metavar="N", help="cost of N epochs, with --rows-per-epoch")
-    parser.add_argument("--rows-per-epoch", type=_count, metavar="N", help="rows of the data")
-    parser.add_argument("--usd-per-kwh", type=_number, default=0.12, metavar="USD", help="of electricity; default 0.12")
-    parser.add_argument("--checkpoint-minutes", type=_number, metavar="N", help="between saves on spot devices")
-    parser.add_argument("--interruptions-per-day", type=_number, metavar="N", help="of one spot node; default 1")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
-    parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan")
+    parser.add_argument("--tokens", type=_number, metavar="N", help="print the cost of training on N tokens")
+    parser.add_argument("--epochs", type=_number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
+    parser.add_argument("--rows-per-epoch", type=_count, metavar="N", help="number of rows of the data")
+    parser.add_argument(
+        "--usd-per-kwh", type=_number, default=0.12, metavar="USD", help="price of electricity; default: 0.12"
+    )
+    parser.add_argument("--checkpoint-minutes", type=_number, metavar="N", help="time between saves on spot devices")
+    parser.add_argument("--interruptions-per-day", type=_number, metavar="N", help="per spot node; default: 1")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
+    parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     _add_json(parser)
 
 
@@ -328,7 +330,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        "train what a config describes, or go on where it stopped",
+        "train what a config describes, or resume the run",
         "jaxtrain train quickstart train.steps=100 --run-dir runs/first",
         _train_arguments,
         _train,
@@ -353,13 +355,13 @@ COMMANDS: dict[str, Command] = {
         takes_command=True,
     ),
     "plan": Command(
-        "memory, time and cost on hardware that need not be here",
+        "estimate memory, time and cost on hardware that you do not need to have",
         "jaxtrain plan llama3_8b --on h100x8,v5p-8",
         _plan_arguments,
         _plan,
     ),
     "bench": Command(
-        "measure this machine, and what a config's step gets of it",
+        "measure this machine, and how much of its speed the step of a config reaches",
         "jaxtrain bench bench_cpu --out runs/bench",
         _bench_arguments,
         _bench,
@@ -371,7 +373,7 @@ COMMANDS: dict[str, Command] = {
         _config,
     ),
     "doctor": Command(
-        "check versions, devices, caches and speed, and say how to mend what is wrong",
+        "check versions, devices, caches and speed, and say how to fix each problem",
         "jaxtrain doctor --emulate 8",
         _doctor_arguments,
         _doctor,

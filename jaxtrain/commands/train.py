@@ -1,4 +1,4 @@
-"""`jaxtrain train`: a whole run."""
+"""`jaxtrain train`: trains what a config describes, or resumes the run."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,17 @@ from jaxtrain.run.trainer import run_config
 
 
 def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, resume: str, emulate: int | None) -> int:
-    """Train; see `jaxtrain.run.trainer.run_config`."""
+    """Train what a config describes.
+
+    Args:
+        config: a shipped name or a path.
+        overrides: `key=value` settings that replace those of the config.
+        run_dir: directory of the run; None: runs/<name>.
+        resume: "auto", "must" or "never"; see `jaxtrain.run.trainer.run_config`.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+
+    Returns:
+        The exit code 0.
+    """
     run_config(load_config(config, overrides=overrides), run_dir=run_dir, resume=resume, emulate=emulate)
     return 0

@@ -22,7 +22,12 @@ class RemainingTime:
         self._last: tuple[int, float] | None = None
 
     def update(self, step: int, now: float) -> None:
-        """Record that `step` steps were done at time `now` (seconds of any monotonic clock)."""
+        """Record that steps are done.
+
+        Args:
+            step: steps done by all processes of the run so far.
+            now: seconds of any monotonic clock.
+        """
         if step <= self._first_step:
             return
         if self._base is None:

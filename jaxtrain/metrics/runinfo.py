@@ -23,8 +23,8 @@ def run_info(
     *,
     name: str,
     mesh_shape: Mapping[str, int],
-    model: Mapping[str, Any],
-    data: Mapping[str, Any],
+    model: Mapping[str, object],
+    data: Mapping[str, object],
 ) -> dict[str, Any]:
     """Make the content of `run.json` at the start of a run.
 
@@ -61,7 +61,7 @@ def run_info(
     )
 
 
-def finished_info(info: Mapping[str, Any], *, status: str, final: Mapping[str, Any]) -> dict[str, Any]:
+def finished_info(info: Mapping[str, object], *, status: str, final: Mapping[str, object]) -> dict[str, Any]:
     """Make the content of `run.json` at the end of a run.
 
     Args:
@@ -112,7 +112,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _devices() -> dict[str, Any]:
+def _devices() -> dict[str, str | int]:
     import jax
 
     devices = jax.devices()

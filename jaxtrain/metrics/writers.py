@@ -37,11 +37,22 @@ class Writer(Protocol):
     """The interface of everything that records the metrics of a run; only one process of a run has a writer."""
 
     def scalars(self, step: int, values: Scalars) -> None:
-        """Record numbers of one step; None is a value that is not known."""
+        """Record numbers of one step.
+
+        Args:
+            step: number of the step.
+            values: name -> number; None is a value that is not known.
+        """
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Record a named text of one step, such as a generated sample."""
+        """Record a text of one step, such as a generated sample.
+
+        Args:
+            step: number of the step.
+            name: of the text.
+            text: its content.
+        """
         ...
 
     def close(self) -> None:
@@ -95,7 +106,7 @@ class JsonlWriter:
         with self.path.open(encoding="utf-8", errors="replace") as file:
             yield from file
 
-    def _append(self, row: Mapping[str, Any]) -> None:
+    def _append(self, row: Mapping[str, object]) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", buffering=1, encoding="utf-8")

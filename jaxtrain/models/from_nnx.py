@@ -29,7 +29,12 @@ def to_dict(state: nnx.State) -> dict[str, Any]:
 
 
 def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
-    """Make an NNX state from a template's variables and the values of a nested dict (the inverse of `to_dict`)."""
+    """Make an NNX state from a nested dict: the inverse of `to_dict`.
+
+    Args:
+        template: a state of the same structure, whose variables get the values.
+        nested: nested dict of arrays.
+    """
     flat = []
     for path, variable in nnx.to_flat_state(template):
         node: Any = nested  # a dict, at the end of the path an array
@@ -108,7 +113,7 @@ def _mark_arrays(module: nnx.Module) -> None:
                 )
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return isinstance(value, nnx.Variable | nnx.Pytree)
 
 
@@ -178,8 +183,8 @@ def from_nnx(
         gathers_itself: see `Model.gathers_itself`.
 
     Returns:
-        The model. Its params are the `nnx.Param`s of the module; its model_state holds all other variables except
-        random streams, and the arrays that are plain attributes.
+        The model. Its params are the `nnx.Param`s of the module; its model_state holds the arrays that are plain
+        attributes, and all other variables except random streams.
 
     Raises:
         ConfigError: `make` is a module, takes more than the random streams, or does not return a module; or the module

@@ -62,7 +62,15 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
 
 
 def quantized_bytes(params: Params, dtype: DTypeLike) -> tuple[int, int]:
-    """Count the bytes of the quantized kernels (values and scales), and of the same kernels in a dtype."""
+    """Count the bytes of quantized kernels, and of the same kernels in a floating-point dtype.
+
+    Args:
+        params: parameters, some of them quantized.
+        dtype: the dtype to compare with.
+
+    Returns:
+        The bytes of values and scales as they are stored, and the bytes of the same kernels in `dtype`.
+    """
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     kernels = [leaf for leaf in leaves if isinstance(leaf, QuantizedKernel)]
     stored = sum(kernel.values.nbytes + kernel.scale.nbytes for kernel in kernels)

@@ -1,4 +1,4 @@
-"""A hand-written JAX step: the transformer with products over three dims, as most people write it, or flattened.
+"""A hand-written JAX step of the transformer, with products over three dims, as is usual, or over flattened tokens.
 
 python scripts/peers/bare_jax.py none|dots|full [flat]
 """

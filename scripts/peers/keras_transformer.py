@@ -1,6 +1,6 @@
 """The same transformer in Keras 3 on JAX, trained by `fit`."""
 
-# What it imports is in the peers' environment only.
+# Its imports are installed in the environment of the peers only.
 # pyright: reportMissingImports=false
 import os
 

@@ -1,4 +1,4 @@
-"""The machine's limit: one fp32 product of the MLP's shape, [4096, 384] x [384, 1536], as XLA runs it at best."""
+"""The limit of the machine: one fp32 product in the shape of the MLP, [4096, 384] x [384, 1536], at XLA's best rate."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def main() -> None:
     generator = np.random.default_rng(0)
     a = jnp.asarray(generator.standard_normal((BATCH * LENGTH, WIDTH), np.float32))
     b = jnp.asarray(generator.standard_normal((WIDTH, 4 * WIDTH), np.float32))
-    # Jax's defaults may run it on one thread, which is no limit.
+    # With jax's defaults the product may run on one thread, which would not be the limit of the machine.
     options: dict[str, Any] = dict(choose_options(jax.devices()[0], 1).used)
     multiply = jax.jit(lambda a, b: a @ b).lower(a, b).compile(compiler_options=options)
 
@@ -26,7 +26,7 @@ def main() -> None:
             multiply(a, b).block_until_ready()
         return 0.0
 
-    serve(run, flops_a_step=FLOPS * REPEATS, versions=f"jax {jax.__version__}")
+    serve(run, flops_per_step=FLOPS * REPEATS, versions=f"jax {jax.__version__}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""jaxtrain's own loop on a shipped config: its data, prefetch, compiled step, host work and malloc; without files.
+"""jaxtrain's own loop on a shipped config, with its data, prefetch, compiled step and malloc settings, but no files.
 
 python scripts/peers/ours.py bench_cpu [key=value ...]
 """

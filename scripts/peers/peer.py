@@ -1,6 +1,6 @@
-"""What every peer of bench_peers.py does: build, make a first step, then steps in blocks as the driver asks for them.
+"""The protocol of every peer of bench_peers.py: a first step, then blocks of steps that the driver asks for.
 
-A peer is a process. It prints a line of JSON when its first step is done, one for each block of steps that a line on
+A peer is a process. It prints a line of JSON after its first step, one after each block of steps that a line on
 standard input asks for (a number), and one with its peak memory at the end of its input.
 """
 
@@ -21,7 +21,7 @@ IMAGES, IMAGE_SIZE, CLASSES, MOMENTUM, RATE = 8, 96, 1000, 0.9, 0.1
 
 
 def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and targets [16, 256] of the text that every Python carries, as int32 bytes."""
+    """Yield inputs and targets [16, 256] from a text in Python's standard library, as int32 bytes."""
     import pydoc_data.topics
 
     text = "".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))
@@ -34,7 +34,7 @@ def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def images() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Images [8, 96, 96, 3] of noise, float32, and labels [8]."""
+    """Yield images [8, 96, 96, 3] of noise, float32, and labels [8], int32."""
     generator = np.random.default_rng(0)
     while True:
         inputs = generator.standard_normal((IMAGES, IMAGE_SIZE, IMAGE_SIZE, 3), np.float32)
@@ -45,8 +45,8 @@ def serve(run: Callable[[int], float], **facts: object) -> None:
     """Answer the driver until its input ends.
 
     Args:
-        run: number of steps -> the last loss, with every step done.
-        facts: what to tell of the peer besides, such as its parameters and versions.
+        run: number of steps -> the last loss, after all of them are done.
+        facts: further figures of the peer, such as its number of parameters and its versions.
     """
     loss = run(1)
     print(json.dumps({"ready": True, "loss": loss, **facts}), flush=True)

@@ -3,7 +3,7 @@
 python scripts/peers/torch_gpu.py gpt2|resnet50 [--rows N] [--smoke]
 """
 
-# What it imports is in the peers' environment only.
+# Its imports are installed in the environment of the peers only.
 # pyright: reportMissingImports=false
 import argparse
 import json

@@ -1,9 +1,9 @@
-"""ResNet-50 in PyTorch, in the shape of torchvision's: stride in the 3x3 convolution, SGD with momentum.
+"""ResNet-50 in PyTorch like torchvision's, with the stride in the 3x3 convolution, trained by SGD with momentum.
 
 python scripts/peers/torch_resnet.py eager|compile
 """
 
-# What it imports is in the peers' environment only.
+# Its imports are installed in the environment of the peers only.
 # pyright: reportMissingImports=false
 import os
 import sys
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 
 def convolve(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """A convolution without bias and its batch norm."""
+    """Make a convolution without bias, and its batch norm."""
     layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(layer, nn.BatchNorm2d(outputs))
 
@@ -46,7 +46,7 @@ def resnet50() -> nn.Sequential:
 def main(*, compiled: bool) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
-    # Channels last is the faster layout on CPUs and tensor cores alike.
+    # Channels last is the faster layout on CPUs and on tensor cores.
     model = resnet50().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=False)
 
@@ -60,7 +60,7 @@ def main(*, compiled: bool) -> None:
         loss = torch.tensor(float("nan"))
         for _ in range(steps):
             inputs, targets = next(rows)
-            batch = torch.from_numpy(inputs).permute(0, 3, 1, 2)  # channels last as it comes
+            batch = torch.from_numpy(inputs).permute(0, 3, 1, 2)  # a view: memory stays channels last
             optimizer.zero_grad(set_to_none=True)
             loss = loss_of(batch, torch.from_numpy(targets).long())
             loss.backward()

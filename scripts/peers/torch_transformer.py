@@ -3,7 +3,7 @@
 python scripts/peers/torch_transformer.py eager|compile
 """
 
-# What it imports is in the peers' environment only.
+# Its imports are installed in the environment of the peers only.
 # pyright: reportMissingImports=false
 import os
 import sys
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a GPT-2 style transformer."""
+    """Sizes of a GPT-2 style transformer, and whether it has biases and tied embeddings."""
 
     layers: int = peer.LAYERS
     width: int = peer.WIDTH
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in one kernel, matrices alone decaying."""
+    """Make AdamW in one kernel, with weight decay of matrices only."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},

@@ -36,7 +36,7 @@ def test_what_is_measured_makes_sense(tmp_path, capsys, name):
     assert (tmp_path / "bench.svg").read_text().count("<path") > 10
     printed = capsys.readouterr().out
     assert "matmul fp32" in printed
-    assert f"{unit} a second" in printed
+    assert f"{unit} per second" in printed
 
     devices = answer["device"]["count"]
     limits, step = answer["limits"], answer["step"]

@@ -89,5 +89,13 @@ def thin(steps: np.ndarray, values: np.ndarray, *, max_points: int = MAX_POINTS)
 
 
 def curve(series: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Curve | None:
-    """Return the thinned curve of a metric; None where the run did not log it."""
+    """Thin the curve of one metric.
+
+    Args:
+        series: the result of `read_series`.
+        name: of the metric.
+
+    Returns:
+        The curve; None where the run did not log the metric.
+    """
     return thin(*series[name]) if name in series else None

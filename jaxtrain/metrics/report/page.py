@@ -264,15 +264,15 @@ def _wall_time(run: Mapping[str, Any], final: Mapping[str, Any]) -> str | None:
     return format_duration((finished - created).total_seconds())
 
 
-def _moment(value: Any) -> str:
+def _moment(value: object) -> str:
     moment = _parse(value)
     return "" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
 
 
-def _parse(value: Any) -> datetime | None:
+def _parse(value: object) -> datetime | None:
     try:
-        return datetime.fromisoformat(value)
-    except (TypeError, ValueError):
+        return datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
         return None
 
 
@@ -280,11 +280,11 @@ def _rounded(value: float | None) -> str | None:
     return None if value is None else f"{value:.4g}"
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Escape a text for HTML; control characters, which a sample of raw bytes may hold, become visible characters."""
     text = "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in str(value))
     return escape(text, quote=True)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -115,14 +115,14 @@ def _dress(axes: "Axes", plot: Plot) -> None:
         axes.legend(frameon=False, labelcolor=_INK, loc="best")
 
 
-def _tick(largest: float) -> Callable[[float, Any], str]:
+def _tick(largest: float) -> Callable[[float, int | None], str]:
     """Make the format of the ticks of an axis: counts with a suffix from 10,000 on, else up to four digits.
 
     Args:
         largest: the largest value on the axis.
     """
 
-    def write(value: float, _: Any) -> str:
+    def write(value: float, _: int | None) -> str:
         if largest < 10_000:
             return f"{value:.4g}"
         text = format_count(value)

@@ -75,7 +75,9 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
     def call(module: nnx.Module, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
         assert isinstance(module, MLP)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ConfigError("model.kind=mlp takes floats, but the data gives integers (token ids)")
+            raise ConfigError(
+                "model.kind=mlp takes floats, but the data gives integers (token ids); set model.kind=transformer"
+            )
         return module(inputs, key=key if train and config.dropout > 0 else None)
 
     model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=DrawsByRow(call), name="mlp")

@@ -44,7 +44,12 @@ class Routing:
 
     @staticmethod
     def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
-        """Make the value of one layer from its losses and the share of routed slots of each expert."""
+        """Make the value of one layer.
+
+        Args:
+            loss_BL: auxiliary loss of each token, float32.
+            load_E: share of the routed slots of each expert, float32.
+        """
         return Routing(loss_BL, jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32)))
 
     def plus(self, other: "Routing") -> "Routing":

@@ -202,7 +202,16 @@ class Transformer(nnx.Module):
         self.config = config
 
     def embed(self, tokens_BL: jax.Array, positions_BL: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Look up the embeddings of tokens, and add those of positions where they are learned: [B, L, D]."""
+        """Look up the embeddings of tokens, and add those of positions where they are learned.
+
+        Args:
+            tokens_BL: token ids, integers.
+            positions_BL: positions in the document, integers; a batch of 1 serves all rows.
+            key: for dropout; None: no dropout.
+
+        Returns:
+            [B, L, D] in the dtype of the table.
+        """
         with jax.named_scope("embed"):
             x_BLD = embedding_lookup(self.embedding[...], tokens_BL, rows="vocab")
             if self.positions is not None:
@@ -226,7 +235,16 @@ class Transformer(nnx.Module):
             )
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Return the logits [B, T, V] of new tokens at their positions, and the cache with their keys and values."""
+        """Apply the model to new tokens, whose keys and values are written to the cache.
+
+        Args:
+            tokens_BT: token ids, integers.
+            positions_BT: positions at which the tokens are, integers.
+            cache: keys and values of earlier positions.
+
+        Returns:
+            The logits [B, T, V] of the new tokens, and the cache with their keys and values.
+        """
 
         def call(block: Block, x_BTD: jax.Array, key: None, cache: Cache) -> tuple[jax.Array, Cache | None]:
             x_BTD, _, new_cache = block(x_BTD, positions_BT, cache=cache)

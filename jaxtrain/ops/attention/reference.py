@@ -77,7 +77,12 @@ _low_precision_scores.defvjp(_scores_forward, _scores_backward)
 
 
 def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
-    """Limit scores to (-softcap, softcap), as `AttentionForm` says; None changes nothing."""
+    """Limit scores to (-softcap, softcap).
+
+    Args:
+        scores: float32, any shape.
+        softcap: as in `AttentionForm`; None: scores stay as they are.
+    """
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 

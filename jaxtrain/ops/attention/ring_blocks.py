@@ -11,7 +11,12 @@ Block = tuple[Any, Any]
 
 
 def home(chunk: int, size: int) -> int:
-    """Return the device that computes a chunk, of 2 * size chunks in zig-zag order."""
+    """Return the device of the ring that computes a chunk.
+
+    Args:
+        chunk: index of the chunk, of 2 * size chunks in the order of the sequence.
+        size: devices of the ring.
+    """
     return min(chunk, 2 * size - 1 - chunk)
 
 
