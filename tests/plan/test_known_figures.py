@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.layout.degrees import AXES
+from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.catalogue.hardware import find, target_of
 from jaxtrain.plan.cost.training import steps_for
 from jaxtrain.plan.search.analyse import analyse
@@ -16,7 +17,7 @@ from jaxtrain.plan.work.attention import attention_work
 from jaxtrain.plan.work.blocks import Cut, step_blocks
 from jaxtrain.plan.work.state import place, state_bytes
 from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.parameters import Tensors, model_tensors
+from jaxtrain.plan.workload.parameters import model_tensors
 
 GB, HOUR = 1e9, 3600
 ONE = dict.fromkeys(AXES, 1)

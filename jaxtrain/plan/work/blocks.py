@@ -7,7 +7,6 @@ t tokens of one microbatch on one device, d width, h query and g key-value heads
 L sequence; c bytes of the compute dtype.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from jaxtrain.metrics.flops import (
     resnet_products,
     transformer_products,
 )
+from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, dense_layers, resnet_stages, stem_shape
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.experts import ExpertWork
@@ -298,41 +298,35 @@ def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -
     repeat = _recomputed(config.remat, matmul=False)
     remaining = [height, width]
 
-    def convolve(kernel: int, inputs: int, outputs: int, stride: int) -> tuple[float, float, float]:
+    def convolve(shape: ConvShape) -> tuple[float, float, float]:
         """FLOPs, bytes of the convolution, bytes of its norm and nonlinearity; a norm reads twice and writes once."""
         before = math.prod(remaining)
-        remaining[:] = [math.ceil(side / stride) for side in remaining]
+        remaining[:] = [math.ceil(side / shape.stride) for side in remaining]
         after = math.prod(remaining)
-        weights = kernel**2 * inputs * outputs
+        weights = math.prod(shape.kernel)
         flops = 2 * weights * after * rows
-        return flops, size * (weights + rows * (before * inputs + after * outputs)), 4 * size * rows * after * outputs
+        moved = size * (weights + rows * (before * shape.inputs + after * shape.outputs))
+        return flops, moved, 4 * size * rows * after * shape.outputs
 
     def add(name: str, parts: list[tuple[float, float, float]], count: int, recomputed: float) -> None:
         flops, moved, norms = (sum(column) for column in zip(*parts, strict=True))
         blocks.append(Block(f"{name} convolutions", count * cut.microbatches, flops, moved, recomputed))
         blocks.append(Block(f"{name} norms", count * cut.microbatches, 0.0, norms, recomputed))
 
+    def block(shape: ResidualBlockShape) -> list[tuple[float, float, float]]:
+        parts = [convolve(conv) for conv in shape.convs]
+        # Behind them, so that its input counts as large as its output.
+        return parts if shape.shortcut is None else [*parts, convolve(replace(shape.shortcut, stride=1))]
+
+    add("stem", [convolve(stem_shape(model, channels))], 1, 0.0)
     if model.stem == "imagenet":
-        add("stem", [convolve(7, channels, model.width, 2)], 1, 0.0)
         remaining = [math.ceil(side / 2) for side in remaining]
-    else:
-        add("stem", [convolve(3, channels, model.width, 1)], 1, 0.0)
-    channels = model.width
-    for stage, count in enumerate(model.stage_blocks):
-        inner = model.width * 2**stage
-        outer = 4 * inner if model.bottleneck else inner
-
-        def one(inputs: int, stride: int, inner: int = inner, outer: int = outer) -> list[tuple[float, float, float]]:
-            if model.bottleneck:
-                parts = [convolve(1, inputs, inner, 1), convolve(3, inner, inner, stride), convolve(1, inner, outer, 1)]
-            else:
-                parts = [convolve(3, inputs, inner, stride), convolve(3, inner, outer, 1)]
-            return parts + ([convolve(1, inputs, outer, 1)] if inputs != outer or stride != 1 else [])
-
-        add(f"stage {stage} first", one(channels, 2 if stage else 1), 1, 0.0)
-        channels = outer
-        if count > 1:
-            add(f"stage {stage}", one(channels, 1), count - 1, repeat)
+    stages = resnet_stages(model)
+    for number, stage in enumerate(stages):
+        add(f"stage {number} first", block(stage.first), 1, 0.0)
+        if stage.num_rest:
+            add(f"stage {number}", block(stage.rest), stage.num_rest, repeat)
+    channels = stages[-1].outputs
     assert workload.num_outputs is not None
     weights = channels * workload.num_outputs
     pooled = rows * channels * math.prod(remaining)
@@ -343,9 +337,10 @@ def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -
 def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
     size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, cut.degrees["tensor"]
     assert workload.num_outputs is not None
-    widths = (math.prod(workload.input_shape), *model.hidden_dims, workload.num_outputs)
+    layers = dense_layers(model, math.prod(workload.input_shape), workload.num_outputs)
     blocks = []
-    for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+    for index, shape in enumerate(layers.values()):
+        (inputs,), (outputs,) = shape.inputs, shape.outputs
         name = "output" if index == len(model.hidden_dims) else f"layer {index}"
         weights = inputs * outputs / tensor
         moved = size * (weights + cut.rows * (inputs + 3 * outputs))

@@ -12,8 +12,9 @@ from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
 from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.shipped.axes import model_axes
+from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.optim.rules import as_matrix, factored_dims, is_stored, moment_block
-from jaxtrain.plan.workload.parameters import Tensors, frozen_paths
+from jaxtrain.plan.workload.parameters import frozen_paths
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 _FP32 = 4
