@@ -12,11 +12,11 @@ import sys
 
 import jax
 
+from jaxtrain.bench.fp8_program import fp8_products
 from jaxtrain.config import load_config
 from jaxtrain.plan.catalogue.hardware import parse_targets
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.compilers.topology import compile_for, topology_devices
-from jaxtrain.plan.fp8_program import fp8_products
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import build_step

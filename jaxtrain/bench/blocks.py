@@ -22,12 +22,12 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import parameter_shapes
-from jaxtrain.models.shipped.transformer import Block as TransformerBlock
+from jaxtrain.models.shipped.transformer import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.work.attention import AttentionWork
-from jaxtrain.plan.work.blocks import Block, Cut, step_blocks
+from jaxtrain.plan.work.blocks import BlockWork, DeviceBatch, step_blocks
 from jaxtrain.plan.work.experts import least_experts
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
@@ -89,8 +89,8 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     assert rate is not None
     experts = least_experts(config.model) if isinstance(config.model, TransformerConfig) else None
     attention = _least_attention(config, workload)
-    cut = Cut(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention, experts=experts)
-    counted = {block.name: block for block in step_blocks(config, workload, cut)}
+    batch = DeviceBatch(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention, experts=experts)
+    counted = {block.name: block for block in step_blocks(config, workload, batch)}
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])
     layout = dataclasses.replace(step.layout, mesh=mesh)
@@ -163,7 +163,7 @@ def _transformer_calls(
     workload: Workload,
     step: TrainStep,
     rows: int,
-    counted: Mapping[str, Block],
+    counted: Mapping[str, BlockWork],
 ) -> list[_Call]:
     dtype, length, microbatches = step.policy.compute_dtype, workload.input_shape[0], config.train.accumulation_steps
     parts, task = step.model.parts, step.task
@@ -177,7 +177,7 @@ def _transformer_calls(
     positions = jnp.arange(length)[None]
     carry = jax.eval_shape(lambda p: parts.embed({**params, **p}, tokens, key=None, train=True), embedding)
     x = jax.ShapeDtypeStruct((rows, length, model.embed_dim), dtype)
-    block = nnx.eval_shape(lambda: TransformerBlock(model, nnx.Rngs(0)))
+    block = nnx.eval_shape(lambda: Block(model, nnx.Rngs(0)))
 
     def module_call(name: str, call: Callable[[Any, jax.Array], jax.Array]) -> Callable[[], Callable[[], Any]]:
         graph, state = nnx.split(getattr(block, name))
@@ -190,7 +190,7 @@ def _transformer_calls(
         outputs = parts.head({**params, **some}, carry, train=True)
         return task.loss(outputs, {"inputs": tokens, "targets": tokens})[0]
 
-    def of(name: str, *blocks: Block) -> tuple[str, int, float, float]:
+    def of(name: str, *blocks: BlockWork) -> tuple[str, int, float, float]:
         work = [(_FORWARD_AND_BACKWARD * one.flops, _FORWARD_AND_BACKWARD * one.bytes) for one in blocks]
         return name, blocks[0].count, sum(flops for flops, _ in work), sum(moved for _, moved in work)
 
@@ -220,8 +220,8 @@ def _transformer_calls(
     return calls
 
 
-def _whole_model(workload: Workload, step: TrainStep, rows: int, blocks: list[Block], microbatches: int) -> _Call:
-    """Forward and backward of a model that is not cut, as one row."""
+def _whole_model(workload: Workload, step: TrainStep, rows: int, blocks: list[BlockWork], microbatches: int) -> _Call:
+    """Forward and backward of a model that is not batch, as one row."""
     state = step.abstract_state
     inputs = jax.ShapeDtypeStruct((rows, *workload.input_shape), step.policy.compute_dtype)
     key = jax.random.key(0)

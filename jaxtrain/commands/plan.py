@@ -14,8 +14,9 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
-from jaxtrain.plan.catalogue.hardware import Target, catalogue, hardware_json, hardware_table, parse_targets
-from jaxtrain.plan.cost.training import steps_for
+from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets
+from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
+from jaxtrain.plan.cost.steps import steps_for
 from jaxtrain.plan.report.show import as_json, table
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.auto import VARIED_BY_AUTO, check_auto

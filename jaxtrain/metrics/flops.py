@@ -16,9 +16,18 @@ layers as a whole, the output norm, the output layer (transformer); stem, first 
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.models.shipped.shapes import (
+    ConvShape,
+    attention_shapes,
+    dense_layers,
+    mlp_shapes,
+    resnet_stages,
+    router_shape,
+    stem_shape,
+)
 from jaxtrain.ops.attention.blocks import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -141,24 +150,22 @@ def block_number(config: ModelConfig, path: str) -> int:
 def transformer_products(config: TransformerConfig, sequence_length: int, vocab_size: int) -> dict[str, list[Product]]:
     """The products of one sequence: attention's projections, its scores, the MLP or experts, and the output layer."""
     layers, width, length = config.num_layers, config.embed_dim, sequence_length
-    head_dim = config.head_width
-    query_dim, key_dim = config.num_heads * head_dim, config.kv_heads * head_dim
-    hidden = config.mlp_width
 
     def matmul(name: str, weights: float) -> Product:
         return Product(f"blocks/{name}/kernel", layers * weights * length, 1)
 
-    dims = {"query": query_dim, "key": key_dim, "value": key_dim, "output": query_dim}
     chosen = 1 if config.experts is None else config.experts.experts_per_token
-    names = ("up", "gate", "down") if config.activation == "swiglu" else ("up", "down")
-    experts = () if config.experts is None else (matmul("mlp/router", width * config.experts.num_experts),)
+    router = () if config.experts is None else (matmul("mlp/router", math.prod(router_shape(config).kernel)),)
+    mlp = [matmul(f"mlp/{name}", chosen * math.prod(one.kernel)) for name, one in mlp_shapes(config).items()]
+    attention = attention_shapes(config)
+    query_dim = math.prod(attention["query"].outputs)
     # Scores and values are one product each over the pairs.
     pairs = visible_pairs(length, causal=config.causal, window=config.sliding_window)
     output = "embedding" if config.tie_embeddings else "output"
     return {
-        "projections": [matmul(f"attention/{name}", width * dim) for name, dim in dims.items()],
+        "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
         "scores": [Product(None, layers * 2 * query_dim * pairs, 1)],
-        "mlp": [*(matmul(f"mlp/{name}", chosen * width * hidden) for name in names), *experts],
+        "mlp": [*mlp, *router],
         "output": [Product(output, width * vocab_size * length, 3, alone=True)],
     }
 
@@ -169,42 +176,33 @@ def resnet_products(config: ResNetConfig, input_shape: Sequence[int], num_classe
     height, width, channels = input_shape
     products: list[Product] = []
 
-    def convolve(path: str, kernel: int, channels_in: int, channels_out: int, stride: int) -> None:
+    def convolve(path: str, shape: ConvShape) -> None:
         nonlocal height, width
-        height, width = math.ceil(height / stride), math.ceil(width / stride)
-        size = kernel**2 * channels_in * channels_out * height * width
+        height, width = math.ceil(height / shape.stride), math.ceil(width / shape.stride)
+        size = math.prod(shape.kernel) * height * width
         products.append(Product(f"{path}/kernel", size, block_number(config, path), alone=path == "stem"))
 
+    stem = stem_shape(config, channels)
+    convolve("stem", stem)
     if config.stem == "imagenet":
-        convolve("stem", 7, channels, config.width, 2)
         height, width = math.ceil(height / 2), math.ceil(width / 2)
-    else:
-        convolve("stem", 3, channels, config.width, 1)
-    channels = config.width
-    for stage, num_blocks in enumerate(config.stage_blocks):
-        inner = config.width * 2**stage
-        outer = 4 * inner if config.bottleneck else inner
-        for index in range(num_blocks):
-            stride = 2 if stage > 0 and index == 0 else 1
-            block = f"stage{stage}_{'rest' if index else 'first'}"
-            if config.bottleneck:
-                convolve(f"{block}/convs/0", 1, channels, inner, 1)
-                convolve(f"{block}/convs/1", 3, inner, inner, stride)
-                convolve(f"{block}/convs/2", 1, inner, outer, 1)
-            else:
-                convolve(f"{block}/convs/0", 3, channels, inner, stride)
-                convolve(f"{block}/convs/1", 3, inner, outer, 1)
-            if channels != outer or stride != 1:
-                # The shortcut's projection: its output is as large as the block's, so no stride is left to apply.
-                convolve(f"{block}/shortcut", 1, channels, outer, 1)
-            channels = outer
+    stages = resnet_stages(config)
+    for number, stage in enumerate(stages):
+        for part in ("first", *["rest"] * stage.num_rest):
+            shape = stage.first if part == "first" else stage.rest
+            for index, conv in enumerate(shape.convs):
+                convolve(f"stage{number}_{part}/convs/{index}", conv)
+            if shape.shortcut is not None:
+                # Its output is as large as the block's, so no stride is left to apply.
+                convolve(f"stage{number}_{part}/shortcut", replace(shape.shortcut, stride=1))
     head = "head_kernel"
-    return [*products, Product(head, channels * num_classes, block_number(config, head), alone=True)]
+    return [*products, Product(head, stages[-1].outputs * num_classes, block_number(config, head), alone=True)]
 
 
 def mlp_products(config: MLPConfig, input_shape: Sequence[int], num_outputs: int) -> list[Product]:
     """The products of one record, layer by layer."""
-    widths = (math.prod(input_shape), *config.hidden_dims, num_outputs)
-    paths = [*(f"layers/{number}/kernel" for number in range(len(config.hidden_dims))), "output/kernel"]
-    pairs = enumerate(zip(paths, itertools.pairwise(widths), strict=True))
-    return [Product(path, inputs * outputs, number, alone=True) for number, (path, (inputs, outputs)) in pairs]
+    layers = dense_layers(config, math.prod(input_shape), num_outputs)
+    return [
+        Product(f"{path}/kernel", math.prod(shape.kernel), number, alone=True)
+        for number, (path, shape) in enumerate(layers.items())
+    ]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_experts import dense_experts
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from jaxtrain.config.models import ExpertsConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.axes import EXPERTS
 from jaxtrain.models.shipped.moe import MoE
-from jaxtrain.ops.experts.compute import Kernels, dense_experts, route
+from jaxtrain.ops.experts.compute import Kernels, route
 
 CONFIG = TransformerConfig(
     num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, experts=ExpertsConfig(num_experts=4, experts_per_token=2)

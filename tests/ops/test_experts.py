@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_experts import dense_experts
 
-from jaxtrain.ops.experts.compute import Kernels, count_tokens, dense_experts, grouped_experts, route, router_loss
+from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts, route, router_loss
 
 BATCH, LENGTH, WIDTH, HIDDEN = 2, 12, 8, 16
 # fp32 sums of up to 24 tokens x 16 products in another order: a few times 2^-24 = 6e-8, measured below 1e-6.

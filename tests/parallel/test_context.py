@@ -17,7 +17,7 @@ from jaxtrain.layout.sharding import Layout, use_layout
 from jaxtrain.ops.attention.context import check_context, choose_context, context_attention
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.reference import attention, attention_mask, reference_attention
-from jaxtrain.ops.attention.ring import home, own_blocks, passing_blocks, score_elements
+from jaxtrain.ops.attention.ring_blocks import home, own_blocks, passing_blocks, score_elements
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 32, 8, 4
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_experts import dense_experts
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -18,7 +19,7 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, gather_parameters, parameter_shardings, parameter_spec, use_layout
 from jaxtrain.models.shipped import moe
 from jaxtrain.models.shipped.axes import EXPERTS
-from jaxtrain.ops.experts.compute import Kernels, count_tokens, dense_experts, route, router_loss
+from jaxtrain.ops.experts.compute import Kernels, count_tokens, route, router_loss
 from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
 
 NUM_EXPERTS, BATCH, LENGTH, WIDTH, HIDDEN = 8, 8, 4, 8, 16

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.parallel.draw_schedule import draw_text
 from jaxtrain.parallel.schedules import SCHEDULES, Schedule, check, make_schedule
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "show_schedule.py"
@@ -240,7 +239,7 @@ def test_bad_input_is_one_line_with_a_way_out(arguments, message):
 
 
 def test_text():
-    assert draw_text(make_schedule("1f1b", 2, 3)).splitlines() == [
+    assert show_schedule().draw_text(make_schedule("1f1b", 2, 3)).splitlines() == [
         "1f1b: 2 stages, 3 microbatches, 5 ticks; bubble 25.0%; peak live inputs 3 (by stage 3, 1)",
         "",
         "tick      0 1 2 3 4",
@@ -252,7 +251,7 @@ def test_text():
 
 
 def test_text_goes_on_below_where_the_terminal_ends():
-    lines = draw_text(make_schedule("interleaved_1f1b", 2, 4, 2), width=30).splitlines()[1:]
+    lines = show_schedule().draw_text(make_schedule("interleaved_1f1b", 2, 4, 2), width=30).splitlines()[1:]
     assert max(map(len, lines)) <= 30
     assert lines[2] == "stage 0 F 0a 1a 0b 1b 2a 3a 2b"
     assert " ".join(line[9:] for line in lines if line.startswith("tick")).split() == [str(t) for t in range(12)]
@@ -264,13 +263,13 @@ def show_schedule():
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main
+    return module
 
 
 def test_script(tmp_path, capsys):
     path = tmp_path / "schedule.png"
     arguments = ["interleaved_1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2", "--picture", str(path)]
-    assert show_schedule()(arguments) == 0
+    assert show_schedule().main(arguments) == 0
     assert "bubble 15.8%; peak live inputs 11" in capsys.readouterr().out
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -286,7 +285,7 @@ def test_script(tmp_path, capsys):
 )
 def test_script_errors_are_one_line(arguments, message, capsys):
     try:
-        code = show_schedule()(arguments.split())
+        code = show_schedule().main(arguments.split())
     except SystemExit as stopped:  # argparse's way out
         code = stopped.code
     assert code == 2

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import optax
 
+from jaxtrain.bench.fp8_program import fp8_products
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.layout.mesh import crossing_axes, make_mesh
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling
 from jaxtrain.parallel.programs import collectives, crosses
 from jaxtrain.plan.compilers.topology import compile_for, topology_devices
-from jaxtrain.plan.fp8_program import fp8_products
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime import distributed
 from jaxtrain.train.parallelism import Parallelism

@@ -20,13 +20,12 @@ from jaxtrain.plan.catalogue.hardware import (
     Hardware,
     catalogue,
     find,
-    hardware_json,
     hardware_of,
-    hardware_table,
     measured_cpu,
     parse_targets,
     target_of,
 )
+from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
 from jaxtrain.runtime.peaks import device_peaks
 
 ROOT = Path(__file__).resolve().parent.parent.parent

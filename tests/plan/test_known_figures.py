@@ -9,14 +9,15 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.layout.degrees import AXES
+from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.cost.training import steps_for
+from jaxtrain.plan.cost.steps import steps_for
 from jaxtrain.plan.search.analyse import analyse
 from jaxtrain.plan.work.attention import attention_work
-from jaxtrain.plan.work.blocks import Cut, step_blocks
-from jaxtrain.plan.work.state import place, state_bytes
+from jaxtrain.plan.work.blocks import DeviceBatch, step_blocks
+from jaxtrain.plan.work.state import shard_parameters, state_bytes
 from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.parameters import Tensors, model_tensors
+from jaxtrain.plan.workload.parameters import model_tensors
 
 GB, HOUR = 1e9, 3600
 ONE = dict.fromkeys(AXES, 1)
@@ -35,7 +36,7 @@ def state_of(config, tensors=None, **degrees):
     """Bytes of the train state on one device of a mesh, by part."""
     degrees = {**ONE, **degrees}
     tensors = tensors or model_tensors(config.model, describe_workload(config))
-    return state_bytes(config, tensors, place(config, tensors, degrees), degrees)
+    return state_bytes(config, tensors, shard_parameters(config, tensors, degrees), degrees)
 
 
 def on(name, num_devices, *overrides, config=None):
@@ -100,7 +101,7 @@ def test_checkpointing_costs_a_third_more_compute(remat, passes):
     # A fused kernel's backward pass makes scores again whatever the policy is; the figure is of plain attention.
     config = layers(12, remat, "model.attention=reference")
     attention = attention_work(config, target_of(find("h100"), 1), 1024)
-    blocks = step_blocks(config, describe_workload(config), Cut(1, 8, ONE, attention))
+    blocks = step_blocks(config, describe_workload(config), DeviceBatch(1, 8, ONE, attention))
     staged = [block for block in blocks if block.stage]
     assert len(staged) == 4
     assert [block.total_flops for block in staged] == [passes * block.count * block.flops for block in staged]
@@ -227,6 +228,6 @@ def test_a_matmul_of_1024_is_2_billion_operations():
     # A multiply and an add for each of 1024^3 products: 2.1 billion, forward.
     table = ("task=classification", "data.kind=synthetic", "data.task=table", "data.num_columns=1024")
     config = config_of(*table, "model.kind=mlp", "model.hidden_dims=[1024]", "train.global_batch_size=1024")
-    first = step_blocks(config, describe_workload(config), Cut(1, 1024, ONE))[0]
+    first = step_blocks(config, describe_workload(config), DeviceBatch(1, 1024, ONE))[0]
     assert first.flops == 2 * 1024**3
     assert first.flops == pytest.approx(2e9, rel=0.08)

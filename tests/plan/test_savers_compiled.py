@@ -1,6 +1,9 @@
 """What offloading saves, by the compilers of hardware that is not here, beside what the planner says."""
 
+import importlib
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,9 +11,9 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue.hardware import parse_targets
 from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.search.frontier import frontier_table, remat_frontier
 from jaxtrain.plan.search.make import with_compiler
 
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 # target -> the package with its compiler
 TARGETS = {"v5e-1": "libtpu", "h100": "jax_cuda12_plugin"}
 # 160 M parameters in the blocks: their state is 1.2 GiB, of which 5/6 pass in slices of an array of 256 MiB.
@@ -61,9 +64,17 @@ def test_offloading_saves_what_it_moves():
     assert plain.exact.peak_bytes - moved.exact.peak_bytes > 0.7 * moved.memory.host_parts["optimizer state"]
 
 
-def test_the_frontier_names_what_is_dominated():
+@pytest.fixture
+def frontier(monkeypatch):
+    """The script of remat policies, as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module("remat_frontier")
+    sys.modules.pop("remat_frontier")
+
+
+def test_the_frontier_names_what_is_dominated(frontier):
     config = config_of()
-    points = remat_frontier(config, parse_targets("h100")[0], lambda estimate: estimate)
+    points = frontier.remat_frontier(config, parse_targets("h100")[0], lambda estimate: estimate)
     by_name = {point.name: point for point in points}
     full, sqrt = by_name["remat.policy=full"], by_name["remat.policy=sqrt"]
     moved = by_name["remat.policy=full remat.offload=[block_input]"]
@@ -79,12 +90,12 @@ def test_the_frontier_names_what_is_dominated():
     assert not moved.dominated
     # It keeps the results of all weight matmuls, and recomputes as little.
     assert by_name["remat.policy=none"].dominated
-    assert "[dominated]" in frontier_table(points)
+    assert "[dominated]" in frontier.frontier_table(points)
 
 
-def test_a_model_without_blocks_has_no_frontier():
+def test_a_model_without_blocks_has_no_frontier(frontier):
     with pytest.raises(ConfigError, match="has no blocks"):
-        remat_frontier(load_config("digits_mlp").config, parse_targets("h100")[0], lambda estimate: estimate)
+        frontier.remat_frontier(load_config("digits_mlp").config, parse_targets("h100")[0], lambda estimate: estimate)
 
 
 def test_advice_offers_to_offload_state_that_does_not_fit():

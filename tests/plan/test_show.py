@@ -11,7 +11,8 @@ import pytest
 from jaxtrain.config.schema import Config, ParallelConfig, TrainConfig
 from jaxtrain.plan.catalogue.hardware import Hardware, Target, find, target_of
 from jaxtrain.plan.compilers.exact import ExactMemory
-from jaxtrain.plan.cost.training import Cost, Spot
+from jaxtrain.plan.cost.spot import Spot
+from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.memory.record import Memory
 from jaxtrain.plan.report.page import write_page
 from jaxtrain.plan.report.page_plots import spread

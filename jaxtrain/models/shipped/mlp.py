@@ -4,7 +4,6 @@ Shapes: B batch, I input features, O output features.
 """
 
 import dataclasses
-import itertools
 import math
 
 import jax
@@ -18,6 +17,7 @@ from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.axes import mlp_axes
+from jaxtrain.models.shipped.shapes import dense_layers
 from jaxtrain.ops.activation import gelu
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
@@ -34,16 +34,12 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, config: MLPConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
-        init = fan_in_normal(2.0)
-        widths = (inputs, *config.hidden_dims)
+        init, last = fan_in_normal(2.0), fan_in_normal(1.0)
+        *hidden, output = dense_layers(config, inputs, outputs).values()
         self.layers = nnx.List(
-            [
-                Linear((before,), (after,), bias=True, initializer=init, rngs=rngs)
-                for before, after in itertools.pairwise(widths)
-            ]
+            [Linear(one.inputs, one.outputs, bias=True, initializer=init, rngs=rngs) for one in hidden]
         )
-        last = fan_in_normal(1.0)
-        self.output = Linear((widths[-1],), (outputs,), bias=True, initializer=last, rngs=rngs, low_precision=False)
+        self.output = Linear(output.inputs, output.outputs, bias=True, initializer=last, rngs=rngs, low_precision=False)
         self.config = config
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import Initializer, normal
+from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
 from jaxtrain.ops.experts.compute import Kernels, route, router_loss
 from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
 
@@ -95,15 +96,17 @@ class MoE(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None
         self.config = config.experts
-        experts, width = config.experts.num_experts, config.embed_dim
-        hidden = config.mlp_width
+        experts, shapes = config.experts.num_experts, mlp_shapes(config)
         init = normal(_INIT_STDDEV)
         init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
-        gated = config.activation == "swiglu"
-        self.router = Kernel((width, experts), initializer=init, rngs=rngs)
-        self.up = Kernel((experts, width, hidden), initializer=init, rngs=rngs)
-        self.gate = Kernel((experts, width, hidden), initializer=init, rngs=rngs) if gated else None
-        self.down = Kernel((experts, hidden, width), initializer=init_out, rngs=rngs)
+
+        def make(name: str, initializer: Initializer) -> Kernel:
+            return Kernel((experts, *shapes[name].kernel), initializer=initializer, rngs=rngs)
+
+        self.router = Kernel(router_shape(config).kernel, initializer=init, rngs=rngs)
+        self.up = make("up", init)
+        self.gate = make("gate", init) if "gate" in shapes else None
+        self.down = make("down", init_out)
 
     def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Route each token to its experts and add their outputs, weighted by the router.

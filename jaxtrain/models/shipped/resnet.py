@@ -18,6 +18,7 @@ from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.axes import RESNET
+from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, resnet_stages, stem_shape
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.remat.policy import Remat
 
@@ -38,10 +39,10 @@ class Conv(nnx.Module):
         rngs: random streams; `params` draws the kernel.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, size: int, stride: int = 1, rngs: nnx.Rngs):
+    def __init__(self, shape: ConvShape, *, rngs: nnx.Rngs):
         init = fan_in_normal(2.0)
-        self.kernel = nnx.Param(init(rngs.params(), (size, size, inputs, outputs), jnp.float32))
-        self.size, self.stride = size, stride
+        self.kernel = nnx.Param(init(rngs.params(), shape.kernel, jnp.float32))
+        self.size, self.stride = shape.size, shape.stride
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         pad = (self.size - 1) // 2
@@ -99,21 +100,16 @@ class ResidualBlock(nnx.Module):
         rngs: random streams; `params` draws the kernels.
     """
 
-    def __init__(self, inputs: int, width: int, *, stride: int, config: ResNetConfig, rngs: nnx.Rngs):
-        outputs = width * 4 if config.bottleneck else width
-        widths = [inputs, width, width, outputs] if config.bottleneck else [inputs, width, outputs]
-        sizes = [1, 3, 1] if config.bottleneck else [3, 3]
+    def __init__(self, shape: ResidualBlockShape, *, momentum: float, rngs: nnx.Rngs):
         self.convs, self.norms = nnx.List([]), nnx.List([])
-        stride_at = 1 if config.bottleneck else 0
-        for index, size in enumerate(sizes):
-            conv_stride = stride if index == stride_at else 1
-            self.convs.append(Conv(widths[index], widths[index + 1], size=size, stride=conv_stride, rngs=rngs))
+        for conv in shape.convs:
+            self.convs.append(Conv(conv, rngs=rngs))
             # A block starts as the identity (Goyal et al. 2017, section 5.1).
-            last = index == len(sizes) - 1
-            self.norms.append(BatchNorm(widths[index + 1], momentum=config.norm_momentum, zero_scale=last))
-        same = inputs == outputs and stride == 1
-        self.shortcut = None if same else Conv(inputs, outputs, size=1, stride=stride, rngs=rngs)
-        self.shortcut_norm = None if same else BatchNorm(outputs, momentum=config.norm_momentum)
+            last = conv is shape.convs[-1]
+            self.norms.append(BatchNorm(conv.outputs, momentum=momentum, zero_scale=last))
+        self.shortcut = None if shape.shortcut is None else Conv(shape.shortcut, rngs=rngs)
+        norm = None if shape.shortcut is None else BatchNorm(shape.shortcut.outputs, momentum=momentum)
+        self.shortcut_norm = norm
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
         y = x_BHWC
@@ -140,24 +136,19 @@ class ResNet(nnx.Module):
     """
 
     def __init__(self, config: ResNetConfig, channels: int, num_classes: int, remat: Remat, rngs: nnx.Rngs):
-        small = config.stem == "small"
-        self.stem = Conv(channels, config.width, size=3 if small else 7, stride=1 if small else 2, rngs=rngs)
-        self.stem_norm = BatchNorm(config.width, momentum=config.norm_momentum)
-        inputs = config.width
-        for stage, count in enumerate(config.stage_blocks):
-            width = config.width * 2**stage
-            outputs = width * 4 if config.bottleneck else width
-            first = ResidualBlock(inputs, width, stride=1 if stage == 0 else 2, config=config, rngs=rngs)
-            setattr(self, f"stage{stage}_first", first)
-            if count > 1:
+        momentum, stages = config.norm_momentum, resnet_stages(config)
+        self.stem = Conv(stem_shape(config, channels), rngs=rngs)
+        self.stem_norm = BatchNorm(config.width, momentum=momentum)
+        for number, stage in enumerate(stages):
+            setattr(self, f"stage{number}_first", ResidualBlock(stage.first, momentum=momentum, rngs=rngs))
+            if stage.num_rest:
 
-                def make(rngs: nnx.Rngs, width: int = width, outputs: int = outputs) -> ResidualBlock:
-                    return ResidualBlock(outputs, width, stride=1, config=config, rngs=rngs)
+                def make(rngs: nnx.Rngs, shape: ResidualBlockShape = stage.rest) -> ResidualBlock:
+                    return ResidualBlock(shape, momentum=momentum, rngs=rngs)
 
-                setattr(self, f"stage{stage}_rest", make_stack(make, count - 1, rngs))
-            inputs = outputs
+                setattr(self, f"stage{number}_rest", make_stack(make, stage.num_rest, rngs))
         init = fan_in_normal(1.0)
-        self.head_kernel = nnx.Param(init(rngs.params(), (inputs, num_classes), jnp.float32))
+        self.head_kernel = nnx.Param(init(rngs.params(), (stages[-1].outputs, num_classes), jnp.float32))
         self.head_bias = nnx.Param(jnp.zeros((num_classes,), jnp.float32))
         self.config, self.remat = config, remat
 

@@ -19,11 +19,12 @@ from jaxtrain.config.models import TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict
-from jaxtrain.models.initializers import normal
+from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout, rotary_frequencies, rotate
 from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.moe import MoE, Routing
+from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, mlp_shapes
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.models.stages import from_stages
 from jaxtrain.ops.activation import gelu
@@ -50,6 +51,10 @@ def _norm(config: TransformerConfig) -> Norm:
     return Norm(config.embed_dim, kind=config.norm, bias=config.bias, epsilon=config.norm_epsilon)
 
 
+def _linear(config: TransformerConfig, shape: LinearShape, initializer: Initializer, rngs: nnx.Rngs) -> Linear:
+    return Linear(shape.inputs, shape.outputs, bias=config.bias, initializer=initializer, rngs=rngs)
+
+
 class Attention(nnx.Module):
     """Self-attention with grouped-query heads.
 
@@ -59,17 +64,15 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        width, heads = config.embed_dim, config.num_heads
-        groups = config.kv_heads
-        head_dim = config.head_width
+        shapes = attention_shapes(config)
         init = normal(_INIT_STDDEV)
         # The deeper the model, the smaller the outputs to the residual stream start (GPT-2, section 2.3).
         init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
-        self.query = Linear((width,), (heads, head_dim), bias=config.bias, initializer=init, rngs=rngs)
-        self.key = Linear((width,), (groups, head_dim), bias=config.bias, initializer=init, rngs=rngs)
-        self.value = Linear((width,), (groups, head_dim), bias=config.bias, initializer=init, rngs=rngs)
-        self.output = Linear((heads, head_dim), (width,), bias=config.bias, initializer=init_out, rngs=rngs)
-        self.head_dim = head_dim
+        self.query = _linear(config, shapes["query"], init, rngs)
+        self.key = _linear(config, shapes["key"], init, rngs)
+        self.value = _linear(config, shapes["value"], init, rngs)
+        self.output = _linear(config, shapes["output"], init_out, rngs)
+        self.head_dim = config.head_width
         self.config = config
 
     def __call__(
@@ -120,13 +123,12 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        width, hidden = config.embed_dim, config.mlp_width
+        shapes = mlp_shapes(config)
         init = normal(_INIT_STDDEV)
         init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
-        self.up = Linear((width,), (hidden,), bias=config.bias, initializer=init, rngs=rngs)
-        gated = config.activation == "swiglu"
-        self.gate = Linear((width,), (hidden,), bias=config.bias, initializer=init, rngs=rngs) if gated else None
-        self.down = Linear((hidden,), (width,), bias=config.bias, initializer=init_out, rngs=rngs)
+        self.up = _linear(config, shapes["up"], init, rngs)
+        self.gate = _linear(config, shapes["gate"], init, rngs) if "gate" in shapes else None
+        self.down = _linear(config, shapes["down"], init_out, rngs)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         h_BLF = self.up(x_BLD)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.sharding import constrain, current_layout, platform
-from jaxtrain.ops.attention.blocks import Group, block_size, cut_sequence, pairs_at_once, row_parts
+from jaxtrain.ops.attention.blocks import QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.kernel_rules import blockwise_refusal
 from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped
@@ -66,7 +66,7 @@ def _in_parts(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
 
 
-def _first_key(group: Group, start: Index, length: int) -> Index:
+def _first_key(group: QueryBlocks, start: Index, length: int) -> Index:
     """Return the first key of the block that starts at query `start`."""
     if group.window is None:
         return 0
@@ -80,7 +80,9 @@ def _keys(x: jax.Array, first: Index, width: int, dim: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, first, width, axis=dim)
 
 
-def _mask(group: Group, start: Index, first: Index, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
+def _mask(
+    group: QueryBlocks, start: Index, first: Index, segments_BL: jax.Array | None, form: AttentionForm
+) -> jax.Array:
     """Make the mask of the block that starts at query `start` and key `first`: bool [B or 1, Q, S]."""
     queries, keys = start + jnp.arange(group.size), first + jnp.arange(group.width)
     own = None if segments_BL is None else _keys(segments_BL, start, group.size, 1)
@@ -95,7 +97,7 @@ def _mask(group: Group, start: Index, first: Index, segments_BL: jax.Array | Non
     )
 
 
-def _each_block(group: Group, body: Callable[[Any, Index], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+def _each_block(group: QueryBlocks, body: Callable[[Any, Index], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
     """Call `body(carry, start)` for every block of a group; results are stacked along a leading dim [blocks]."""
     if group.blocks == 1:
         carry, out = body(carry, group.start)
@@ -137,7 +139,7 @@ def _forward(
     outs, statistics = [], []
     for group in cut_sequence(length, block, causal=form.causal, window=form.window):
 
-        def attend(carry: None, start: Index, group: Group = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def attend(carry: None, start: Index, group: QueryBlocks = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             mask = _mask(group, start, first, segments_BL, form)
@@ -226,7 +228,7 @@ def _backward(
     sums, d_queries = (zeros, zeros), []
     for group in reversed(cut_sequence(length, block, causal=form.causal, window=form.window)):
 
-        def pull(sums: Pair, start: Index, group: Group = group) -> tuple[Pair, jax.Array]:
+        def pull(sums: Pair, start: Index, group: QueryBlocks = group) -> tuple[Pair, jax.Array]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             queries, d_out, statistic, own_term = (

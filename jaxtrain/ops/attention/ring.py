@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.attention.ring_blocks import Block, home, own_blocks, passing_blocks
-from jaxtrain.ops.attention.ring_blocks import score_elements as score_elements  # what this file computes
 
 AXIS = "context"
 # Large and finite: a block that shows a row nothing then weighs nothing beside one that does, and no NaN arises.

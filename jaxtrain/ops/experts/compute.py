@@ -135,17 +135,3 @@ def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, k
             rows_ND = y_RD.at[position_NK[:, choice]].get(mode="fill", fill_value=0, unique_indices=True)
             y_ND = y_ND + weights_NK[:, choice, None] * rows_ND.astype(jnp.float32)
     return y_ND
-
-
-def dense_experts(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
-    """The reference of `grouped_experts`: every expert on every token, weighted by 0 where it was not chosen.
-
-    Returns:
-        [B, L, D] in the dtype of x.
-    """
-    up_BLEF = jnp.einsum("BLD,EDF->BLEF", x_BLD, kernels.up)
-    gate_BLEF = None if kernels.gate is None else jnp.einsum("BLD,EDF->BLEF", x_BLD, kernels.gate)
-    y_BLED = jnp.einsum("BLEF,EFD->BLED", _activate(up_BLEF, gate_BLEF), kernels.down)
-    one_hot_BLKE = jax.nn.one_hot(ids_BLK, kernels.up.shape[0], dtype=jnp.float32)
-    weights_BLE = jnp.einsum("BLK,BLKE->BLE", weights_BLK, one_hot_BLKE)
-    return jnp.einsum("BLE,BLED->BLD", weights_BLE, y_BLED.astype(jnp.float32)).astype(x_BLD.dtype)

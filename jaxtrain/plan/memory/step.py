@@ -16,10 +16,10 @@ from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory
-from jaxtrain.plan.work.blocks import Cut, cut_logits
+from jaxtrain.plan.work.blocks import DeviceBatch, logit_blocks_of
 from jaxtrain.plan.work.experts import ExpertWork
 from jaxtrain.plan.work.offload import state_on_its_way
-from jaxtrain.plan.work.state import Placed, StateBytes, local_size
+from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.remat.segments import segment_layers
@@ -46,9 +46,9 @@ def step_memory(
     config: Config,
     workload: Workload,
     target: Target,
-    placed: Sequence[Placed],
+    placed: Sequence[Parameter],
     state: StateBytes,
-    cut: Cut,
+    batch: DeviceBatch,
     schedule: Schedule | None,
 ) -> Memory:
     """The peak of one device.
@@ -59,21 +59,21 @@ def step_memory(
         target: hardware and count.
         placed: parameters on the mesh.
         state: bytes of the train state.
-        cut: what a device works on.
+        batch: what a device works on.
         schedule: of the pipeline.
     """
     match config.model:
         case TransformerConfig():
-            work = _transformer(config.model, config, workload, cut, schedule, target.hardware.kind)
+            work = _transformer(config.model, config, workload, batch, schedule, target.hardware.kind)
         case ResNetConfig():
-            work = _resnet(config.model, config, workload, cut)
+            work = _resnet(config.model, config, workload, batch)
         case MLPConfig():
-            work = _mlp(config.model, config, workload, cut)
-    gradients, cast, gathered = _parameters(config, placed, cut)
+            work = _mlp(config.model, config, workload, batch)
+    gradients, cast, gathered = _parameters(config, placed, batch)
     in_head = work.head > work.block
     offload = config.optimizer.offload
     # The update comes when activations are gone.
-    on_its_way = state_on_its_way(config, placed, state, dict(cut.degrees)) if offload else 0
+    on_its_way = state_on_its_way(config, placed, state, dict(batch.degrees)) if offload else 0
     parts = {
         "parameters": state.params,
         "optimizer state": 0 if offload else state.optimizer,
@@ -86,7 +86,7 @@ def step_memory(
         "activations": round(work.kept),
         "block being computed": 0 if in_head else round(work.block),
         "logits": round(work.head) if in_head else 0,
-        "batch": round(cut.microbatches * cut.rows * workload.row_bytes / cut.degrees["context"]),
+        "batch": round(batch.microbatches * batch.rows * workload.row_bytes / batch.degrees["context"]),
     }
     hardware = target.hardware
     capacity = hardware.memory_bytes or None
@@ -105,15 +105,15 @@ def step_memory(
 _RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION, "tpu": 0.0}
 
 
-def _parameters(config: Config, placed: Sequence[Placed], cut: Cut) -> tuple[float, float, float]:
+def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch) -> tuple[float, float, float]:
     """Gradients, parameters cast to the compute dtype, and what is gathered from `fsdp` at once."""
-    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
+    degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     stored = POLICY_DTYPES[config.precision.policy].param_bytes
     trained = [one for one in placed if one.trained]
     local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
     spread = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
     gradients = stored * local
-    if cut.microbatches > 1:
+    if batch.microbatches > 1:
         # The sum over microbatches, and the gradient of one as it comes and in float32.
         summed = spread if stage_over_data(config.parallel.zero) == 2 else local
         gradients = _FP32 * summed + (_FP32 + size / 2) * local
@@ -151,15 +151,20 @@ def _masked_copies(work: ExpertWork) -> float:
 
 
 def _transformer(
-    model: TransformerConfig, config: Config, workload: Workload, cut: Cut, schedule: Schedule | None, kind: str
+    model: TransformerConfig,
+    config: Config,
+    workload: Workload,
+    batch: DeviceBatch,
+    schedule: Schedule | None,
+    kind: str,
 ) -> Work:
-    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
+    degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     tensor, context = degrees["tensor"], degrees["context"]
     length = workload.input_shape[0]
-    t, d = cut.rows * length / context, model.embed_dim
+    t, d = batch.rows * length / context, model.embed_dim
     heads, groups = model.num_heads, model.kv_heads
     k = model.head_width
-    rows = 1.0 if cut.experts is None else cut.experts.rows
+    rows = 1.0 if batch.experts is None else batch.experts.rows
     hidden = rows * model.mlp_width / tensor
     matrices = 2 if model.activation == "swiglu" else 1
     residual = tensor if config.parallel.sequence_parallel else 1
@@ -167,13 +172,13 @@ def _transformer(
 
     stream = size * t * d / residual
     queries = size * t * (heads + 2 * groups) * k / tensor
-    assert cut.attention is not None
-    scores = cut.rows * cut.attention.pairs_at_once * heads / tensor
-    kernel = cut.attention.name not in ("reference", "context")
+    assert batch.attention is not None
+    scores = batch.rows * batch.attention.pairs_at_once * heads / tensor
+    kernel = batch.attention.name not in ("reference", "context")
     # A kernel keeps row statistics of its softmax in place of scores; "dots" keeps the result beside them where a
     # kernel names both.
     statistics = _FP32 * t * heads / tensor if kernel else 0.0
-    named = size * t * heads * k / tensor + statistics if cut.attention.keeps_output else 0.0
+    named = size * t * heads * k / tensor + statistics if batch.attention.keeps_output else 0.0
     outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
     inner = size * t * (heads * k / tensor + 2 * hidden)
     sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
@@ -195,9 +200,9 @@ def _transformer(
     again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
     # Of what is offloaded, that of one layer is on its way.
     block = again + moved + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
-    if cut.experts is not None:
-        block += size * t * (4 * rows * d + _masked_copies(cut.experts) * model.mlp_width / tensor)
-    if cut.attention.name == "blockwise":
+    if batch.experts is not None:
+        block += size * t * (4 * rows * d + _masked_copies(batch.experts) * model.mlp_width / tensor)
+    if batch.attention.name == "blockwise":
         block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
     chunk = layers // (1 if schedule is None else schedule.num_chunks)
     moved *= chunk
@@ -207,8 +212,8 @@ def _transformer(
         kept += schedule.peak_live() * stream
     assert workload.vocab_size is not None
     vocabulary = workload.vocab_size / tensor
-    cut_as = cut_logits(config, t, d, vocabulary)
-    return Work(kept, block, block_bytes(cut_as, math.ceil(t), d, math.ceil(vocabulary), itemsize=size), moved)
+    logit_blocks = logit_blocks_of(config, t, d, vocabulary)
+    return Work(kept, block, block_bytes(logit_blocks, math.ceil(t), d, math.ceil(vocabulary), itemsize=size), moved)
 
 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the
@@ -216,7 +221,7 @@ def _transformer(
 _KEPT_OUTSIDE, _KEPT_SCANNED = {2: 4.2, 4: 6.4}, {2: 10.4, 4: 13.3}
 
 
-def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> Work:
+def _resnet(model: ResNetConfig, config: Config, workload: Workload, batch: DeviceBatch) -> Work:
     size = POLICY_DTYPES[config.precision.policy].compute_bytes
     first, rest, residuals, largest = resnet_activations(model, workload)
     kept = _KEPT_OUTSIDE[size] * first + size * residuals
@@ -226,7 +231,7 @@ def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -
         kept = _KEPT_OUTSIDE[size] * first
     # With stacks the backward pass begins at the last blocks, which are small; without, the largest weighs.
     moved = size * residuals if "block_input" in config.remat.offload else 0.0
-    return Work(cut.rows * kept, 0.0 if rest else cut.rows * largest * _KEPT_OUTSIDE[size], 0.0, cut.rows * moved)
+    return Work(batch.rows * kept, 0.0 if rest else batch.rows * largest * _KEPT_OUTSIDE[size], 0.0, batch.rows * moved)
 
 
 def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, int, int, int]:
@@ -257,8 +262,8 @@ def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, in
     return first, rest, residuals, largest
 
 
-def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> Work:
-    size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, cut.degrees["tensor"]
-    kept = 2 * size * cut.rows * sum(model.hidden_dims) / tensor
+def _mlp(model: MLPConfig, config: Config, workload: Workload, batch: DeviceBatch) -> Work:
+    size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, batch.degrees["tensor"]
+    kept = 2 * size * batch.rows * sum(model.hidden_dims) / tensor
     widest = max([*model.hidden_dims, math.prod(workload.input_shape)])
-    return Work(kept, 2 * size * cut.rows * widest / tensor, 0.0)
+    return Work(kept, 2 * size * batch.rows * widest / tensor, 0.0)

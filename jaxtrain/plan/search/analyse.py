@@ -22,14 +22,15 @@ from jaxtrain.parallel.division import (
 )
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
-from jaxtrain.plan.cost.training import INTERRUPTIONS_PER_NODE_HOUR, Cost, training_cost
+from jaxtrain.plan.cost.spot import INTERRUPTIONS_PER_NODE_HOUR
+from jaxtrain.plan.cost.training import Cost, training_cost
 from jaxtrain.plan.memory.step import step_memory
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.step import has_fp8, step_time
 from jaxtrain.plan.work.attention import AttentionWork, attention_work
-from jaxtrain.plan.work.blocks import Cut
+from jaxtrain.plan.work.blocks import DeviceBatch
 from jaxtrain.plan.work.experts import ExpertWork, expert_work
-from jaxtrain.plan.work.state import Placed, place, state_bytes
+from jaxtrain.plan.work.state import Parameter, shard_parameters, state_bytes
 from jaxtrain.plan.workload.describe import RowSizes, describe_workload
 from jaxtrain.plan.workload.parameters import model_tensors
 from jaxtrain.plan.workload.record import Workload
@@ -95,14 +96,14 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
     attention = attention_work(config, target, workload.input_shape[0])
-    cut = cut_batch(config, workload, schedule, attention, expert_work(config, target))
-    placed = place(config, tensors, degrees)
+    batch = device_batch(config, workload, schedule, attention, expert_work(config, target))
+    placed = shard_parameters(config, tensors, degrees)
     _check_replicated(config, placed, degrees["fsdp"])
     state = state_bytes(config, tensors, placed, degrees)
-    memory = step_memory(config, workload, target, placed, state, cut, schedule)
-    time = step_time(config, workload, target, placed, state, cut, schedule, memory.host_parts)
+    memory = step_memory(config, workload, target, placed, state, batch, schedule)
+    time = step_time(config, workload, target, placed, state, batch, schedule, memory.host_parts)
     alone: dict[str, int] = {axis: 1 for axis in AXES}
-    saved = state_bytes(config, tensors, place(config, tensors, alone), alone).total
+    saved = state_bytes(config, tensors, shard_parameters(config, tensors, alone), alone).total
     cost = None if time is None else run_cost(config, target, saved, time.seconds, terms or Terms())
     return Estimate(
         config=config,
@@ -113,11 +114,11 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
         memory=memory,
         time=time,
         cost=cost,
-        notes=_notes(config, target, workload, cut, has_time=time is not None),
+        notes=_notes(config, target, workload, batch, has_time=time is not None),
     )
 
 
-def _check_replicated(config: Config, placed: Sequence[Placed], fsdp: int) -> None:
+def _check_replicated(config: Config, placed: Sequence[Parameter], fsdp: int) -> None:
     """Raise where the step would refuse that so many parameters are not sharded over `fsdp`."""
     if fsdp == 1:
         return
@@ -162,13 +163,13 @@ def _on_one_memory(config: Config) -> Config:
     return config.model_copy(update={"remat": remat, "optimizer": optimizer.model_copy(update={"offload": False})})
 
 
-def cut_batch(
+def device_batch(
     config: Config,
     workload: Workload,
     schedule: Schedule | None,
     attention: AttentionWork | None,
     experts: ExpertWork | None,
-) -> Cut:
+) -> DeviceBatch:
     """What one device gets of a batch.
 
     Raises:
@@ -181,7 +182,7 @@ def cut_batch(
         check_sequence(workload.sequence_length, degrees, axes)
     shards, microbatches = batch_shards(degrees), microbatches_of(config)
     scaled = config.precision.policy == "fp8"
-    return Cut(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
+    return DeviceBatch(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
@@ -205,7 +206,9 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
     )
 
 
-def _notes(config: Config, target: Target, workload: Workload, cut: Cut, *, has_time: bool) -> tuple[str, ...]:
+def _notes(
+    config: Config, target: Target, workload: Workload, batch: DeviceBatch, *, has_time: bool
+) -> tuple[str, ...]:
     notes = list(workload.notes)
     if not has_time:
         notes.append(
@@ -219,12 +222,12 @@ def _notes(config: Config, target: Target, workload: Workload, cut: Cut, *, has_
             )
         elif isinstance(config.model, TransformerConfig) and config.model.experts is not None:
             notes.append("precision.policy=fp8: the experts' matmuls run in bf16")
-    if cut.experts is not None and isinstance(config.model, TransformerConfig) and config.model.experts is not None:
+    if batch.experts is not None and isinstance(config.model, TransformerConfig) and config.model.experts is not None:
         chosen = config.model.experts.experts_per_token
-        if cut.experts.multiplied > chosen:
+        if batch.experts.multiplied > chosen:
             notes.append(
                 f"experts: jax has no kernel for grouped matmuls on this {target.hardware.kind}, and every row meets "
-                f"every expert of its device: {cut.experts.multiplied / chosen:g} times the FLOPs of the "
+                f"every expert of its device: {batch.experts.multiplied / chosen:g} times the FLOPs of the "
                 f"{chosen} experts that a token chooses"
             )
     return tuple(notes)

@@ -13,10 +13,10 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
 from jaxtrain.plan.work.attention import context_way
-from jaxtrain.plan.work.blocks import Block, Cut, step_blocks
+from jaxtrain.plan.work.blocks import BlockWork, DeviceBatch, step_blocks
 from jaxtrain.plan.work.experts import exchanged_bytes
 from jaxtrain.plan.work.offload import host_bandwidth
-from jaxtrain.plan.work.state import Placed, StateBytes, local_size, update_flops
+from jaxtrain.plan.work.state import Parameter, StateBytes, local_size, update_flops
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
@@ -80,10 +80,14 @@ def crossing(degrees: Mapping[str, int], target: Target) -> set[str]:
 
 
 def traffic(
-    config: Config, workload: Workload, placed: Sequence[Placed], cut: Cut, schedule: Schedule | None
+    config: Config,
+    workload: Workload,
+    placed: Sequence[Parameter],
+    batch: DeviceBatch,
+    schedule: Schedule | None,
 ) -> list[Sent]:
     """What one device sends in one step, by axis; ring algorithms, where a device sends (n - 1) / n of the whole."""
-    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
+    degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     # A stage of a pipeline keeps its inputs only, and runs forward once more before its backward.
     forwards = 1 if schedule is None else 2
     sent: list[Sent] = []
@@ -91,14 +95,14 @@ def traffic(
     def share(axis: str) -> float:
         return (degrees[axis] - 1) / degrees[axis]
 
-    def without(one: Placed, *axes: str) -> int:
+    def without(one: Parameter, *axes: str) -> int:
         """Elements of a parameter that a device has once these axes are gathered."""
         return local_size(one.shape, one.entries, {**degrees, **dict.fromkeys(axes, 1)})
 
     trained = [one for one in placed if one.trained]
     zero = stage_over_data(config.parallel.zero)
     if degrees["data"] > 1:
-        times = cut.microbatches if zero == 2 else 1
+        times = batch.microbatches if zero == 2 else 1
         gradients = 4 * sum(without(one) for one in trained)
         # A reduction is a reduce-scatter and an all-gather; ZeRO gathers parameters instead of gradients.
         volume = gradients * share("data") * (times + 1)
@@ -107,19 +111,19 @@ def traffic(
         whole, scattered = (size * sum(without(one, "fsdp") for one in some) for some in (placed, trained))
         # Gathered for every forward pass and for the backward, whose gradients are scattered.
         passes = forwards + 1 + (config.remat.policy == "sqrt")
-        volume = cut.microbatches * (passes * whole + scattered) * share("fsdp")
+        volume = batch.microbatches * (passes * whole + scattered) * share("fsdp")
         sent.append(Sent("fsdp", volume, f"parameters {'twice' if forwards == 1 else '3 times'}, gradients"))
 
     def summed(axis: str) -> float:
-        """Sums over an axis of the gradients of what it does not spread, a microbatch at a time."""
+        """Sums over an axis of the gradients of parameters that are not sharded over it, once per microbatch."""
         whole = [one for one in trained if not any(axis in entry_axes(entry) for entry in one.entries)]
-        return 2 * cut.microbatches * size * sum(without(one) for one in whole) * share(axis)
+        return 2 * batch.microbatches * size * sum(without(one) for one in whole) * share(axis)
 
     model = config.model
     if isinstance(model, TransformerConfig):
-        tokens = cut.rows * workload.input_shape[0] / degrees["context"]
+        tokens = batch.rows * workload.input_shape[0] / degrees["context"]
         stream = size * tokens * model.embed_dim
-        layers = model.num_layers / degrees["pipe"] * cut.microbatches
+        layers = model.num_layers / degrees["pipe"] * batch.microbatches
         again = forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
         if degrees["tensor"] > 1:
             # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed.
@@ -135,7 +139,7 @@ def traffic(
             sent.append(Sent("expert", volume + summed("expert"), kind))
         if schedule is not None:
             chunks = max(schedule.num_chunks, 1)
-            sent.append(Sent("pipe", 2 * cut.microbatches * chunks * stream, "activations, their gradients"))
+            sent.append(Sent("pipe", 2 * batch.microbatches * chunks * stream, "activations, their gradients"))
     return sent
 
 
@@ -156,7 +160,7 @@ def _attention_traffic(
     others = degrees["context"] - 1
     match context_way(config, model):
         case "all_to_all":
-            # Queries, keys and values to the devices of their heads, and outputs back; the gradients likewise.
+            # Queries, keys and values to the devices of their heads, and outputs back; the gradients go the same ways.
             return (forwards + 1) * 2 * (heads + groups) * head_bytes * others / degrees["context"]
         case "gather":
             return (forwards + 1) * 2 * groups * head_bytes * others
@@ -169,9 +173,9 @@ def step_time(
     config: Config,
     workload: Workload,
     target: Target,
-    placed: Sequence[Placed],
+    placed: Sequence[Parameter],
     state: StateBytes,
-    cut: Cut,
+    batch: DeviceBatch,
     schedule: Schedule | None,
     on_host: Mapping[str, int] | None = None,
 ) -> StepTime | None:
@@ -183,20 +187,20 @@ def step_time(
         target: hardware and count.
         placed: parameters on the mesh.
         state: bytes of the train state.
-        cut: what a device works on.
+        batch: what a device works on.
         schedule: of the pipeline.
         on_host: name -> bytes in the host's memory, as in `Memory.host_parts`.
     """
     peak = peak_rate(target, config.precision.policy)
     if peak is None or not target.hardware.memory_bandwidth:
         return None
-    blocks = step_blocks(config, workload, cut)
+    blocks = step_blocks(config, workload, batch)
     # The update reads state and gradients and writes state.
     # It has no backward pass, which a block counts twice.
-    update = update_flops(config, placed, cut.degrees)
-    blocks.append(Block("optimizer", 1, update / 3, (2 * state.total + 2 * state.params) / 3))
-    sent = traffic(config, workload, placed, cut, schedule)
-    times = {"activations": cut.microbatches * (1 if schedule is None else schedule.num_chunks)}
+    update = update_flops(config, placed, batch.degrees)
+    blocks.append(BlockWork("optimizer", 1, update / 3, (2 * state.total + 2 * state.params) / 3))
+    sent = traffic(config, workload, placed, batch, schedule)
+    times = {"activations": batch.microbatches * (1 if schedule is None else schedule.num_chunks)}
     sent += [
         Sent(f"host ({name})", 2 * size * times.get(name, 1), "to the host and back")
         for name, size in (on_host or {}).items()
@@ -205,7 +209,7 @@ def step_time(
     other = peak_rate(target, "bf16") if config.precision.policy == "fp8" else peak
     assert other is not None, "no hardware has fp8 alone"
     peaks = {True: peak, False: other}
-    rated = [_rate(blocks, sent, bubble, peaks, target, cut, which) for which in (_LIKELY, _BEST, _WORST)]
+    rated = [_rate(blocks, sent, bubble, peaks, target, batch, which) for which in (_LIKELY, _BEST, _WORST)]
     times, on_axes, seconds = rated[_LIKELY]
     compute = sum(block.seconds for block in times)
     flops = workload.flops_per_row * workload.rows
@@ -234,12 +238,12 @@ def step_time(
 
 
 def _rate(
-    blocks: Sequence[Block],
+    blocks: Sequence[BlockWork],
     sent: Sequence[Sent],
     bubble: float,
     peaks: Mapping[bool, float],
     target: Target,
-    cut: Cut,
+    batch: DeviceBatch,
     which: int,
 ) -> tuple[list[BlockTime], list[Traffic], float]:
     """Times at one set of rates; `peaks` by whether a block is one of linear layers."""
@@ -253,7 +257,7 @@ def _rate(
     stages = sum(time.seconds for time, block in zip(times, blocks, strict=True) if block.stage)
     rest = sum(time.seconds for time in times) - stages
     total = stages / (1 - bubble) + rest
-    crossed = crossing(cut.degrees, target)
+    crossed = crossing(batch.degrees, target)
     on_axes = []
     # What is left to hide behind shrinks with every axis that hides.
     room = stages + rest

@@ -7,7 +7,6 @@ t tokens of one microbatch on one device, d width, h query and g key-value heads
 L sequence; c bytes of the compute dtype.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from jaxtrain.metrics.flops import (
     resnet_products,
     transformer_products,
 )
+from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, dense_layers, resnet_stages, stem_shape
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.experts import ExpertWork
@@ -36,8 +36,8 @@ _ROUNDING_BYTES = 5
 
 
 @dataclass(frozen=True)
-class Block:
-    """One kind of block.
+class BlockWork:
+    """The work of one kind of block.
 
     Attributes:
         name: for people.
@@ -66,12 +66,12 @@ class Block:
 
     @property
     def total_bytes(self) -> float:
-        """Likewise."""
+        """Bytes of one step: forward, backward, recomputation."""
         return self.count * self.bytes * (1 + self.backward + self.recomputed)
 
 
 @dataclass(frozen=True)
-class Cut:
+class DeviceBatch:
     """What one device works on.
 
     Attributes:
@@ -91,21 +91,21 @@ class Cut:
     experts: ExpertWork | None = None
 
 
-def step_blocks(config: Config, workload: Workload, cut: Cut) -> list[Block]:
+def step_blocks(config: Config, workload: Workload, batch: DeviceBatch) -> list[BlockWork]:
     """The blocks of one step on one device (of a pipeline: on the last stage, which also has the output layer)."""
     match config.model:
         case TransformerConfig():
-            blocks = _transformer(config.model, config, workload, cut)
+            blocks = _transformer(config.model, config, workload, batch)
         case ResNetConfig():
-            blocks = _resnet(config.model, config, workload, cut)
+            blocks = _resnet(config.model, config, workload, batch)
         case MLPConfig():
-            blocks = _mlp(config.model, config, workload, cut)
+            blocks = _mlp(config.model, config, workload, batch)
     backward = _backward_of_blocks(config, workload)
     return [_with_backward(block, backward.get(block.name, _BACKWARD)) for block in blocks]
 
 
 def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
-    """Block -> passes that its backward pass has; empty where all parameters are trained."""
+    """Name of a block -> passes that its backward pass has; empty where all parameters are trained."""
     model = config.model
     trained = trained_paths(model_tensors(model, workload).params, config.optimizer.freeze)
     if trained is None:
@@ -156,7 +156,7 @@ def _grouped(products: Sequence[Product]) -> dict[str, list[Product]]:
     return found
 
 
-def _with_backward(block: Block, backward: float) -> Block:
+def _with_backward(block: BlockWork, backward: float) -> BlockWork:
     """The block with fewer passes backward; without any, nothing is computed again for it."""
     if backward == block.backward:
         return block
@@ -180,17 +180,17 @@ def _recomputed(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()
             return 1 - sum(name in kept for name in names) / len(names) if names else 1.0
 
 
-def _transformer(model: TransformerConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
-    degrees, size = cut.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
+def _transformer(model: TransformerConfig, config: Config, workload: Workload, batch: DeviceBatch) -> list[BlockWork]:
+    degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     tensor, context = degrees["tensor"], degrees["context"]
     length = workload.input_shape[0]
-    t, d = cut.rows * length / context, model.embed_dim
+    t, d = batch.rows * length / context, model.embed_dim
     heads, groups = model.num_heads, model.kv_heads
     k = model.head_width
     f = model.mlp_width
     assert workload.vocab_size is not None
     vocabulary = workload.vocab_size / tensor
-    count = model.num_layers // degrees["pipe"] * cut.microbatches
+    count = model.num_layers // degrees["pipe"] * batch.microbatches
     # A stage keeps its inputs only and runs forward once more before its backward.
     again = 1.0 if degrees["pipe"] > 1 else 0.0
     remat = config.remat
@@ -198,7 +198,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
     weights = d * (2 * heads + 2 * groups) * k / tensor
     streams = t * (2 * d + (2 * heads + 2 * groups) * k / tensor)
     matrices = 3 if model.activation == "swiglu" else 2
-    projections = Block(
+    projections = BlockWork(
         "attention projections",
         count,
         2 * t * weights,
@@ -208,13 +208,13 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         linear=True,
     )
     pairs = t * length * heads / tensor
-    assert cut.attention is not None
-    computed = pairs * cut.attention.computed
-    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + cut.attention.score_bytes * computed
+    assert batch.attention is not None
+    computed = pairs * batch.attention.computed
+    score_bytes = size * t * (2 * heads + 2 * groups) * k / tensor + batch.attention.score_bytes * computed
     # Scores have batch dims, so that policy dots recomputes them too where their result is not kept.
-    kept = cut.attention.keeps_output
-    recomputed = cut.attention.again + _recomputed(remat, matmul=kept, names=("attention_output",))
-    scores = Block(
+    kept = batch.attention.keeps_output
+    recomputed = batch.attention.again + _recomputed(remat, matmul=kept, names=("attention_output",))
+    scores = BlockWork(
         "attention scores",
         count,
         4 * computed * k,
@@ -222,7 +222,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         recomputed + again,
         stage=True,
     )
-    experts, work = model.experts, cut.experts
+    experts, work = model.experts, batch.experts
     assert (experts is None) == (work is None)
     rows, multiplied, stored, router = 1.0, 1.0, 1.0, 0.0
     if experts is not None and work is not None:
@@ -230,7 +230,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         router = 2 * t * d * experts.num_experts
     mlp_weights = matrices * d * f / tensor
     mlp_recomputed = _recomputed(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output"))
-    mlp = Block(
+    mlp = BlockWork(
         "MLP" if experts is None else "experts",
         count,
         2 * t * mlp_weights * multiplied + router,
@@ -241,7 +241,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
     )
     residual = tensor if config.parallel.sequence_parallel else 1
     # Two norms and two sums over the residual stream, rotation of queries and keys, the nonlinearity.
-    elementwise = Block(
+    elementwise = BlockWork(
         "norms, residual, activation",
         count,
         0.0,
@@ -249,40 +249,40 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, c
         _recomputed(remat, matmul=False) + again,
         stage=True,
     )
-    output = _output(cut_logits(config, t, d, vocabulary), cut.microbatches, t, d, vocabulary, size)
-    embed = Block("embedding", cut.microbatches, 0.0, 2 * size * t * d)
+    output = _output(logit_blocks_of(config, t, d, vocabulary), batch.microbatches, t, d, vocabulary, size)
+    embed = BlockWork("embedding", batch.microbatches, 0.0, 2 * size * t * d)
     blocks = [projections, scores, mlp, elementwise, embed, output]
-    if cut.scaled:
+    if batch.scaled:
         numbers = _rounded_numbers(remat, weights, d + heads * k / tensor, d + (heads + 2 * groups) * k / tensor, t)
         if experts is None:
             numbers += _rounded_numbers(remat, mlp_weights, d + f / tensor, d + (matrices - 1) * f / tensor, t)
         # A block's backward pass counts twice its forward pass, which is all that there is here.
         moved = _ROUNDING_BYTES * numbers / (1 + _BACKWARD)
-        blocks.insert(3, Block("rounding to 8 bits", count, 0.0, moved, stage=True))
+        blocks.insert(3, BlockWork("rounding to 8 bits", count, 0.0, moved, stage=True))
     return blocks
 
 
-def cut_logits(config: Config, tokens: float, width: int, vocabulary: float) -> LossBlocks:
-    """How the step's loss cuts the logits of one device, see `loss_blocks.py`."""
+def logit_blocks_of(config: Config, tokens: float, width: int, vocabulary: float) -> LossBlocks:
+    """How the step's loss computes the logits of one device in blocks, by the rule of `ops/loss/blocks.py`."""
     loss, size = config.loss, POLICY_DTYPES[config.precision.policy].compute_bytes
     by = None if loss.logits == "auto" else loss.logits
     return choose_blocks(math.ceil(tokens), width, math.ceil(vocabulary), itemsize=size, by=by, size=loss.block)
 
 
-def _output(cut: LossBlocks, count: int, t: float, d: int, vocabulary: float, size: int) -> Block:
+def _output(logit_blocks: LossBlocks, count: int, t: float, d: int, vocabulary: float, size: int) -> BlockWork:
     """Output layer and loss; bytes are a share of the step's, as if backward were twice forward."""
     flops, logits, factors = 2 * t * d * vocabulary, t * vocabulary, size * (d * vocabulary + t * d)
-    if cut.by == "whole":
+    if logit_blocks.by == "whole":
         # Logits are written, read for the loss in float32 and once more for its gradient.
-        return Block("output and loss", count, flops, factors + 3 * size * logits)
+        return BlockWork("output and loss", count, flops, factors + 3 * size * logits)
     # A block of logits is written and read in float32, its gradient written and read by two matmuls.
     gradients = 3 * size * logits
-    if cut.by == "tokens":
-        sums = 8 * d * vocabulary * cut.count
-        return Block("output and loss", count, flops, factors + (8 * logits + gradients + sums) / (1 + _BACKWARD))
-    sums = 8 * t * d * cut.count
+    if logit_blocks.by == "tokens":
+        sums = 8 * d * vocabulary * logit_blocks.count
+        return BlockWork("output and loss", count, flops, factors + (8 * logits + gradients + sums) / (1 + _BACKWARD))
+    sums = 8 * t * d * logit_blocks.count
     # Logits are computed twice.
-    return Block("output and loss", count, flops, factors + (16 * logits + gradients + sums) / (2 + _BACKWARD), 1.0)
+    return BlockWork("output and loss", count, flops, factors + (16 * logits + gradients + sums) / (2 + _BACKWARD), 1.0)
 
 
 def _rounded_numbers(remat: RematConfig, weights: float, inputs: float, outputs: float, tokens: float) -> float:
@@ -291,63 +291,58 @@ def _rounded_numbers(remat: RematConfig, weights: float, inputs: float, outputs:
     return forwards * (weights + tokens * inputs) + tokens * outputs
 
 
-def _resnet(model: ResNetConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
-    size, rows = POLICY_DTYPES[config.precision.policy].compute_bytes, cut.rows
+def _resnet(model: ResNetConfig, config: Config, workload: Workload, batch: DeviceBatch) -> list[BlockWork]:
+    size, rows = POLICY_DTYPES[config.precision.policy].compute_bytes, batch.rows
     height, width, channels = workload.input_shape
-    blocks: list[Block] = []
+    blocks: list[BlockWork] = []
     repeat = _recomputed(config.remat, matmul=False)
     remaining = [height, width]
 
-    def convolve(kernel: int, inputs: int, outputs: int, stride: int) -> tuple[float, float, float]:
+    def convolve(shape: ConvShape) -> tuple[float, float, float]:
         """FLOPs, bytes of the convolution, bytes of its norm and nonlinearity; a norm reads twice and writes once."""
         before = math.prod(remaining)
-        remaining[:] = [math.ceil(side / stride) for side in remaining]
+        remaining[:] = [math.ceil(side / shape.stride) for side in remaining]
         after = math.prod(remaining)
-        weights = kernel**2 * inputs * outputs
+        weights = math.prod(shape.kernel)
         flops = 2 * weights * after * rows
-        return flops, size * (weights + rows * (before * inputs + after * outputs)), 4 * size * rows * after * outputs
+        moved = size * (weights + rows * (before * shape.inputs + after * shape.outputs))
+        return flops, moved, 4 * size * rows * after * shape.outputs
 
     def add(name: str, parts: list[tuple[float, float, float]], count: int, recomputed: float) -> None:
         flops, moved, norms = (sum(column) for column in zip(*parts, strict=True))
-        blocks.append(Block(f"{name} convolutions", count * cut.microbatches, flops, moved, recomputed))
-        blocks.append(Block(f"{name} norms", count * cut.microbatches, 0.0, norms, recomputed))
+        blocks.append(BlockWork(f"{name} convolutions", count * batch.microbatches, flops, moved, recomputed))
+        blocks.append(BlockWork(f"{name} norms", count * batch.microbatches, 0.0, norms, recomputed))
 
+    def block(shape: ResidualBlockShape) -> list[tuple[float, float, float]]:
+        parts = [convolve(conv) for conv in shape.convs]
+        # Behind them, so that its input counts as large as its output.
+        return parts if shape.shortcut is None else [*parts, convolve(replace(shape.shortcut, stride=1))]
+
+    add("stem", [convolve(stem_shape(model, channels))], 1, 0.0)
     if model.stem == "imagenet":
-        add("stem", [convolve(7, channels, model.width, 2)], 1, 0.0)
         remaining = [math.ceil(side / 2) for side in remaining]
-    else:
-        add("stem", [convolve(3, channels, model.width, 1)], 1, 0.0)
-    channels = model.width
-    for stage, count in enumerate(model.stage_blocks):
-        inner = model.width * 2**stage
-        outer = 4 * inner if model.bottleneck else inner
-
-        def one(inputs: int, stride: int, inner: int = inner, outer: int = outer) -> list[tuple[float, float, float]]:
-            if model.bottleneck:
-                parts = [convolve(1, inputs, inner, 1), convolve(3, inner, inner, stride), convolve(1, inner, outer, 1)]
-            else:
-                parts = [convolve(3, inputs, inner, stride), convolve(3, inner, outer, 1)]
-            return parts + ([convolve(1, inputs, outer, 1)] if inputs != outer or stride != 1 else [])
-
-        add(f"stage {stage} first", one(channels, 2 if stage else 1), 1, 0.0)
-        channels = outer
-        if count > 1:
-            add(f"stage {stage}", one(channels, 1), count - 1, repeat)
+    stages = resnet_stages(model)
+    for number, stage in enumerate(stages):
+        add(f"stage {number} first", block(stage.first), 1, 0.0)
+        if stage.num_rest:
+            add(f"stage {number}", block(stage.rest), stage.num_rest, repeat)
+    channels = stages[-1].outputs
     assert workload.num_outputs is not None
     weights = channels * workload.num_outputs
     pooled = rows * channels * math.prod(remaining)
-    blocks.append(Block("head", cut.microbatches, 2 * rows * weights, size * (weights + pooled)))
+    blocks.append(BlockWork("head", batch.microbatches, 2 * rows * weights, size * (weights + pooled)))
     return blocks
 
 
-def _mlp(model: MLPConfig, config: Config, workload: Workload, cut: Cut) -> list[Block]:
-    size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, cut.degrees["tensor"]
+def _mlp(model: MLPConfig, config: Config, workload: Workload, batch: DeviceBatch) -> list[BlockWork]:
+    size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, batch.degrees["tensor"]
     assert workload.num_outputs is not None
-    widths = (math.prod(workload.input_shape), *model.hidden_dims, workload.num_outputs)
+    layers = dense_layers(model, math.prod(workload.input_shape), workload.num_outputs)
     blocks = []
-    for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+    for index, shape in enumerate(layers.values()):
+        (inputs,), (outputs,) = shape.inputs, shape.outputs
         name = "output" if index == len(model.hidden_dims) else f"layer {index}"
         weights = inputs * outputs / tensor
-        moved = size * (weights + cut.rows * (inputs + 3 * outputs))
-        blocks.append(Block(name, cut.microbatches, 2 * cut.rows * weights, moved, linear=name != "output"))
+        moved = size * (weights + batch.rows * (inputs + 3 * outputs))
+        blocks.append(BlockWork(name, batch.microbatches, 2 * batch.rows * weights, moved, linear=name != "output"))
     return blocks

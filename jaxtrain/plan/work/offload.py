@@ -6,7 +6,7 @@ from jaxtrain.config.schema import AdamWConfig, Config, LionConfig, SGDConfig
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.plan.catalogue.hardware import Hardware
-from jaxtrain.plan.work.state import Placed, StateBytes, local_size
+from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
 
 # Bytes/s of one device in one direction between it and its host, at most: PCIe 3.0, 4.0 and 5.0 x16 have 16, 32 and
 # 64 GB/s (NVIDIA's data sheets of the cards); TPUs have about 16 GB/s a chip, v6e 32 (scaling-book, "How to think
@@ -34,7 +34,7 @@ def updates_in_slices(config: Config) -> bool:
     )
 
 
-def state_on_its_way(config: Config, placed: Sequence[Placed], state: StateBytes, degrees: dict[str, int]) -> int:
+def state_on_its_way(config: Config, placed: Sequence[Parameter], state: StateBytes, degrees: dict[str, int]) -> int:
     """Bytes of an offloaded optimizer state that are on one device at once: as they came, and as they go back."""
     trained = [one for one in placed if one.trained]
     if not updates_in_slices(config):

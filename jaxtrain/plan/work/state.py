@@ -12,21 +12,22 @@ from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
 from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.shipped.axes import model_axes
+from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.optim.rules import as_matrix, factored_dims, is_stored, moment_block
-from jaxtrain.plan.workload.parameters import Tensors, frozen_paths
+from jaxtrain.plan.workload.parameters import frozen_paths
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Placed:
-    """One parameter on a mesh.
+class Parameter:
+    """One parameter and how it is sharded on a mesh.
 
     Attributes:
         path, shape: of the whole parameter.
         entries: mesh axes of each dim, as stored.
-        state_entries: the same for its optimizer state, which ZeRO spreads over `data` too.
+        state_entries: the same for its optimizer state, which ZeRO shards over `data` too.
         trained: whether it has gradients and optimizer state.
         stacked: whether its first dim counts layers.
     """
@@ -54,7 +55,7 @@ class StateBytes:
         return self.params + self.optimizer + self.average + self.model_state
 
 
-def place(config: Config, tensors: Tensors, degrees: Mapping[str, int]) -> list[Placed]:
+def shard_parameters(config: Config, tensors: Tensors, degrees: Mapping[str, int]) -> list[Parameter]:
     """Every parameter of a config on a mesh of these degrees.
 
     Raises:
@@ -66,11 +67,11 @@ def place(config: Config, tensors: Tensors, degrees: Mapping[str, int]) -> list[
     placed = []
     for path, shape in tensors.params.items():
         entries = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack))
-        spread = entries
+        for_state = entries
         if also:
-            spread = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack, also=also))
+            for_state = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack, also=also))
         stacked = stack is not None and path.startswith(f"{stack}/")
-        placed.append(Placed(path, shape, entries, spread, path not in frozen, stacked))
+        placed.append(Parameter(path, shape, entries, for_state, path not in frozen, stacked))
     return placed
 
 
@@ -79,7 +80,9 @@ def local_size(shape: Sequence[int], entries: Sequence[Entry], degrees: Mapping[
     return math.prod(size // entry_degree(entry, degrees) for size, entry in zip(shape, entries, strict=True))
 
 
-def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degrees: Mapping[str, int]) -> StateBytes:
+def state_bytes(
+    config: Config, tensors: Tensors, placed: Sequence[Parameter], degrees: Mapping[str, int]
+) -> StateBytes:
     """Bytes of the train state on one device.
 
     Args:
@@ -102,7 +105,7 @@ def state_bytes(config: Config, tensors: Tensors, placed: Sequence[Placed], degr
     return StateBytes(params, optimizer, average, model_state)
 
 
-def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
+def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int, degrees: Mapping[str, int]) -> int:
     """Bytes of optimizer state that one device keeps for a parameter of which it has `size` elements."""
     optimizer = config.optimizer
     match optimizer:
@@ -121,7 +124,7 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Placed, size: int, d
             return _FP32 * (numbers + (size if optimizer.b1 else 0))
 
 
-def update_flops(config: Config, placed: Sequence[Placed], degrees: Mapping[str, int]) -> float:
+def update_flops(config: Config, placed: Sequence[Parameter], degrees: Mapping[str, int]) -> float:
     """Operations of one device in matmuls of an update: Muon's, which deals whole matrices to the devices.
 
     An iteration makes X X^T, its square, and a product of their sum with X, of X [M, N] with M <= N.
@@ -148,7 +151,7 @@ def update_flops(config: Config, placed: Sequence[Placed], degrees: Mapping[str,
     return flops
 
 
-def _moment_bytes(moments: str, one: Placed, size: int, degrees: Mapping[str, int]) -> int:
+def _moment_bytes(moments: str, one: Parameter, size: int, degrees: Mapping[str, int]) -> int:
     """Of one moment, in the format in which it is stored."""
     if moments == "bfloat16" and is_stored(one.shape):
         return 2 * size
@@ -159,7 +162,9 @@ def _moment_bytes(moments: str, one: Placed, size: int, degrees: Mapping[str, in
     return size + local_size(blocks, block_entries(one.state_entries, blocks[-1], degrees), degrees)
 
 
-def _adafactor_numbers(config: Config, tensors: Tensors, one: Placed, degrees: Mapping[str, int], smallest: int) -> int:
+def _adafactor_numbers(
+    config: Config, tensors: Tensors, one: Parameter, degrees: Mapping[str, int], smallest: int
+) -> int:
     """Row and column sums of each layer over its two largest dims if both are large enough, else a second moment.
 
     There are three trees, and one number where a tree does not apply. Sums are sharded as the dims that they keep.

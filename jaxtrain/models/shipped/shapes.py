@@ -1,0 +1,236 @@
+"""Shapes of the parts of the shipped models, and of all their parameters. No jax here: the planner reads them too.
+
+The models build their layers from the shapes of the parts; `model_tensors` puts the same parts together under the
+paths that the models give them, which `tests/plan/test_parameters.py` holds to what the models create.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Dims of a kernel: those of the input that it sums over, and those of the output."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return (*self.inputs, *self.outputs)
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """A square convolution: side of its kernel, channels in and out, stride."""
+
+    size: int
+    inputs: int
+    outputs: int
+    stride: int = 1
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Shape of the kernel: height, width, channels in, channels out."""
+        return (self.size, self.size, self.inputs, self.outputs)
+
+
+@dataclass(frozen=True)
+class ResidualBlockShape:
+    """The convolutions of a residual block, and the projection of its shortcut where it has one."""
+
+    convs: tuple[ConvShape, ...]
+    shortcut: ConvShape | None
+
+
+@dataclass(frozen=True)
+class ResNetStage:
+    """A stage of a ResNet: its first block, and the equal ones after it.
+
+    Attributes:
+        first: changes the shape.
+        rest: one of the others.
+        num_rest: how many of them there are.
+        outputs: channels of the stage.
+    """
+
+    first: ResidualBlockShape
+    rest: ResidualBlockShape
+    num_rest: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a model holds.
+
+    Attributes:
+        params: path -> shape.
+        model_state: path -> shape, float32 (batch statistics).
+        stack: top-level path of the layers that are stacked, for a model that can be pipelined.
+    """
+
+    params: Shapes
+    model_state: Shapes
+    stack: str | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(map(math.prod, self.params.values()))
+
+
+def attention_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
+    """The linear layers of attention, by name."""
+    width = (config.embed_dim,)
+    queries, keys = (config.num_heads, config.head_width), (config.kv_heads, config.head_width)
+    return {
+        "query": LinearShape(width, queries),
+        "key": LinearShape(width, keys),
+        "value": LinearShape(width, keys),
+        "output": LinearShape(queries, width),
+    }
+
+
+def mlp_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
+    """The linear layers of a block's MLP, or of one of its experts, by name."""
+    width, hidden = (config.embed_dim,), (config.mlp_width,)
+    gate = {"gate": LinearShape(width, hidden)} if config.activation == "swiglu" else {}
+    return {"up": LinearShape(width, hidden), **gate, "down": LinearShape(hidden, width)}
+
+
+def router_shape(config: TransformerConfig) -> LinearShape:
+    """The router of a model with experts."""
+    assert config.experts is not None
+    return LinearShape((config.embed_dim,), (config.experts.num_experts,))
+
+
+def stem_shape(config: ResNetConfig, channels: int) -> ConvShape:
+    """The first convolution of a ResNet, for images of so many channels."""
+    size, stride = (3, 1) if config.stem == "small" else (7, 2)
+    return ConvShape(size, channels, config.width, stride)
+
+
+def resnet_stages(config: ResNetConfig) -> list[ResNetStage]:
+    """The stages of a ResNet: each after the first halves the image and doubles the width."""
+    stages, inputs = [], config.width
+    for number, count in enumerate(config.stage_blocks):
+        width = config.width * 2**number
+        outputs = 4 * width if config.bottleneck else width
+        first = _residual_block(config, inputs, width, outputs, 1 if number == 0 else 2)
+        stages.append(ResNetStage(first, _residual_block(config, outputs, width, outputs, 1), count - 1, outputs))
+        inputs = outputs
+    return stages
+
+
+def _residual_block(config: ResNetConfig, inputs: int, width: int, outputs: int, stride: int) -> ResidualBlockShape:
+    if config.bottleneck:  # the stride in the 3x3, as in torchvision
+        convs = (
+            ConvShape(1, inputs, width),
+            ConvShape(3, width, width, stride),
+            ConvShape(1, width, outputs),
+        )
+    else:
+        convs = (ConvShape(3, inputs, width, stride), ConvShape(3, width, outputs))
+    same = inputs == outputs and stride == 1
+    return ResidualBlockShape(convs, None if same else ConvShape(1, inputs, outputs, stride))
+
+
+def dense_layers(config: MLPConfig, num_inputs: int, num_outputs: int) -> dict[str, LinearShape]:
+    """The linear layers of a multilayer perceptron by path, the output last."""
+    widths = (num_inputs, *config.hidden_dims, num_outputs)
+    paths = [*(f"layers/{number}" for number in range(len(config.hidden_dims))), "output"]
+    pairs = zip(paths, itertools.pairwise(widths), strict=True)
+    return {path: LinearShape((inputs,), (outputs,)) for path, (inputs, outputs) in pairs}
+
+
+def model_tensors(
+    config: ModelConfig, *, input_shape: tuple[int, ...], vocab_size: int | None, num_outputs: int | None
+) -> Tensors:
+    """The tensors of the model that a config describes.
+
+    Args:
+        config: the model.
+        input_shape: of one row, without the batch.
+        vocab_size: rows of a transformer's embedding.
+        num_outputs: classes or targets of another model.
+    """
+    match config:
+        case TransformerConfig():
+            assert vocab_size is not None
+            return Tensors(_transformer(config, vocab_size), {}, "blocks")
+        case ResNetConfig():
+            assert num_outputs is not None
+            return _resnet(config, input_shape[-1], num_outputs)
+        case MLPConfig():
+            assert num_outputs is not None
+            layers = dense_layers(config, math.prod(input_shape), num_outputs)
+            return Tensors(_with_biases(layers), {})
+
+
+def _with_biases(layers: dict[str, LinearShape]) -> Shapes:
+    shapes: Shapes = {}
+    for path, one in layers.items():
+        shapes |= {f"{path}/kernel": one.kernel, f"{path}/bias": one.outputs}
+    return shapes
+
+
+def _transformer(config: TransformerConfig, vocab_size: int) -> Shapes:
+    layers, width = config.num_layers, config.embed_dim
+
+    def norm(path: str, *lead: int) -> Shapes:
+        bias = config.bias and config.norm == "layernorm"
+        return {f"{path}/{name}": (*lead, width) for name in (["bias"] if bias else []) + ["scale"]}
+
+    def linear(path: str, shape: LinearShape, *lead: int) -> Shapes:
+        shapes: Shapes = {f"{path}/kernel": (layers, *lead, *shape.kernel)}
+        return shapes | ({f"{path}/bias": (layers, *shape.outputs)} if config.bias else {})
+
+    shapes: Shapes = {"embedding": (vocab_size, width)}
+    if config.position == "learned":
+        shapes["positions"] = (config.max_sequence_length, width)
+    shapes |= norm("blocks/attention_norm", layers) | norm("blocks/mlp_norm", layers)
+    for name, shape in attention_shapes(config).items():
+        shapes |= linear(f"blocks/attention/{name}", shape)
+    experts = () if config.experts is None else (config.experts.num_experts,)
+    if experts:
+        shapes["blocks/mlp/router/kernel"] = (layers, *router_shape(config).kernel)
+    for name, shape in mlp_shapes(config).items():
+        shapes |= linear(f"blocks/mlp/{name}", shape, *experts)
+    shapes |= norm("output_norm")
+    if not config.tie_embeddings:
+        shapes["output"] = (width, vocab_size)
+    return shapes
+
+
+def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:
+    params: Shapes = {}
+    state: Shapes = {}
+
+    def normed(path: str, norm: str, shape: ConvShape, *lead: int) -> None:
+        params[f"{path}/kernel"] = (*lead, *shape.kernel)
+        for name in ("scale", "bias"):
+            params[f"{norm}/{name}"] = (*lead, shape.outputs)
+        for name in ("mean", "variance"):
+            state[f"{norm}/{name}"] = (*lead, shape.outputs)
+
+    def block(path: str, shape: ResidualBlockShape, *lead: int) -> None:
+        for index, conv in enumerate(shape.convs):
+            normed(f"{path}/convs/{index}", f"{path}/norms/{index}", conv, *lead)
+        if shape.shortcut is not None:
+            normed(f"{path}/shortcut", f"{path}/shortcut_norm", shape.shortcut, *lead)
+
+    normed("stem", "stem_norm", stem_shape(config, channels))
+    stages = resnet_stages(config)
+    for number, stage in enumerate(stages):
+        block(f"stage{number}_first", stage.first)
+        if stage.num_rest:
+            block(f"stage{number}_rest", stage.rest, stage.num_rest)
+    params["head_kernel"], params["head_bias"] = (stages[-1].outputs, num_classes), (num_classes,)
+    return Tensors(params, state)
