@@ -35,6 +35,7 @@ _HOMES = {
     "build_model": "jaxtrain.models.shipped.build",
     "classification": "jaxtrain.models.tasks",
     "count_parameters": "jaxtrain.models.model",
+    "elementwise": "jaxtrain.optim.elementwise",
     "embedding_lookup": "jaxtrain.ops.embedding",
     "from_functions": "jaxtrain.models.model",
     "from_linen": "jaxtrain.models.from_linen",

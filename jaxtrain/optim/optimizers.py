@@ -24,10 +24,11 @@ from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.layout.state_entries import counting_dims
 from jaxtrain.optim import adafactor
+from jaxtrain.optim.elementwise import elementwise
 from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
-from jaxtrain.optim.rules import Matrix, as_matrix
+from jaxtrain.optim.rules import Matrix, as_matrix, updates_elementwise
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,12 @@ def build_optimizer(
         stack: top-level path of the parameters that are stacked layer by layer, for those without a row in the table.
 
     Returns:
-        gradients (fp32, clipped) -> updates to add to the parameters.
+        gradients (float32, clipped) -> updates to add to the parameters; declared `elementwise` where it is.
     """
     # The decay has a place in the chain even where it is 0: state is saved by its place in the chain, and a resumed run
     # may change the setting.
     mask = decay_mask(axes, stack=stack)
     decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
     directions = _DIRECTIONS[config.kind](config, Names(axes, stack))
-    return optax.chain(*directions, decay, optax.scale_by_learning_rate(learning_rate))
+    chain = optax.chain(*directions, decay, optax.scale_by_learning_rate(learning_rate))
+    return elementwise(chain) if updates_elementwise(config) else chain

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxtrain.config.schema import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.state_entries import COUNTING, is_stacked, named_dims
 
@@ -17,6 +18,24 @@ SMALLEST_STORED = 4096
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 128, 16
 # Number of shards of the last dim for which no block should be in two shards.
 _SHARDS = 8
+
+
+def updates_elementwise(config: OptimizerConfig) -> bool:
+    """Whether an optimizer updates every number on its own, so that slices of its arrays may be updated one by one.
+
+    Adafactor sums over rows and Muon multiplies matrices; int8 moments share exponents, and rounding to fewer bits
+    draws its random numbers from an element's place in the whole array.
+
+    Args:
+        config: of the optimizer.
+    """
+    match config:
+        case SGDConfig():
+            return True
+        case AdamWConfig() | LionConfig():
+            return config.moments == "float32"
+        case _:
+            return False
 
 
 def moment_block(shape: Sequence[int]) -> int | None:

@@ -11,22 +11,24 @@ from pydantic import TypeAdapter
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config.models import MLPConfig
-from jaxtrain.config.schema import Config, OptimizerConfig
+from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
 from jaxtrain.optim import update_slices
-from jaxtrain.optim.offload import is_elementwise
+from jaxtrain.optim.elementwise import elementwise
+from jaxtrain.optim.offload import passes_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.rules import updates_elementwise
 from jaxtrain.optim.update_slices import num_slices
-from jaxtrain.plan.work.offload import updates_in_slices
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep, make_train_step
 
 RNG = np.random.default_rng(0)
 BATCH = {"inputs": RNG.normal(size=(8, 64)).astype(np.float32), "targets": np.arange(8, dtype=np.int32)}
-ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100), weight_decay=0.1)
+UNDECLARED = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100), weight_decay=0.1)
+ADAMW = elementwise(UNDECLARED)
 ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
 
 
@@ -86,16 +88,26 @@ def alone() -> tuple[TrainStep, Any]:
     ],
 )
 def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, zero, degrees):
-    state, _ = train(make(ADAMW, offload=True, devices=devices, zero=zero, **degrees))
+    state, choices = train(make(ADAMW, offload=True, devices=devices, zero=zero, **degrees))
     assert_equal(state, alone[1])
+    assert any("slices pass" in line for line in choices)
     kinds = {leaf.ndim > 0: leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer_state)}
     assert kinds == {True: "pinned_host", False: "device"}
 
 
-def test_an_update_that_needs_whole_arrays_gets_them():
-    state, choices = train(make(ADAFACTOR, offload=True))
-    assert_equal(state, train(make(ADAFACTOR, offload=False))[0])
-    assert any("whole" in line for line in choices)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(ADAFACTOR, id="sums over rows"),
+        pytest.param(UNDECLARED, id="not declared elementwise"),
+        # Its row and column sums mirror no parameter, whatever is said of it.
+        pytest.param(elementwise(ADAFACTOR), id="declared wrongly"),
+    ],
+)
+def test_other_updates_get_whole_arrays(optimizer):
+    state, choices = train(make(optimizer, offload=True))
+    assert_equal(state, train(make(optimizer, offload=False))[0])
+    assert any("whole arrays pass" in line for line in choices)
 
 
 @pytest.mark.parametrize(("devices", "degrees"), [(1, {}), (2, dict(data=2))])
@@ -129,40 +141,43 @@ def test_a_checkpoint_moves_between_host_and_device(alone, tmp_path):
 # The group of an optimizer -> whether its update treats every number alone.
 KINDS = {
     "sgd": ({"kind": "sgd"}, True),
+    "sgd, nesterov": ({"kind": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, True),
     "adamw": ({"kind": "adamw", "weight_decay": 0.1}, True),
-    "lion": ({"kind": "lion"}, True),
+    "lion": ({"kind": "lion", "weight_decay": 0.1}, True),
     "adafactor": ({"kind": "adafactor"}, False),
     "adamw, int8": ({"kind": "adamw", "moments": "int8"}, False),
+    "lion, bfloat16": ({"kind": "lion", "moments": "bfloat16"}, False),
     "muon": ({"kind": "muon"}, False),
 }
 
 
-@pytest.mark.parametrize(("group", "elementwise"), KINDS.values(), ids=KINDS)
-def test_the_planner_knows_which_updates_pass_in_slices(group, elementwise):
+@pytest.mark.parametrize(("group", "alone"), KINDS.values(), ids=KINDS)
+def test_exactly_those_optimizers_are_declared_whose_slices_update_alone(group, alone):
+    """Two updates of an array, and of its two halves by themselves: the declaration says whether they are equal."""
     config = TypeAdapter(OptimizerConfig).validate_python(group)
-    params = {"hidden": {"kernel": jax.ShapeDtypeStruct((256, 512), np.float32)}}
-    axes = {"hidden/kernel": ("embed", "mlp")}
-    assert is_elementwise(build_optimizer(config, optax.constant_schedule(1e-3), axes=axes), params) == elementwise
-    assert updates_in_slices(Config(optimizer=config)) == elementwise
+    optimizer = build_optimizer(config, optax.constant_schedule(1e-3), axes={"hidden/kernel": ("embed", "mlp")})
+    rng = np.random.default_rng(0)
+    # The halves differ in size, as layers do; each is large enough to be factored and to have its moments stored.
+    rows = np.repeat([1.0, 8.0], 128)[:, None]
+    params, *gradients = ({"hidden": {"kernel": np.float32(rows * rng.normal(size=(256, 256)))}} for _ in range(3))
 
+    @jax.jit
+    def updated(params, gradients):
+        state = optimizer.init(params)
+        for gradient in gradients:
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        return params["hidden"]["kernel"]
 
-@pytest.mark.parametrize(
-    "update",
-    [
-        pytest.param(lambda g: optax.tree.norm(g), id="a norm"),
-        pytest.param(lambda g: jax.tree.map(lambda x: x - x.mean(), g), id="a mean"),
-        pytest.param(lambda g: jax.tree.map(lambda x: x[::-1], g), id="another order"),
-        pytest.param(lambda g: jax.tree.map(lambda x: x @ x.T @ x, g), id="a product"),
-    ],
-)
-def test_an_update_that_mixes_numbers_is_not_elementwise(update):
-    def move(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        mixed = update(gradients)
-        scaled = jax.tree.map(lambda x: x * mixed, gradients) if isinstance(mixed, jax.Array) else mixed
-        return scaled, state
-
-    params = {"kernel": jax.ShapeDtypeStruct((8, 4), np.float32)}
-    assert not is_elementwise(optax.GradientTransformation(lambda _: optax.EmptyState(), move), params)
+    halves = [
+        updated(*jax.tree.map(lambda x, half=half: x[half], (params, gradients)))
+        for half in (slice(0, 128), slice(128, 256))
+    ]
+    difference = np.max(np.abs(np.concatenate(halves) - updated(params, gradients)))
+    # Of numbers up to 32: the same operations, contracted alike, so equal but for a rounding of fp32.
+    assert (difference <= 32 * 2.0**-23) == alone
+    shapes = jax.eval_shape(optimizer.init, params)
+    assert passes_in_slices(optimizer, shapes, params) == updates_elementwise(config) == alone
 
 
 @pytest.mark.parametrize(

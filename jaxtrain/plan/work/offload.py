@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from jaxtrain.config.schema import AdamWConfig, Config, LionConfig, SGDConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.optim import update_slices
+from jaxtrain.optim.rules import updates_elementwise
 from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.plan.catalogue.hardware import Hardware
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
@@ -26,18 +27,10 @@ def host_bandwidth(hardware: Hardware) -> float:
     return _OTHERS.get(hardware.name, _HOST_BANDWIDTH[hardware.kind])
 
 
-def updates_in_slices(config: Config) -> bool:
-    """Whether the optimizer treats every number alone, as `train.offload.is_elementwise` reads off its update."""
-    optimizer = config.optimizer
-    return isinstance(optimizer, SGDConfig) or (
-        isinstance(optimizer, AdamWConfig | LionConfig) and optimizer.moments == "float32"
-    )
-
-
 def state_on_its_way(config: Config, placed: Sequence[Parameter], state: StateBytes, degrees: dict[str, int]) -> int:
     """Bytes of an offloaded optimizer state that are on one device at once: as they came, and as they go back."""
     trained = [one for one in placed if one.trained]
-    if not updates_in_slices(config):
+    if not updates_elementwise(config.optimizer):
         return 2 * state.optimizer
     small = largest = total = 0
     for one in trained:
