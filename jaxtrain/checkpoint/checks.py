@@ -48,8 +48,8 @@ def checked_loss(eval_loss: Any) -> float | None:
         ) from None
 
 
-def checked_counts(*, keep_last: Any, keep_every: Any) -> dict[str, int | None]:
-    """Return what says how many steps stay.
+def checked_counts(*, keep_last: Any, keep_every: Any) -> tuple[int, int | None]:
+    """Return how many of the newest steps stay, and the number whose multiples stay (None for no such rule).
 
     Raises:
         ConfigError: one of them is below 1 or no whole number.
@@ -61,7 +61,7 @@ def checked_counts(*, keep_last: Any, keep_every: Any) -> dict[str, int | None]:
         )
     if keep_every is not None and (every is None or every < 1):
         raise ConfigError(f"keep_every is {keep_every!r}: use a whole number of 1 or more, or None for no such rule")
-    return {"keep_last": last, "keep_every": every}
+    return last, every
 
 
 def _whole(value: Any) -> int | None:

@@ -1,43 +1,17 @@
-"""The one file that talks to Orbax: writes a flat dictionary of arrays with a record, and reads chosen arrays back.
+"""The one file that calls Orbax: writes a flat dictionary of arrays with a record, and reads chosen arrays back.
 
 `AsyncCheckpointer` is used below `CheckpointManager`: the manager counts any directory with a number for a name as a
 step, so that an empty `77/` makes it refuse to save step 50 without a word, and it would delete what it did not write.
 """
 
-import contextlib
-import gc
-import logging
-import sys
-import time
-import traceback
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.checkpoint import failures
 from jaxtrain.checkpoint.directory import ARRAYS_ITEM, RECORD_ITEM
-from jaxtrain.errors import CheckpointError
 
 _SAVE_TIMEOUT_SECONDS = 1200
-# After a failed read the others that were started end within this time, while what they print is held back.
-_PENDING_READS_SECONDS = 0.5
-
-
-class ReadError(Exception):
-    """Arrays of a step could not be read.
-
-    Args:
-        reason: one short phrase.
-        of_this_machine: the reason is permission or memory, which says nothing about the files.
-    """
-
-    def __init__(self, reason: str, *, of_this_machine: bool) -> None:
-        super().__init__(reason)
-        self.of_this_machine = of_this_machine
-
-
-def _without_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
 
 
 class Storage:
@@ -46,8 +20,7 @@ class Storage:
     def __init__(self) -> None:
         import orbax.checkpoint as ocp
 
-        # Orbax logs failures that it also raises, with tracebacks of hundreds of lines; the error says it in one.
-        logging.getLogger("absl").addFilter(_without_orbax)
+        failures.silence_log()
         handlers = {
             ARRAYS_ITEM: ocp.PyTreeCheckpointHandler(),
             RECORD_ITEM: ocp.JsonCheckpointHandler(),
@@ -75,7 +48,7 @@ class Storage:
             wanted: by path, a `jax.ShapeDtypeStruct` with a sharding, or a numpy array for a leaf on the host.
 
         Raises:
-            ReadError: with the reason only; what Orbax raises holds its pending reads and prints them when it is freed.
+            ReadError: with the reason only; see `failures`.
         """
         import jax
         import numpy
@@ -94,17 +67,8 @@ class Storage:
             restore_args={name: restore_args(leaf) for name, leaf in wanted.items()},
             partial_restore=True,
         )
-        with _quiet():
-            try:
-                return self._checkpointer.restore(path, args=ocp.args.Composite(**{ARRAYS_ITEM: arguments}))[
-                    ARRAYS_ITEM
-                ]
-            except Exception as error:
-                failure = ReadError(cause(error), of_this_machine=_is_of_this_machine(error))
-                _free_frames(error)
-            time.sleep(_PENDING_READS_SECONDS)
-            gc.collect()
-        raise failure
+        composite = ocp.args.Composite(**{ARRAYS_ITEM: arguments})
+        return failures.read_or_reason(lambda: self._checkpointer.restore(path, args=composite)[ARRAYS_ITEM])
 
     def wait(self) -> None:
         """Block until the last write is committed; raise what went wrong."""
@@ -117,72 +81,3 @@ class Storage:
     def close(self) -> None:
         """Release the threads."""
         self._checkpointer.close()
-
-
-def save_error(path: Path, error: BaseException) -> CheckpointError:
-    """Turn whatever a save raised into one line, and free what it left unfinished without its complaints."""
-    failure = CheckpointError(f"cannot save checkpoint {path}: {cause(error)}")
-    with _quiet():
-        _free_frames(error)
-        gc.collect()
-    return failure
-
-
-def _free_frames(error: BaseException) -> None:
-    for link in _chain(error):
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-
-
-def cause(error: BaseException) -> str:
-    """Return the reason at the root of an exception as one short phrase."""
-    chain = _chain(error)
-    for link in chain:
-        if isinstance(link, OSError) and link.strerror:
-            return link.strerror
-    text = str(chain[0])
-    for phrase in ("No space left on device", "Permission denied", "Disk quota exceeded", "Read-only file system"):
-        if phrase in text:
-            return phrase
-    line = next((line.strip() for line in text.splitlines() if line.strip()), type(chain[0]).__name__)
-    return line if len(line) <= 160 else f"{line[:157]}..."
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
-    return chain
-
-
-def _is_of_this_machine(error: BaseException) -> bool:
-    texts = ("PERMISSION_DENIED", "Permission denied", "RESOURCE_EXHAUSTED")
-    return any(
-        isinstance(link, PermissionError | MemoryError) or any(text in str(link) for text in texts)
-        for link in _chain(error)
-    )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back what the unfinished work of a failed operation prints when it ends or is freed: hundreds of lines."""
-    hook, asyncio_logger = sys.unraisablehook, logging.getLogger("asyncio")
-    disabled = asyncio_logger.disabled
-
-    def without_reads(unraisable: Any) -> None:
-        closed_loop = isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)
-        code = getattr(unraisable.object, "cr_code", None)
-        if not closed_loop and (code is None or "orbax" not in code.co_filename):
-            hook(unraisable)
-
-    sys.unraisablehook = without_reads
-    asyncio_logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
-            yield
-    finally:
-        sys.unraisablehook = hook
-        asyncio_logger.disabled = disabled
