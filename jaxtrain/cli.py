@@ -17,6 +17,7 @@ from typing import NoReturn
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
 from jaxtrain.runtime import collector, distributed
+from jaxtrain.runtime.accelerators import has_accelerator
 from jaxtrain.runtime.allocator import restart
 from jaxtrain.runtime.remarks import print_remark
 
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and words[:1] in (["train"], ["bench"]):
-        restart(accelerator=distributed.has_accelerator())
+        restart(accelerator=has_accelerator())
     if arguments is None and words[:1] == ["train"]:
         collector.pause()
     # What stands behind "--" is for a command that is run by this one.

@@ -73,18 +73,12 @@ def measure(
     distributed.start(emulate=emulate, compilation_cache=None)
     import jax
 
-    from jaxtrain.bench.whole_step import RandomBatches
-    from jaxtrain.train.assemble import build_step
+    from jaxtrain.bench.whole_step import RandomBatches, workload_step
 
     answer["jax"] = jax.__version__
     devices = jax.devices()
     answer["device"] = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
-    step = build_step(
-        config,
-        input_shape=workload.input_shape,
-        vocab_size=workload.vocab_size,
-        num_outputs=workload.num_outputs,
-    )
+    step = workload_step(config, workload)
     batches = RandomBatches(workload)
     step.batch_shardings(batches.spec())  # so that a batch that does not divide is an error before any measurement
     answer["limits"] = answer["blocks"] = answer["step"] = None

@@ -24,18 +24,12 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     distributed.start(emulate=1, compilation_cache=None)
     import jax
 
-    from jaxtrain.bench.whole_step import RandomBatches
+    from jaxtrain.bench.whole_step import RandomBatches, workload_step
     from jaxtrain.plan.workload.describe import describe_workload
-    from jaxtrain.train.assemble import build_step
 
     config = Config.model_validate(request["config"])
     workload = describe_workload(config)
-    step = build_step(
-        config,
-        input_shape=workload.input_shape,
-        vocab_size=workload.vocab_size,
-        num_outputs=workload.num_outputs,
-    )
+    step = workload_step(config, workload)
     batches = RandomBatches(workload)
     step.compile(batches.spec())
     state, batch, seconds = step.init(config.seed), step.loader(batches)(0), []

@@ -14,11 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.bench.power import measured_energy
+from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.run.loop import Hooks, train_loop
+from jaxtrain.train.assemble import build_step
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -55,6 +57,16 @@ class WholeStep:
     process_peak_bytes: int
     joules: float | None
     joules_reason: str | None
+
+
+def workload_step(config: Config, workload: Workload) -> TrainStep:
+    """The train step of a config, for rows of the shapes that its workload has."""
+    return build_step(
+        config,
+        input_shape=workload.input_shape,
+        vocab_size=workload.vocab_size,
+        num_outputs=workload.num_outputs,
+    )
 
 
 class RandomBatches:

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtrain.checkpoint import digest, storage
+from jaxtrain.checkpoint import digest
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
-from jaxtrain.checkpoint.tree import is_key
+from jaxtrain.checkpoint.failures import ReadError
+from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.checkpoint.tree import is_key, shown_name
 from jaxtrain.errors import CheckpointError
 
 
@@ -132,7 +134,7 @@ def on_one_device(entry: tuple[tuple[int, ...], str], info: CheckpointInfo, name
     return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
 
 
-def read_verified(files: storage.Storage, info: CheckpointInfo, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def read_verified(files: Storage, info: CheckpointInfo, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Read the wanted leaves of a step and compare each with its digest.
 
     Args:
@@ -149,11 +151,11 @@ def read_verified(files: storage.Storage, info: CheckpointInfo, wanted: Mapping[
     """
     specifications = {name: _specification(leaf, info, name) for name, leaf in wanted.items()}
     present = {name: leaf for name, leaf in specifications.items() if math.prod(leaf.shape)}
-    failure: storage.ReadError | None = None
+    failure: ReadError | None = None
     found: dict[str, Any] = {}
     try:
         found = files.read(info.path, present)
-    except storage.ReadError as error:
+    except ReadError as error:
         failure = error
     if not everyone(failure is None):
         if failure is not None and failure.of_this_machine:
@@ -162,7 +164,7 @@ def read_verified(files: storage.Storage, info: CheckpointInfo, wanted: Mapping[
     values = digest.digests(found)
     altered = [name for name in present if name not in values or values[name] != info.digests.get(name)]
     if not everyone(not altered):
-        first = altered[0] if altered else "an array on another process"
+        first = shown_name(altered[0]) if altered else "an array on another process"
         raise DamagedError(f"checkpoint {info.path} is damaged: {first} of step {info.step} is not what was saved")
     return {
         name: _as_wanted(leaf, found.get(name), specifications[name], info.key_implementations.get(name))

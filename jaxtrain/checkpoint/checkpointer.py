@@ -1,15 +1,16 @@
 """The checkpoints of a run: saved in the background, restored on any mesh, every array verified."""
 
 import contextlib
-import errno
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint import arrays, checks, directory, going_back, storage, tree
+from jaxtrain.checkpoint import arrays, checks, directory, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.failures import save_error
+from jaxtrain.checkpoint.line import StepLine
+from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.donation import first_deleted
@@ -51,15 +52,11 @@ class Checkpointer:
         self.directory = local_path(directory, what="checkpoint directory").absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
-        counts = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
-        self._keep: dict[str, Any] = {**counts, "keep_best": keep_best}
+        last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
+        self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
         self._read_only = read_only
-        self._report = report
-        self._storage: storage.Storage | None = None
+        self._storage: Storage | None = None
         self._saving: Path | None = None
-        self._cleared = False
-        self._losses: dict[int, float | None] = {}
-        self._position: int | None = None  # the step that the caller's training has reached, if it is known here
 
     def __enter__(self) -> Self:
         return self
@@ -69,11 +66,11 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the numbers of the saved steps in ascending order, without one that is still being written."""
-        steps = going_back.live_steps(self.directory)
+        steps = self._line.steps()
         if not steps and not self._read_only and self._saving is None and arrays.is_process_0():
             # A kill while the only step was being replaced left that step in the directory of abandoned ones.
-            self._settle()
-            steps = going_back.live_steps(self.directory)
+            self._line.settle()
+            steps = self._line.steps()
         return steps
 
     def latest_step(self) -> int | None:
@@ -87,7 +84,7 @@ class Checkpointer:
             CheckpointError: there is no such step, or its record is damaged.
         """
         if step not in self.steps():
-            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: it holds {self._listing()}")
+            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: it holds {self._line.listing()}")
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -99,7 +96,7 @@ class Checkpointer:
                 return directory.read_info(self.directory, candidate).metadata
             except DamagedError:
                 continue
-        raise CheckpointError(f"all checkpoints in {self.directory} are damaged ({self._listing()})")
+        raise CheckpointError(f"all checkpoints in {self.directory} are damaged ({self._line.listing()})")
 
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any], eval_loss: float | None = None) -> bool:
         """Copy the state and write it in the background.
@@ -130,8 +127,8 @@ class Checkpointer:
         gone = first_deleted(flat)
         if gone is not None:
             raise CheckpointError(
-                f"cannot save checkpoint {path}: {gone} is deleted, since a step took over this state; save the state "
-                "that the step returned: state, metrics = step(state, batch)"
+                f"cannot save checkpoint {path}: {tree.shown_name(gone)} is deleted, since a step took this state "
+                "over; save the state that the step returned: state, metrics = step(state, batch)"
             )
         leaves = {name: tree.describe(leaf, name) for name, leaf in flat.items()}
         record = {
@@ -148,8 +145,8 @@ class Checkpointer:
         stored = arrays.storable(flat)
         if arrays.from_process_0(lambda: step in self.steps()):
             record["digests"] = arrays.digests(stored)
-            if arrays.from_process_0(lambda: self._holds(step, record)):
-                self._position = step
+            if arrays.from_process_0(lambda: self._line.holds(step, record)):
+                self._line.position = step
                 return False
         try:
             self._prepare(path)
@@ -166,8 +163,7 @@ class Checkpointer:
         """Record the eval_loss of a step that was saved before it was evaluated, for `keep_best`."""
         self.wait()
         if arrays.is_process_0():
-            directory.write_eval_loss(self.directory, step, float(eval_loss))
-            self._losses[step] = float(eval_loss)
+            self._line.note_loss(step, float(eval_loss))
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
@@ -191,8 +187,7 @@ class Checkpointer:
         self.wait()
         wanted = tree.flatten(target, prefix=prefix)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
-        damaged: list[int] = []
-        reasons: list[str] = []
+        damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
         for candidate in candidates:
             try:
                 info = self.info(candidate)
@@ -200,16 +195,17 @@ class Checkpointer:
             except DamagedError as error:
                 if step is not None:
                     raise
-                damaged.append(candidate)
-                reasons.append(str(error))
+                damaged.append((candidate, str(error)))
                 continue
             # Only once an intact step is found: with all steps renamed, the next run would start at step 0.
-            self._set_aside(damaged, reasons, instead=candidate)
+            if arrays.is_process_0():
+                self._line.pass_over(damaged, instead=candidate, rename=not self._read_only)
+            arrays.barrier("jaxtrain_set_aside")
             if prefix is None:
-                self._position = candidate
+                self._line.position = candidate
             return wanted.rebuild(restored)
         raise CheckpointError(
-            f"no intact checkpoint is left in {self.directory} ({len(damaged)} damaged): {reasons[0]}; "
+            f"no intact checkpoint is left in {self.directory} ({len(damaged)} damaged): {damaged[0][1]}; "
             "restore the files from a copy, or start again in another run directory"
         )
 
@@ -261,10 +257,10 @@ class Checkpointer:
             self._storage.wait()
         except Exception as error:
             raise self._failed(path, error) from None
-        self._position = int(path.name)
+        self._line.position = int(path.name)
         if arrays.is_process_0():
-            self._settle()
-            self._prune()
+            self._line.settle()
+            self._line.prune()
 
     def check(self) -> None:
         """Raise a CheckpointError if a save in the background has failed; cheap enough to call at every step."""
@@ -285,9 +281,9 @@ class Checkpointer:
             if opened is not None:
                 opened.close()
 
-    def _open(self) -> storage.Storage:
+    def _open(self) -> Storage:
         if self._storage is None:
-            self._storage = storage.Storage()
+            self._storage = Storage()
         return self._storage
 
     def _candidates(self) -> list[int]:
@@ -297,97 +293,38 @@ class Checkpointer:
             raise CheckpointError(f"no checkpoint in {self.directory}: check the path, or start with --resume auto")
         return [step for step in steps if step <= newest]
 
-    def _listing(self) -> str:
-        return ", ".join(map(str, self.steps())) or "none"
-
     def _prepare(self, path: Path) -> None:
         failure: Exception | None = None
         if arrays.is_process_0():
             try:
-                self._make_room(path)
+                self._line.make_room(int(path.name))
             except (OSError, CheckpointError) as error:
                 failure = error
         # Otherwise the other processes would wait in the save for one that has failed.
         if not arrays.everyone(failure is None):
             raise failure or CheckpointError(f"cannot save checkpoint {path}: process 0 cannot write there")
 
-    def _make_room(self, path: Path) -> None:
-        self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-        if not os.access(self.directory, os.W_OK | os.X_OK):
-            raise CheckpointError(f"cannot save checkpoint {path}: {os.strerror(errno.EACCES)}")
-        if not self._cleared:
-            directory.clear_leftovers(self.directory)
-            self._cleared = True
-        self._settle()
-        steps, step = self.steps(), int(path.name)
-        after = step - 1 if self._position is None else min(self._position, step - 1)
-        if any(other > after for other in steps):
-            going_back.begin(self.directory, after=after, step=step)
-        if path.exists() or path.is_symlink():
-            moved = directory.set_aside(self.directory, step, reason="foreign")
-            self._report(f"{path} is not a checkpoint of jaxtrain; it was renamed to {moved.name}")
-
     def _failed(self, path: Path, error: BaseException) -> CheckpointError:
         # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
         self._storage = None
-        # The files of a failed save take the disk space that the next save needs.
         if arrays.is_process_0():
-            directory.clear_leftovers(self.directory)
-            self._settle()
-        return storage.save_error(path, error)
-
-    def _settle(self) -> None:
-        for step in going_back.settle(self.directory, self._report):
-            self._losses.pop(step, None)
-
-    def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Return whether a saved step has the arrays of this record."""
-        try:
-            info = directory.read_info(self.directory, step)
-        except DamagedError:
-            return False
-        leaves = {name: [list(shape), dtype] for name, (shape, dtype) in info.leaves.items()}
-        digests = {name: list(digest) for name, digest in info.digests.items()}
-        return (leaves, digests) == (record["leaves"], record["digests"])
-
-    def _prune(self) -> None:
-        steps = self.steps()
-        for step in steps:
-            if step not in self._losses:
-                try:
-                    self._losses[step] = directory.read_info(self.directory, step).eval_loss
-                except CheckpointError:
-                    self._losses[step] = None
-        losses = {step: self._losses[step] for step in steps}
-        directory.remove(self.directory, set(steps) - directory.steps_to_keep(losses, **self._keep))
+            self._line.clear()
+        return save_error(path, error)
 
     def _read(self, info: CheckpointInfo, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
         _check_like(info, wanted, prefix)
         return arrays.read_verified(self._open(), info, wanted)
 
-    def _set_aside(self, damaged: list[int], reasons: list[str], *, instead: int) -> None:
-        for step, reason in zip(damaged, reasons, strict=True):
-            moved = ""
-            if not self._read_only and arrays.is_process_0():
-                moved = f" (renamed to {directory.set_aside(self.directory, step, reason='corrupt').name})"
-            if arrays.is_process_0():
-                self._report(f"{reason}{moved}; step {instead} is used instead")
-        arrays.barrier("jaxtrain_set_aside")
-
 
 def _check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | None) -> None:
     """Raise a CheckpointError where the record of a step has other leaves; the message says what differs."""
     found = tree.difference(
-        {name: leaf for name, leaf in info.leaves.items() if _is_inside(name, prefix)},
+        {name: leaf for name, leaf in info.leaves.items() if tree.is_inside(name, prefix)},
         {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
     )
     if found is not None:
-        parts = {name.partition(".")[0] for name in found.names}
+        parts = {tree.part_of(name) for name in found.names}
         what = "model" if parts & {"params", "model_state"} else "optimizer" if "optimizer_state" in parts else "kind"
         if parts <= {"ema", "ema_model_state"}:
             what = "moving average"
         raise CheckpointError(f"checkpoint {info.path} is of another {what}: {found.phrase}")
-
-
-def _is_inside(name: str, prefix: str | None) -> bool:
-    return not prefix or name == prefix or name.startswith(f"{prefix}.")

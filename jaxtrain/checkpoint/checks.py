@@ -48,12 +48,8 @@ def checked_loss(eval_loss: Any) -> float | None:
         ) from None
 
 
-def checked_counts(*, keep_last: Any, keep_every: Any) -> dict[str, int | None]:
-    """Return the rules for how many steps are kept, as integers.
-
-    Args:
-        keep_last: number of the newest steps that are kept.
-        keep_every: steps at multiples of this are never deleted; None: no such rule.
+def checked_counts(*, keep_last: Any, keep_every: Any) -> tuple[int, int | None]:
+    """Return how many of the newest steps stay, and the number whose multiples stay (None for no such rule).
 
     Raises:
         ConfigError: one of them is not an integer of at least 1.
@@ -65,7 +61,7 @@ def checked_counts(*, keep_last: Any, keep_every: Any) -> dict[str, int | None]:
         )
     if keep_every is not None and (every is None or every < 1):
         raise ConfigError(f"keep_every is {keep_every!r}: use an integer of 1 or more, or None for no such rule")
-    return {"keep_last": last, "keep_every": every}
+    return last, every
 
 
 def _whole(value: Any) -> int | None:

@@ -1,17 +1,22 @@
-"""Turns any pytree into one flat table {dotted path: leaf}, so that files on disk do not depend on Python classes."""
+"""Any pytree as one flat table {name: leaf}, so that files on disk depend on no Python class.
+
+Stored names join the parts of a path by dots (`params.mlp.kernel`), as all checkpoints have them; people see the same
+path as everywhere else (`params/mlp/kernel`), by `shown_name`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.errors import CheckpointError
+from jaxtrain.runtime.tree_path import path_name
 
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
 class FlatTree:
-    """The leaves of a tree by dotted path, in the order of the tree, and the structure that rebuilds it."""
+    """Leaves by stored name, in the order of the tree, and the structure that puts them back."""
 
     leaves: dict[str, Any]
     structure: Any
@@ -40,23 +45,34 @@ def flatten(tree: Any, *, prefix: str | None = None) -> FlatTree:
     for keys, leaf in entries:
         path = ".".join(([prefix] if prefix else []) + [_part(key) for key in keys])
         if path in leaves:
-            raise CheckpointError(f"two arrays of the state have the path {path}: rename one of them")
+            raise CheckpointError(f"two arrays of the state have the path {shown_name(path)}: rename one of them")
         leaves[path] = leaf
     return FlatTree(leaves, structure)
+
+
+def shown_name(stored: str) -> str:
+    """A stored name as people see tree paths: `params/mlp/kernel`."""
+    return stored.replace(".", "/")
+
+
+def part_of(stored: str) -> str:
+    """The top-level part of the state that a stored name belongs to: `params`."""
+    return stored.partition(".")[0]
+
+
+def is_inside(stored: str, prefix: str | None) -> bool:
+    """Whether a stored name is that of a leaf below a prefix; None: of any leaf."""
+    return not prefix or stored == prefix or stored.startswith(f"{prefix}.")
 
 
 def _part(key: Any) -> str:
     import jax
 
     kinds = jax.tree_util
-    match key:
-        case kinds.GetAttrKey():
-            return key.name
-        case kinds.DictKey() | kinds.FlattenedIndexKey():
-            return str(key.key)
-        case kinds.SequenceKey():
-            return str(key.idx)
-    return str(key).strip(".[]'\"")
+    name = path_name((key,))
+    if isinstance(key, kinds.GetAttrKey | kinds.DictKey | kinds.FlattenedIndexKey | kinds.SequenceKey):
+        return name
+    return name.strip(".[]'\"")  # a key of another kind shows itself as it is written in Python
 
 
 def is_key(leaf: Any) -> bool:
@@ -80,7 +96,9 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
         return tuple(leaf.shape), str(leaf.dtype.newbyteorder("=") if foreign else leaf.dtype)
     array = numpy.asarray(leaf)
     if array.dtype.kind not in "biufc":
-        raise CheckpointError(f"{path} of the state is a {type(leaf).__name__}: only arrays and numbers can be saved")
+        raise CheckpointError(
+            f"{shown_name(path)} of the state is a {type(leaf).__name__}: only arrays and numbers can be saved"
+        )
     return array.shape, str(array.dtype)
 
 
@@ -107,11 +125,11 @@ def difference(saved: Leaves, wanted: Leaves) -> Difference | None:
     found: dict[str, str] = {}
     for path in [*wanted, *(path for path in saved if path not in wanted)]:
         if path not in saved:
-            found[path] = f"{path} is not there ({_text(wanted[path])} here)"
+            found[path] = f"{shown_name(path)} is not there ({_text(wanted[path])} here)"
         elif path not in wanted:
-            found[path] = f"{path} is {_text(saved[path])} there and not here"
+            found[path] = f"{shown_name(path)} is {_text(saved[path])} there and not here"
         elif (tuple(saved[path][0]), saved[path][1]) != (tuple(wanted[path][0]), wanted[path][1]):
-            found[path] = f"{path} is {_text(saved[path])} there, {_text(wanted[path])} here"
+            found[path] = f"{shown_name(path)} is {_text(saved[path])} there, {_text(wanted[path])} here"
     if not found:
         return None
     total = len(set(saved) | set(wanted))

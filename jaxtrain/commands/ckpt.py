@@ -6,6 +6,7 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.going_back import abandoned_folders
+from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.commands.output import print_json, print_table, print_text
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
@@ -99,7 +100,7 @@ def run_ckpt_show(run_dir: str, *, step: int | None, as_json: bool) -> int:
     with _open(run_dir) as checkpoints:
         info = _info(checkpoints, step)
     leaves = [
-        {"path": path, "shape": list(shape), "dtype": dtype, "bytes": _leaf_bytes(info, path)}
+        {"path": shown_name(path), "shape": list(shape), "dtype": dtype, "bytes": _leaf_bytes(info, path)}
         for path, (shape, dtype) in info.leaves.items()
     ]
     totals = _totals(leaves)
@@ -171,7 +172,7 @@ def _totals(leaves: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Count the arrays, numbers and bytes of each top-level part of the state, and of all parts."""
     totals: dict[str, dict[str, int]] = {}
     for leaf in leaves:
-        for part in (leaf["path"].partition(".")[0], "all"):
+        for part in (leaf["path"].partition("/")[0], "all"):
             total = totals.setdefault(part, {"arrays": 0, "numbers": 0, "bytes": 0})
             total["arrays"] += 1
             total["numbers"] += math.prod(leaf["shape"])

@@ -19,7 +19,7 @@ from jaxtrain.runtime.remarks import print_remark
 _TABLE_COLUMNS = 120
 
 
-def run_config(
+def print_config(
     config: str | None, overrides: Sequence[str], *, form: str, only: str | None, emulate: int | None
 ) -> int:
     """Print a config.

@@ -11,7 +11,8 @@ from jaxtrain.commands.output import print_json, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
-from jaxtrain.runtime import distributed
+from jaxtrain.runtime import accelerators, distributed
+from jaxtrain.runtime.compilation_cache import cache_folder
 
 _OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio"}
 _LITTLE_DISK = 2 * 2**30
@@ -160,9 +161,9 @@ def _check_devices(report: Report, emulate: int | None) -> None:
         "host_memory_bytes": host,
     }
     each = "" if memory is None else f", {format_bytes(memory)} each"
-    report.lines.append(("devices", f"{distributed.describe_devices()} ({platform}){each}"))
+    report.lines.append(("devices", f"{accelerators.describe_devices()} ({platform}){each}"))
     report.lines.append(("host", f"{os.cpu_count()} CPU cores, {format_bytes(host)} of memory"))
-    unused = distributed.unused_accelerator(platform)
+    unused = accelerators.unused_accelerator(platform)
     if unused is not None and emulate is None:
         what, _, mend = unused.partition(": ")
         report.problems.append(Problem(what, mend))
@@ -188,7 +189,7 @@ def _measure(report: Report, num_devices: int) -> None:
 
 
 def _check_cache(report: Report) -> None:
-    folder = distributed.cache_folder("auto")
+    folder = cache_folder("auto")
     assert folder is not None
     size = _folder_bytes(folder)
     existing = next(path for path in (folder, *folder.parents) if path.exists())

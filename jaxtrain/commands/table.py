@@ -182,10 +182,10 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.config import run_config
+    from jaxtrain.commands.config import print_config
 
     forms = {"yaml": arguments.yaml, "json-schema": arguments.json_schema, "sharding": arguments.sharding}
-    return run_config(
+    return print_config(
         arguments.config,
         arguments.overrides,
         form=next((form for form, asked in forms.items() if asked), "keys"),

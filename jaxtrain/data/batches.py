@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import DataError
-from jaxtrain.layout.sharding import path_name
 from jaxtrain.runtime.cores import usable_cores
+from jaxtrain.runtime.tree_path import path_name
 
 if TYPE_CHECKING:
     import grain

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtrain.data.permutation import permuted
 from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
-from jaxtrain.layout.sharding import path_name
+from jaxtrain.runtime.tree_path import path_name
 
 # Entry -> array, or a nested dict of arrays.
 Row = dict[str, Any]

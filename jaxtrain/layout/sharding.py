@@ -24,6 +24,7 @@ from jaxtrain.layout.rules import (
     parameter_entries,
 )
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
+from jaxtrain.runtime.tree_path import path_name
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,6 @@ class Layout:
     def named(self, spec: PartitionSpec) -> NamedSharding:
         """A sharding usable where this layout is traced."""
         return NamedSharding(jax.sharding.get_abstract_mesh() if self.manual else self.mesh, spec)
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A tree path as text: `blocks/attention/query/kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec:

@@ -11,7 +11,8 @@ from jaxtrain.config import Loaded
 from jaxtrain.layout.mesh import mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.loss_notes import loss_notes
-from jaxtrain.runtime import distributed
+from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
+from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.compiler_options import option_notes
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.parallelism import pipeline_notes
@@ -42,9 +43,9 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         f"{config.train.steps:,} steps of {units:,} {run.data.unit}"
         + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
         *(f"data: {line}" for line in run.data.description),
-        f"devices: {distributed.describe_devices()} ({degrees}), {config.precision.policy}, "
+        f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "
         f"state {format_bytes(state)} a device" + (f", {format_bytes(on_host)} on the host" if on_host else ""),
-        f"compiled programs: {distributed.cache_folder(config.compilation_cache) or 'not kept'}",
+        f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}",
         f"run directory: {run_dir}",
         *mesh_notes(mesh),
         *pipeline_notes(run.step.pipeline),
@@ -52,5 +53,5 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         *option_notes(run.step.compiler_options, asked=config.compiler_options),
         *notes,
     ]
-    unused = distributed.unused_accelerator(jax.devices()[0].platform)
+    unused = unused_accelerator(jax.devices()[0].platform)
     return [*lines, *([unused] if unused else [])]

@@ -28,7 +28,7 @@ from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import check_resumed, choose_start, finished_row, run_metadata, set_aside
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
-from jaxtrain.runtime import distributed
+from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.state import TrainState
 
@@ -171,7 +171,7 @@ def _compile(run: Run, progress: Progress) -> None:
     try:
         with progress.phase("compiling") as phase:
             run.step.use(lowered.compile())
-            kept = distributed.cache_folder(run.config.compilation_cache) is not None
+            kept = cache_folder(run.config.compilation_cache) is not None
             # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
             found = "cache_hits" in seen and "cache_misses" not in seen
             phase.note("from cache" if found else "cached next time" if kept else "")

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of accelerators for dense matrices, the denominator of model FLOPs utilization (MFU); the planner reads them too.
+"""Peak FLOP/s of accelerators for dense matrices: for model FLOPs utilization (MFU), and for the planner.
 
 There is one row per device as jax counts devices: a chip of TPU v2, v3 or TPU7x is two devices, any other chip is one.
 Figures are those of the vendors: dense (half of NVIDIA's "with sparsity"), at boost clocks, with fp32 accumulation.

@@ -114,9 +114,9 @@ def test_a_damaged_newest_step_is_set_aside(saved, lines, capfd, damage):
 
 def test_a_changed_bit_is_named(saved):
     flip_bits_in_array_data(saved, 2)
-    with pytest.raises(CheckpointError, match=r"2 is damaged: params\.mlp\.kernel of step 2 is not what was saved"):
+    with pytest.raises(CheckpointError, match=r"2 is damaged: params/mlp/kernel of step 2 is not what was saved"):
         saved.restore(abstract(make_state()), step=2)
-    with pytest.raises(CheckpointError, match=r"params\.mlp\.kernel"):
+    with pytest.raises(CheckpointError, match=r"params/mlp/kernel"):
         saved.verify()
     assert saved.verify(1).step == 1
     assert saved.steps() == [1, 2]
@@ -173,16 +173,16 @@ OTHER_MODELS = {
     ),
     "shape": (
         lambda: abstract(make_state(width=64)),
-        r"differ, first params\.mlp\.bias is \(32,\) bfloat16 there, \(64,\) bfloat16 here; params\.mlp\.kernel is",
+        r"differ, first params/mlp/bias is \(32,\) bfloat16 there, \(64,\) bfloat16 here; params/mlp/kernel is",
     ),
-    "missing": (lambda: _replaced(ema={"kernel": _shape((2,))}), r"first ema\.kernel is not there"),
+    "missing": (lambda: _replaced(ema={"kernel": _shape((2,))}), r"first ema/kernel is not there"),
     "average of statistics": (
         lambda: _replaced(ema_model_state={"mean": _shape((2,))}),
-        r"1 of \d+ arrays differ, first ema_model_state\.mean is not there",
+        r"1 of \d+ arrays differ, first ema_model_state/mean is not there",
     ),
     "extra": (
         lambda: _replaced(params={}),
-        r"4 of \d+ arrays differ, first params\.blocks\.0 is \(8, 16\) float32 there and not here",
+        r"4 of \d+ arrays differ, first params/blocks/0 is \(8, 16\) float32 there and not here",
     ),
     "optimizer": (lambda: abstract(make_state(optimizer="sgd")), r"\d+ of \d+ arrays differ, first optimizer_state"),
     "key": (
@@ -220,7 +220,7 @@ def test_what_is_like_the_newest_intact_record_passes_unread(saved, monkeypatch)
 
 
 def test_a_prefix_that_is_not_there(saved):
-    with pytest.raises(CheckpointError, match=r"first ema\.kernel is not there"):
+    with pytest.raises(CheckpointError, match=r"first ema/kernel is not there"):
         saved.restore({"kernel": _shape((2,))}, prefix="ema")
 
 

@@ -72,8 +72,8 @@ def test_a_run_without_checkpoints_lists_none(cli, tmp_path):
 def test_shows_leaves_totals_and_metadata(cli, text_run):
     shown = json.loads(cli("ckpt", "show", str(text_run), "--json").out)
     leaves = {leaf["path"]: leaf for leaf in shown["leaves"]}
-    assert leaves["params.embedding"] == {
-        "path": "params.embedding",
+    assert leaves["params/embedding"] == {
+        "path": "params/embedding",
         "shape": [256, 32],
         "dtype": "float32",
         "bytes": 256 * 32 * 4,
@@ -85,6 +85,6 @@ def test_shows_leaves_totals_and_metadata(cli, text_run):
     assert shown["totals"]["all"]["bytes"] == sum(leaf["bytes"] for leaf in shown["leaves"])
     assert shown["metadata"]["config"]["train"]["steps"] == 4
     text = cli("ckpt", "show", str(text_run), "--step", "2").out
-    assert "params.embedding" in text
+    assert "params/embedding" in text
     assert "optimizer_state" in text
     assert text.splitlines()[-1].endswith("checkpoints/2")

@@ -57,7 +57,7 @@ def test_each_problem_comes_with_what_mends_it(cli, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(
-        "jaxtrain.runtime.distributed.unused_accelerator", lambda platform: "there is a card: pip install x"
+        "jaxtrain.runtime.accelerators.unused_accelerator", lambda platform: "there is a card: pip install x"
     )
     answer = cli("doctor")
     assert answer.code == 0

@@ -11,7 +11,7 @@ from jaxtrain.config.data import TextData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data import prepare_tokens
 from jaxtrain.errors import UserError
-from jaxtrain.runtime.distributed import cache_folder
+from jaxtrain.runtime.compilation_cache import cache_folder
 
 STORE = "is not a path on this machine; use a local folder, or mount the store and give its folder"
 

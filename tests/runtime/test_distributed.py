@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.distributed import Cluster, cache_folder, detect_cluster, start
+from jaxtrain.runtime.cluster import Cluster, detect_cluster
+from jaxtrain.runtime.compilation_cache import cache_folder
+from jaxtrain.runtime.distributed import start
 
 PREFIXES = (
     *("JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_", "OMPI_", "TPU_", "MEGASCALE_"),
@@ -111,7 +113,7 @@ def test_a_tpu_vm_asks_its_metadata_server(environment, monkeypatch, answer, clu
         def log_message(self, *words):
             pass
 
-    monkeypatch.setattr("jaxtrain.runtime.distributed._has_tpu_chips", lambda: True)
+    monkeypatch.setattr("jaxtrain.runtime.cluster.has_tpu_chips", lambda: True)
     environment({})
     with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
@@ -230,6 +232,7 @@ JOIN = """
 import json, os, socket, sys
 import jax
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.cluster import Cluster, detect_cluster
 
 found = []
 for variables in json.load(sys.stdin):
@@ -239,7 +242,7 @@ for variables in json.load(sys.stdin):
     variables = {name: value.replace("PORT", port) for name, value in variables.items()}
     os.environ.update(variables, JAX_COORDINATOR_PORT=port)
     source = "Open MPI" if "OMPI_COMM_WORLD_SIZE" in variables else "Slurm"
-    distributed._join(distributed.detect_cluster() or distributed.Cluster(source))
+    distributed._join(detect_cluster() or Cluster(source))
     found.append(jax.config.read("jax_cuda_visible_devices"))
     jax.distributed.shutdown()
     jax.config.update("jax_cuda_visible_devices", "all")

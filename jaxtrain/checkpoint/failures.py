@@ -1,0 +1,142 @@
+"""What is left of a failed read or save of Orbax: one reason, and nothing that complains when it is freed.
+
+Orbax reads and writes many arrays at once as coroutines of its own event loop. One that fails leaves the others behind,
+pending. Python reports those when it frees them, as hundreds of lines that hide our one: warnings of coroutines that
+were never awaited, errors of the `asyncio` logger, and exceptions given to `sys.unraisablehook`, which no option of
+Orbax keeps back. So all of them are freed here, at a moment when such reports of Orbax are held back, and only then.
+"""
+
+import contextlib
+import gc
+import logging
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from jaxtrain.errors import CheckpointError
+
+Found = TypeVar("Found")
+
+# Reads that were started beside the one that failed cannot be cancelled or waited for from outside Orbax, and what they
+# print as they end must still fall into the time in which it is held back. They end within this time.
+_PENDING_READS_SECONDS = 0.5
+
+
+class ReadError(Exception):
+    """Arrays of a step could not be read.
+
+    Args:
+        reason: one short phrase.
+        of_this_machine: the reason is permission or memory, which says nothing about the files.
+    """
+
+    def __init__(self, reason: str, *, of_this_machine: bool) -> None:
+        super().__init__(reason)
+        self.of_this_machine = of_this_machine
+
+
+def silence_log() -> None:
+    """Drop what Orbax logs: failures that it also raises, with tracebacks of hundreds of lines."""
+    logging.getLogger("absl").addFilter(_without_orbax)
+
+
+def read_or_reason(read: Callable[[], Found]) -> Found:
+    """Return what `read` gives; where it fails, free what it left pending.
+
+    The argument is a function and this no context manager: a `with` statement would keep the error, and with it the
+    pending reads, until the block has ended.
+
+    Args:
+        read: reads through Orbax.
+
+    Raises:
+        ReadError: with the reason only; what Orbax raises holds its pending reads and prints them when it is freed.
+    """
+    with _reports_held_back():
+        try:
+            return read()
+        except Exception as error:
+            failure = ReadError(cause(error), of_this_machine=_is_of_this_machine(error))
+            _free_frames(error)
+        time.sleep(_PENDING_READS_SECONDS)
+        # Frames and coroutines refer to one another, so that they are freed by the collector alone.
+        gc.collect()
+    raise failure
+
+
+def save_error(path: Path, error: BaseException) -> CheckpointError:
+    """Turn whatever a save raised into one line, and free what it left pending."""
+    failure = CheckpointError(f"cannot save checkpoint {path}: {cause(error)}")
+    with _reports_held_back():
+        _free_frames(error)
+        gc.collect()
+    return failure
+
+
+def cause(error: BaseException) -> str:
+    """Return the reason at the root of an exception as one short phrase."""
+    chain = _chain(error)
+    for link in chain:
+        if isinstance(link, OSError) and link.strerror:
+            return link.strerror
+    text = str(chain[0])
+    for phrase in ("No space left on device", "Permission denied", "Disk quota exceeded", "Read-only file system"):
+        if phrase in text:
+            return phrase
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(chain[0]).__name__)
+    return line if len(line) <= 160 else f"{line[:157]}..."
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _is_of_this_machine(error: BaseException) -> bool:
+    texts = ("PERMISSION_DENIED", "Permission denied", "RESOURCE_EXHAUSTED")
+    return any(
+        isinstance(link, PermissionError | MemoryError) or any(text in str(link) for text in texts)
+        for link in _chain(error)
+    )
+
+
+def _without_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+def _free_frames(error: BaseException) -> None:
+    """Drop the local variables of every frame that the exception holds: the pending work is among them."""
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+
+
+@contextlib.contextmanager
+def _reports_held_back() -> Iterator[None]:
+    """Hold back what pending work of Orbax reports when it ends or is freed; reports of other code pass."""
+    hook, asyncio_logger = sys.unraisablehook, logging.getLogger("asyncio")
+    disabled = asyncio_logger.disabled
+
+    def without_reads(unraisable: "sys.UnraisableHookArgs") -> None:
+        closed_loop = isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)
+        code = getattr(unraisable.object, "cr_code", None)
+        if not closed_loop and (code is None or "orbax" not in code.co_filename):
+            hook(unraisable)
+
+    sys.unraisablehook = without_reads
+    asyncio_logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
+            yield
+    finally:
+        sys.unraisablehook = hook
+        asyncio_logger.disabled = disabled

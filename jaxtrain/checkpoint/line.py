@@ -1,0 +1,128 @@
+"""The steps of a checkpoint directory as one line: which of them count, what gives way to a save, what is deleted.
+
+Only the process that decides (process 0) renames and deletes; it calls what says so here.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint import directory, going_back
+from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.errors import CheckpointError
+
+
+class StepLine:
+    """The line of steps that one Checkpointer extends, and where on it the caller's training stands.
+
+    Args:
+        folder: the checkpoint directory.
+        keep_last, keep_every, keep_best: which steps stay; see `directory.steps_to_keep`.
+        report: receives one line when a step is moved.
+
+    Attributes:
+        position: the step that the caller's training stands at, as far as it is known; None before the first
+            save or restore.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        keep_every: int | None,
+        keep_best: bool,
+        report: Callable[[str], None],
+    ) -> None:
+        self._folder = folder
+        self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
+        self._report = report
+        self._is_cleared = False
+        self._losses: dict[int, float | None] = {}
+        self.position: int | None = None
+
+    def steps(self) -> list[int]:
+        """Return the saved steps of the line in ascending order."""
+        return going_back.live_steps(self._folder)
+
+    def listing(self) -> str:
+        """Return the saved steps as people read them."""
+        return ", ".join(map(str, self.steps())) or "none"
+
+    def holds(self, step: int, record: Mapping[str, Any]) -> bool:
+        """Tell whether a saved step has the arrays of this record: the same leaves with the same digests."""
+        try:
+            info = directory.read_info(self._folder, step)
+        except DamagedError:
+            return False
+        leaves = {name: [list(shape), dtype] for name, (shape, dtype) in info.leaves.items()}
+        digests = {name: list(digest) for name, digest in info.digests.items()}
+        return (leaves, digests) == (record["leaves"], record["digests"])
+
+    def make_room(self, step: int) -> None:
+        """Make the directory ready for a save of `step`; only the deciding process.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            OSError: it cannot be made.
+        """
+        path = directory.step_path(self._folder, step)
+        self._folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        if not os.access(self._folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot save checkpoint {path}: {os.strerror(errno.EACCES)}")
+        if not self._is_cleared:
+            directory.clear_leftovers(self._folder)
+            self._is_cleared = True
+        self.settle()
+        after = step - 1 if self.position is None else min(self.position, step - 1)
+        if any(other > after for other in self.steps()):
+            going_back.begin(self._folder, after=after, step=step)
+        if path.exists() or path.is_symlink():
+            moved = directory.set_aside(self._folder, step, reason="foreign")
+            self._report(f"{path} is not a checkpoint of jaxtrain: it is renamed to {moved.name}")
+
+    def settle(self) -> None:
+        """Finish what an earlier save that went back has left to move; only the deciding process."""
+        for step in going_back.settle(self._folder, self._report):
+            self._losses.pop(step, None)
+
+    def clear(self) -> None:
+        """Delete what a failed save has written: the next one needs the disk; only the deciding process."""
+        directory.clear_leftovers(self._folder)
+        self.settle()
+
+    def note_loss(self, step: int, eval_loss: float) -> None:
+        """Write the eval_loss of a saved step into its record; only the deciding process."""
+        directory.write_eval_loss(self._folder, step, eval_loss)
+        self._losses[step] = eval_loss
+
+    def prune(self) -> None:
+        """Delete the steps that the policy does not keep; only the deciding process."""
+        steps = self.steps()
+        for step in steps:
+            if step not in self._losses:
+                try:
+                    self._losses[step] = directory.read_info(self._folder, step).eval_loss
+                except CheckpointError:
+                    self._losses[step] = None
+        kept = directory.steps_to_keep(
+            {step: self._losses[step] for step in steps},
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            keep_best=self._keep_best,
+        )
+        directory.remove(self._folder, set(steps) - kept)
+
+    def pass_over(self, damaged: Sequence[tuple[int, str]], *, instead: int, rename: bool) -> None:
+        """Report damaged steps in place of which an earlier one is used; only the deciding process.
+
+        Args:
+            damaged: steps with what is wrong.
+            instead: the step that is used.
+            rename: move each aside, so that the next start does not meet it.
+        """
+        for step, reason in damaged:
+            moved = f" (renamed to {directory.set_aside(self._folder, step, reason='corrupt').name})" if rename else ""
+            self._report(f"{reason}{moved}; step {instead} is used instead")

@@ -1,0 +1,49 @@
+"""Where compiled programs are kept from one process to the next."""
+
+import os
+from pathlib import Path
+
+from jaxtrain.config.local_path import local_path
+from jaxtrain.errors import ConfigError
+
+
+def cache_folder(setting: str | None) -> Path | None:
+    """Folder of compiled programs for `compilation_cache`: auto, a path, or None.
+
+    `JAXTRAIN_CACHE_DIR` replaces the platform's cache folder under auto.
+    """
+    if setting is None:
+        return None
+    if setting != "auto":
+        return local_path(setting, what="compilation_cache").expanduser()
+    root = os.environ.get("JAXTRAIN_CACHE_DIR")
+    if root:
+        return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home).expanduser() / "jaxtrain" / "compiled"
+
+
+def use_cache(setting: str | None) -> None:
+    """Let jax keep compiled programs in the folder of `compilation_cache`, which is made if need be.
+
+    Args:
+        setting: see `cache_folder`.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+    import jax
+
+    folder = cache_folder(setting)
+    if folder is None:
+        return
+    try:
+        # Compiled programs are run as they are read: nobody else may write there.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the compilation cache {folder}: {error.strerror}; "
+            "set compilation_cache=null or another folder"
+        ) from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
