@@ -24,6 +24,7 @@ def script():
     del sys.modules[spec.name]
 
 
+@pytest.mark.long
 def test_rows_are_measured_and_failures_are_recorded(tmp_path):
     """On a CPU there is no card to describe, and Python stands in for one that has no PyTorch."""
     words = [sys.executable, str(SCRIPT), "--smoke", "--out", str(tmp_path), "--torch-python", "/nowhere/python"]

@@ -273,6 +273,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.long
 def test_training_is_launched_stopped_and_saved(tmp_path):
     (tmp_path / "tiny.yaml").write_text(json.dumps(CONFIG))
     words = ["launch", "--processes", "2", "--emulate", "2", "--", "train", "tiny.yaml", "--run-dir", "run"]

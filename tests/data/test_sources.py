@@ -331,40 +331,12 @@ def test_a_mixture_of_shards_uses_their_tokenizer(tmp_path):
     assert data.tokenizer is not None
 
 
-def gathered(rows):
-    return rows.gather(np.arange(len(rows)))
-
-
-def test_other_rows_are_read_with_the_scales_and_classes_of_the_first(tmp_path):
-    (tmp_path / "a.csv").write_text("x,y\n" + "".join(f"{i},{['ant', 'bee', 'cat'][i % 3]}\n" for i in range(60)))
-    (tmp_path / "b.csv").write_text("x,y\n" + "".join(f"{1000 + i},{['cat', 'bee'][i % 2]}\n" for i in range(20)))
-    first = open_data(TableData(path=str(tmp_path / "a.csv")))
-    reading = json.loads(json.dumps(first.reading))
-    other = open_data(TableData(path=str(tmp_path / "b.csv"), validation_fraction=0.5), reading=reading)
-    rows = gathered(other.validation)
-    values = rows["inputs"][:, 0].astype(np.float64) * reading["deviation"][0] + reading["mean"][0]
-    assert sorted(rows["targets"].tolist()) == sorted(2 if round(value) % 2 == 0 else 1 for value in values)
-    assert values.min() > 999
-    assert (other.num_outputs, other.reading) == (3, first.reading)
-    again = open_data(TableData(path=str(tmp_path / "a.csv")), reading=reading)
-    assert again.fingerprint == first.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("table", "settings", "error"),
-    [
-        ("x,y\n1,ant\n2,dog\n3,ant\n", {}, "has class 'dog', which the run was not trained on (its classes: ant, bee)"),
-        ("x,z,y\n1,2,ant\n2,3,bee\n", {}, "has 2 input columns, the run was trained on 1"),
-        ("x,y\n1,ant\n2,bee\n", {"standardize": False}, "data.standardize=false differs from the run"),
-    ],
-    ids=["class", "columns", "standardize"],
-)
-def test_other_rows_must_fit_the_reading(table, settings, error, tmp_path):
-    (tmp_path / "a.csv").write_text(table)
-    reading = {"kind": "table", "classes": ["ant", "bee"], "mean": [0.0], "deviation": [1.0]}
-    with pytest.raises(DataError, match=re.escape(error)) as caught:
-        open_data(TableData(path=str(tmp_path / "a.csv"), **settings), reading=reading)
-    assert "\n" not in str(caught.value)
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text("some words", encoding="utf-8-sig")
+    lines.write_text('{"text": "some words"}\n', encoding="utf-8-sig")
+    assert list(open_documents(TextData(path=str(text))).read()) == ["some words"]
+    assert list(open_documents(JsonlData(path=str(lines))).read()) == ["some words"]
 
 
 def test_other_images_keep_the_class_numbers(tmp_path):
@@ -375,29 +347,3 @@ def test_other_images_keep_the_class_numbers(tmp_path):
     assert data.num_outputs == 3
     with pytest.raises(DataError, match="dog is a class that the run does not have"):
         open_data(config, reading={**reading, "classes": ["bird", "cat"]})
-
-
-def test_a_constant_column_carries_nothing(tmp_path):
-    for name, unseen in (("a", 0.1), ("b", 0.6)):
-        rows = "".join(f"{unseen if i == 0 else 0.1},{i},{'ab'[i % 2]}\n" for i in range(30))
-        (tmp_path / f"{name}.csv").write_text("x,z,y\n" + rows)
-    first = open_data(TableData(path=str(tmp_path / "a.csv")))
-    assert not gathered(first.train)["inputs"][:, 0].any()
-    other = open_data(TableData(path=str(tmp_path / "b.csv")), reading=first.reading)
-    seen = [*gathered(other.train)["inputs"][:, 0], *gathered(other.validation)["inputs"][:, 0]]
-    assert max(seen) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("row", ["1e39,1.5", "1.5,-1e39"], ids=["input", "target"])
-def test_a_value_beyond_float32_is_refused(row, tmp_path):
-    (tmp_path / "a.csv").write_text(f"x,y\n1,2.5\n{row}\n3,4.5\n")
-    with pytest.raises(DataError, match=r"in row 2, column 1 of the .*beyond what float32 holds"):
-        open_data(TableData(path=str(tmp_path / "a.csv")))
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
-    text.write_text("some words", encoding="utf-8-sig")
-    lines.write_text('{"text": "some words"}\n', encoding="utf-8-sig")
-    assert list(open_documents(TextData(path=str(text))).read()) == ["some words"]
-    assert list(open_documents(JsonlData(path=str(lines))).read()) == ["some words"]

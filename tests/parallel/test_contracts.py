@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import pytest
@@ -9,6 +11,7 @@ from layouts import (
     CASES,
     EVERY_MODEL,
     EXPERTS,
+    PLAIN,
     TRANSFORMERS,
     Layout,
     layout,
@@ -24,6 +27,21 @@ LAYERS, WIDTH, VOCABULARY, LENGTH, BATCH = 8, 32, 256, 32, 32
 SMALL = 64
 
 
+# Layouts with stages, and the model whose programs are read.
+STAGES = {
+    "pipe=2,fsdp=2,tensor=2": "transformer",
+    "pipe=4,interleaved,data=2,zero=2": "transformer",
+    "pipe=2,context=2,tensor=2": "transformer",
+    "pipe=2,expert=2,data=2": "experts",
+    "pipe=2,fsdp=2,tensor=2 of experts": "experts",
+}
+
+
+def long_but(*plain: str, rows: Iterable[str]) -> list[Any]:
+    """Rows of which plain pytest runs those named."""
+    return [pytest.param(row, marks=() if row in plain else pytest.mark.long) for row in rows]
+
+
 @functools.cache
 def compiled(name: str, row: str, accumulation: int) -> tuple[list[programs.Collective], jax.sharding.Mesh]:
     where = {**EVERY_MODEL, **TRANSFORMERS, **EXPERTS}[row]
@@ -31,7 +49,7 @@ def compiled(name: str, row: str, accumulation: int) -> tuple[list[programs.Coll
     return programs.collectives(step.compile(load_batches(name)[0]).as_text()), step.mesh
 
 
-@pytest.mark.parametrize("row", ["data=8", "zero=1", "pipe=2,data=2,tensor=2,zero=1"])
+@pytest.mark.parametrize("row", long_but("zero=1", rows=["data=8", "zero=1", "pipe=2,data=2,tensor=2,zero=1"]))
 def test_gradients_cross_data_once_a_step_after_the_loop(row: str) -> None:
     found, mesh = compiled("transformer", row, 4)
     over_data = [c for c in found if programs.crosses(c, mesh, "data")]
@@ -62,7 +80,11 @@ def test_zero_gathers_parameters_only_after_the_update(row: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", ["tensor=4,data=2", "tensor=2,fsdp=2,data=2", "tensor=2,fsdp=2,data=2,sequence-parallel"]
+    "row",
+    long_but(
+        "tensor=4,data=2",
+        rows=["tensor=4,data=2", "tensor=2,fsdp=2,data=2", "tensor=2,fsdp=2,data=2,sequence-parallel"],
+    ),
 )
 def test_logits_are_never_gathered(row: str) -> None:
     found, mesh = compiled("transformer", row, 1)
@@ -71,26 +93,17 @@ def test_logits_are_never_gathered(row: str) -> None:
     assert not [c.line for c in gathered if c.size >= local_rows * VOCABULARY // mesh.shape["tensor"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("transformer", "pipe=2,fsdp=2,tensor=2"),
-        ("transformer", "pipe=4,interleaved,data=2,zero=2"),
-        ("transformer", "pipe=2,context=2,tensor=2"),
-        ("experts", "pipe=2,expert=2,data=2"),
-        ("experts", "pipe=2,fsdp=2,tensor=2"),
-    ],
-)
-def test_nothing_is_permuted_in_a_branch(name: str, row: str) -> None:
+@pytest.mark.parametrize("row", long_but(*PLAIN, rows=STAGES))
+def test_nothing_is_permuted_in_a_branch(row: str) -> None:
     """A collective-permute waits for every device, and stages take different branches."""
-    found, _ = compiled(name, row, 4)
+    found, _ = compiled(STAGES[row], row.removesuffix(" of experts"), 4)
     permutes = [c for c in found if c.kind == "collective-permute"]
     assert permutes, "a pipeline without any would pass nothing on"
     assert not [c.line for c in permutes if c.in_branch]
     assert [c for c in found if c.in_branch], "no collective in a branch: the reader of programs sees no branches"
 
 
-@pytest.mark.parametrize("row", ["fsdp=8", "data=2,fsdp=4"])
+@pytest.mark.parametrize("row", long_but("fsdp=8", rows=["fsdp=8", "data=2,fsdp=4"]))
 def test_blocks_are_gathered_one_layer_at_a_time(row: str) -> None:
     """ZeRO-3: no all-gather in the compiled step makes a stacked parameter of all layers whole."""
     found, mesh = compiled("transformer", row, 4)

@@ -62,6 +62,7 @@ def steps_logged(run_dir: Path) -> int:
     return path.read_text().count('"loss"') if path.exists() else 0
 
 
+@pytest.mark.long
 def test_one_process_then_two(tmp_path: Path) -> None:
     """A run of one process with four devices goes on in two processes with two each."""
     sample = dict(max_batches=2, sample_prompt="The", sample_tokens=5)
@@ -97,6 +98,7 @@ def test_sigterm_to_one_of_two_processes_saves_on_both(tmp_path: Path) -> None:
     assert saved >= max(losses(tmp_path / "run")), "no finished step may be lost"
 
 
+@pytest.mark.long
 def test_an_error_on_one_process_ends_both(tmp_path: Path) -> None:
     """Only one process reads the image that cannot be decoded; the other must not wait for it for ever."""
     from PIL import Image

@@ -29,7 +29,7 @@ def train(
     return jt.run_config(config or TINY, run_dir=run_dir, resume=resume, overrides=dotted)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str) -> None:
     """What a kill after step 50 leaves, resumed by a new process, against a run that was never stopped."""
     config = write_config(tmp_path, precision=dict(policy=policy), checkpoint=dict(every=50))
