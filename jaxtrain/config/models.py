@@ -144,7 +144,7 @@ class TransformerConfig(Group):
     vocab_size: PositiveInt | None = None
     """Number of token ids in the embedding; null: the vocabulary of the data."""
     max_sequence_length: PositiveInt = 256
-    """Longest sequence that the model accepts, which is also the number of learned positions."""
+    """Longest sequence that the model accepts, in tokens; with learned positions, also their number."""
     position: Literal["learned", "rotary"] = "rotary"
     """Position encoding: learned embeddings, or rotation of queries and keys."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0

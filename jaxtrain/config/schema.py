@@ -183,7 +183,7 @@ class PrecisionConfig(Group):
     """Number formats of parameters and computation."""
 
     policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"] = "fp32"
-    """All but bf16_pure store fp32 parameters; fp8: bf16 with 8-bit linear layers (docs/precision.md)."""
+    """Format to compute in (only bf16_pure stores bf16 parameters); fp8: bf16 with 8-bit layers (docs/precision.md)."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Dynamic loss scaling, used by policy fp16 only."""
 
@@ -202,7 +202,7 @@ class RematConfig(Group):
     """Which activations of a block are kept for the backward pass."""
 
     policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
-    """Kept: none all, full block inputs, dots matmul results, sqrt inputs of sqrt(N) segments, names remat.names."""
+    """What is kept. none: all; full: block inputs; dots: matmul results; sqrt: sqrt(N) segment inputs; names: those."""
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tensors that policy names keeps on the device."""
     offload: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -120,8 +120,8 @@ def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
         axes: The table.
 
     Returns:
-        The logical name of each dim, from the row of this very path, or else from the first pattern (`blocks_*/bias`)
-        that matches; None where no row matches.
+        The logical name of each dim: the row of exactly this path, or else of the first pattern (`blocks_*/bias`) that
+        matches; None where no row matches.
     """
     if path in axes:
         return axes[path]
@@ -131,11 +131,11 @@ def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
 def spread_axis(
     entries: list[Entry], shape: Sequence[int], axis: str, degrees: Mapping[str, int], skip: set[int]
 ) -> list[Entry]:
-    """Shards a parameter over one more mesh axis: the largest unsharded dim that divides, or else a sharded one.
+    """Shards an array over one more mesh axis: in its largest unsharded dim that divides, or else in a sharded one.
 
     Args:
         entries: Mesh axes of each dim; changed in place.
-        shape: Shape of the parameter.
+        shape: Shape of the array.
         axis: The mesh axis to add; `fsdp` is put on an unsharded dim only.
         degrees: Size of each mesh axis.
         skip: Dims that must not be sharded over the axis.
