@@ -190,7 +190,7 @@ def _time_plot(series: Series) -> Plot:
 
 
 def _about(run: Mapping[str, Any]) -> str:
-    """Model, data, mesh and devices."""
+    """Make the table of the model, data, mesh and devices."""
     rows: dict[str, Any] = {}
     model, data, devices = (_mapping(run.get(name)) for name in ("model", "data", "devices"))
     rows["model"] = model.get("name")
