@@ -76,7 +76,7 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     """Time the blocks of a config's model at its shapes, for the rows that one device has of a microbatch.
 
     Args:
-        config: the run. Tensor parallelism and a spread sequence are left out: blocks are whole.
+        config: the run. Tensor parallelism and a sharded sequence are left out: no block is partitioned.
         workload: its sizes.
         step: its step.
         limits: from `measure_limits`.

@@ -206,7 +206,7 @@ def measured_cpu(
 
     Args:
         peak_flops: FLOP/s by number format of one device while the others work too.
-        memory_bandwidth: bytes/s of one device, likewise.
+        memory_bandwidth: bytes/s of one device while the others work too.
         memory_bytes: of one device.
         num_devices: devices that jax makes of the machine.
     """

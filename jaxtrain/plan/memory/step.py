@@ -111,11 +111,11 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
     stored = POLICY_DTYPES[config.precision.policy].param_bytes
     trained = [one for one in placed if one.trained]
     local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
-    spread = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
+    for_state = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
     gradients = stored * local
     if batch.microbatches > 1:
         # The sum over microbatches, and the gradient of one as it comes and in float32.
-        summed = spread if stage_over_data(config.parallel.zero) == 2 else local
+        summed = for_state if stage_over_data(config.parallel.zero) == 2 else local
         gradients = _FP32 * summed + (_FP32 + size / 2) * local
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
     outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)

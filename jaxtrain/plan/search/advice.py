@@ -71,11 +71,11 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
             yield f"remat.policy={policy}", config.model_copy(update={"remat": remat}), target
     if parallel.data != 1 and isinstance(parallel.data, int):
         if parallel.zero == 0:
-            spread = parallel.model_copy(update={"zero": 1})
-            yield "parallel.zero=1", config.model_copy(update={"parallel": spread}), target
+            sharded = parallel.model_copy(update={"zero": 1})
+            yield "parallel.zero=1", config.model_copy(update={"parallel": sharded}), target
         shards = parallel.data * int(parallel.fsdp)
-        spread = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
-        yield f"parallel.fsdp={shards}", config.model_copy(update={"parallel": spread}), target
+        sharded = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
+        yield f"parallel.fsdp={shards}", config.model_copy(update={"parallel": sharded}), target
     if isinstance(config.model, TransformerConfig):
         yield from _inward(config, target)
     if parallel.pipe == 1:
@@ -147,9 +147,9 @@ def _grown(estimate: Estimate, target: Target, terms: Terms | None) -> str | Non
     if target.num_devices % estimate.target.num_devices:
         return None
     shards = int(parallel.fsdp) * int(parallel.data) * factor
-    spread = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
-    config = estimate.config.model_copy(update={"parallel": spread})
-    name = f"{target.name} with parallel.fsdp={spread.fsdp}"
+    sharded = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
+    config = estimate.config.model_copy(update={"parallel": sharded})
+    name = f"{target.name} with parallel.fsdp={sharded.fsdp}"
     accumulation = estimate.config.train.accumulation_steps
     if parallel.pipe == 1 and accumulation > 1:
         # A microbatch keeps its rows on each device, so that there are fewer of them.

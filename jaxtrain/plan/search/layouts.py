@@ -25,7 +25,7 @@ VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
 ASKED_FOR = ("precision", "optimizer")
 _PRECISIONS = ("bf16", "bf16_pure")
 _OPTIMIZERS = ("adamw", "lion", "adafactor")
-# Below this a device has too few tokens to spread its sequence, and the axis only costs.
+# Below this a device has too few tokens to shard its sequence, and the axis only costs.
 _LONG_SEQUENCE = 4096
 _MOST_PIPE = 32
 

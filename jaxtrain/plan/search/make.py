@@ -74,8 +74,8 @@ def _compile(estimate: Estimate) -> dict[str, Any]:
     )
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        told = next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1] if lines else "no message")
-        return {"error": f"the compiler failed: {told[:300]}"}
+        message = next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1] if lines else "no message")
+        return {"error": f"the compiler failed: {message[:300]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
