@@ -23,8 +23,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 # Subprocesses inherit this; workers of pytest-xdist share the folder of the run that started them.
 os.environ.setdefault("JAXTRAIN_CACHE_DIR", tempfile.mkdtemp(prefix="jaxtrain-tests-"))
 os.environ["JAX_PLATFORMS"] = "cpu"
-# What the tests prove is decided before LLVM, whose optimizations take a third of the time of compiling for the CPU and
-# with it of the suite. Programs this small run as fast without.
+# What the tests prove is decided before LLVM, whose optimizations take a third of compiling small models for the CPU.
+# Steps take longer without them: a test that trains a shipped config starts a process with flags of its own.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 distributed.start(emulate=8)
 

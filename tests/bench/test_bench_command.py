@@ -27,7 +27,7 @@ def positive(value) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=pytest.mark.long)])
 def test_what_is_measured_makes_sense(tmp_path, capsys, name):
     words, blocks, unit = CONFIGS[name]
     assert main(["bench", *words, "--skip", "start", "--out", str(tmp_path), "--json", str(tmp_path / "b.json")]) == 0

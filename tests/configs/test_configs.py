@@ -1,7 +1,10 @@
 """The shipped configs: all load and say what to expect; big ones trace whole; small ones reach what they state."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -116,17 +119,25 @@ def losses(run_dir: Path) -> tuple[float, float]:
     return found[0], found[-1]
 
 
+def evaluated(name: str, run_dir: Path) -> float:
+    """Accuracy after a whole run in a process that compiles as a user's does, not as tests do (tests/conftest.py)."""
+    words = [sys.executable, "-m", "jaxtrain", "train", name, "--emulate", "8", "--run-dir", str(run_dir)]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["eval_accuracy"] for row in rows if "eval_accuracy" in row][-1]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["digits_mlp", "digits_resnet"])
 def test_digits_reach_97_percent_of_the_held_out_images(name, tmp_path):
-    metrics = run_config(name, run_dir=tmp_path / "run").metrics
-    assert metrics["eval_accuracy"] >= 0.97
+    assert evaluated(name, tmp_path / "run") >= 0.97
 
 
 @pytest.mark.long
 def test_tabular_mlp_reaches_what_its_header_states(tmp_path):
-    metrics = run_config("tabular_mlp", run_dir=tmp_path / "run").metrics
-    assert metrics["eval_accuracy"] >= 0.95
+    assert evaluated("tabular_mlp", tmp_path / "run") >= 0.95
 
 
 @pytest.mark.long

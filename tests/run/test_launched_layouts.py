@@ -26,9 +26,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(folder / "run")
 
 
-@pytest.mark.parametrize(
-    "row", ["data", pytest.param("fsdp x tensor", marks=pytest.mark.long), "stages across processes"]
-)
+@pytest.mark.parametrize("row", ["data", *(pytest.param(row, marks=pytest.mark.long) for row in list(LAYOUTS)[1:])])
 def test_same_losses(row: str, alone: dict[int, float], tmp_path: Path) -> None:
     config = write_config(tmp_path, **SHORT)
     launch = ["launch", "--processes", "2", "--emulate", "4", "--"]
