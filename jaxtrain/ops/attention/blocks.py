@@ -1,4 +1,4 @@
-"""How blockwise attention cuts a sequence: the one rule of the kernel and of the planner. No jax here."""
+"""How blockwise attention partitions a sequence: the rule of the kernel and of the planner. No jax here."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Group:
+class QueryBlocks:
     """Blocks of `size` queries from `start` on, each of which meets `width` keys.
 
     Attributes:
@@ -43,21 +43,24 @@ def block_size(platform: str, length: int) -> int:
     return next(block for limit, block in _BLOCKS.get(platform, _LARGE) if length <= limit)
 
 
-def cut_sequence(length: int, block: int, *, causal: bool, window: int | None) -> list[Group]:
-    """The blocks of a sequence, grouped by the keys that they meet; the last holds the rest of the queries."""
+def cut_sequence(length: int, block: int, *, causal: bool, window: int | None) -> list[QueryBlocks]:
+    """Partition a sequence into blocks of queries, grouped by the keys that they meet; the last has the rest."""
     block = min(block, length)
     rest = [(length - length % block, 1, length % block)] if length % block else []
     if window is not None:
         width = window - 1 + block + (0 if causal else window - 1)
         if width < length:
             return [
-                Group(start, size, count, width, window) for start, count, size in [(0, length // block, block), *rest]
+                QueryBlocks(start, size, count, width, window)
+                for start, count, size in [(0, length // block, block), *rest]
             ]
     full = length // block
     num_groups = min(full, _MAX_GROUPS) if causal else 1
     bounds = [full * index // num_groups for index in range(num_groups + 1)]
     rows = [(low * block, high - low, block) for low, high in itertools.pairwise(bounds)] + rest
-    return [Group(start, size, count, start + count * size if causal else length, None) for start, count, size in rows]
+    return [
+        QueryBlocks(start, size, count, start + count * size if causal else length, None) for start, count, size in rows
+    ]
 
 
 def computed_share(length: int, block: int, *, causal: bool, window: int | None) -> float:

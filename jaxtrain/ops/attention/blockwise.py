@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.sharding import constrain, current_layout, platform
-from jaxtrain.ops.attention.blocks import Group, block_size, cut_sequence, pairs_at_once, row_parts
+from jaxtrain.ops.attention.blocks import QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
 from jaxtrain.ops.attention.reference import MASKED, AttentionForm, attention_mask, capped
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.cores import usable_cores
@@ -53,7 +53,7 @@ def _in_parts(attend: Callable[..., Any], parts: int, *arrays: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
 
 
-def _first_key(group: Group, start: Any, length: int) -> Any:
+def _first_key(group: QueryBlocks, start: Any, length: int) -> Any:
     """The first key of the block that starts at query `start` (int or int32 [])."""
     if group.window is None:
         return 0
@@ -67,7 +67,7 @@ def _keys(x: jax.Array, first: Any, width: int, dim: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, first, width, axis=dim)
 
 
-def _mask(group: Group, start: Any, first: Any, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
+def _mask(group: QueryBlocks, start: Any, first: Any, segments_BL: jax.Array | None, form: AttentionForm) -> jax.Array:
     """bool [B or 1, Q, S] of the block that starts at query `start`."""
     queries, keys = start + jnp.arange(group.size), first + jnp.arange(group.width)
     own = None if segments_BL is None else _keys(segments_BL, start, group.size, 1)
@@ -82,7 +82,7 @@ def _mask(group: Group, start: Any, first: Any, segments_BL: jax.Array | None, f
     )
 
 
-def _each_block(group: Group, body: Any, carry: Any) -> tuple[Any, Any]:
+def _each_block(group: QueryBlocks, body: Any, carry: Any) -> tuple[Any, Any]:
     """`body(carry, start)` for every block of a group; results are stacked along a leading dim [blocks]."""
     if group.blocks == 1:
         carry, out = body(carry, group.start)
@@ -124,7 +124,7 @@ def _forward(
     outs, statistics = [], []
     for group in cut_sequence(length, block, causal=form.causal, window=form.window):
 
-        def attend(carry: None, start: Any, group: Group = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def attend(carry: None, start: Any, group: QueryBlocks = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             mask = _mask(group, start, first, segments_BL, form)
@@ -194,7 +194,7 @@ def _backward(
     sums, d_queries = (zeros, zeros), []
     for group in reversed(cut_sequence(length, block, causal=form.causal, window=form.window)):
 
-        def pull(sums: Any, start: Any, group: Group = group) -> tuple[Any, jax.Array]:
+        def pull(sums: Any, start: Any, group: QueryBlocks = group) -> tuple[Any, jax.Array]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             queries, d_out, statistic, own_term = (

@@ -1,12 +1,12 @@
-"""Which blocks of scores each device of a ring computes: the one rule of the step and of the planner. No jax here.
+"""Which blocks of scores each device of a ring computes: the rule of the step and of the planner. No jax here.
 
 The order is the zig-zag of `ring.py`: of 2n chunks device i works on chunks i and 2n-1-i. The tests run it with ints.
 """
 
 from typing import Any
 
-# (query half, key half); 0 or 1, or bool [] where it depends on the device.
-Block = tuple[Any, Any]
+# A block of scores as (query half, key half): 0 or 1, or bool [] where it depends on the device.
+ScoreBlock = tuple[Any, Any]
 
 
 def home(chunk: int, size: int) -> int:
@@ -14,12 +14,12 @@ def home(chunk: int, size: int) -> int:
     return min(chunk, 2 * size - 1 - chunk)
 
 
-def own_blocks(*, causal: bool) -> tuple[Block, ...]:
+def own_blocks(*, causal: bool) -> tuple[ScoreBlock, ...]:
     """Blocks of a device's queries and its own keys; the equal pairs come first and are triangles if causal."""
     return ((0, 0), (1, 1), (1, 0)) if causal else ((0, 0),)
 
 
-def passing_blocks(own: Any, source: Any, *, causal: bool) -> tuple[Block, ...]:
+def passing_blocks(own: Any, source: Any, *, causal: bool) -> tuple[ScoreBlock, ...]:
     """Blocks of a device's queries and the keys of another device, all of them fully visible.
 
     Chunks in zig-zag order: the late half of any device sees the early half of every device. Apart from that, keys
@@ -34,7 +34,7 @@ def passing_blocks(own: Any, source: Any, *, causal: bool) -> tuple[Block, ...]:
 
 
 def score_elements(own: int, *, size: int, length: int, causal: bool) -> int:
-    """Products of a query and a key that device `own` computes a head, masked ones included.
+    """Products of a query and a key that device `own` computes per head, masked ones included.
 
     Args:
         own: index on the ring.
