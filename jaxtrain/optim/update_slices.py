@@ -1,13 +1,20 @@
-"""How an offloaded optimizer's arrays are cut for the update. No jax here: the planner counts with it."""
+"""How an offloaded optimizer's arrays are sliced for the update. No jax here: the planner counts with it."""
 
 import math
 
-# The largest slice of one moment, in bytes of float32 a device.
+# The largest slice of one moment, in bytes of float32 per device.
 SLICE_BYTES = 128 * 2**20
 
 
 def num_slices(shape: tuple[int, ...]) -> int:
-    """Slices of the first dim that an array of a device passes in: the fewest that are small enough, else all."""
+    """Count the equal slices of the first dim in which an array of this local shape is updated.
+
+    Args:
+        shape: of the array on one device.
+
+    Returns:
+        The fewest slices of at most `SLICE_BYTES`; where none are that small, one per entry of the first dim.
+    """
     least = math.ceil(4 * math.prod(shape) / SLICE_BYTES)
     if least <= 1 or not shape:
         return 1

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel around mesh axis `context`, and no device ever holds the whole sequence.
+"""Ring attention: keys and values are sent around mesh axis `context`, so that no device holds the full sequence.
 
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889). Causal masks leave the
 devices with unequal work on contiguous shards; as in Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431),

@@ -39,7 +39,7 @@ def score_elements(own: int, *, size: int, length: int, causal: bool) -> int:
     Args:
         own: index on the ring.
         size: devices of the ring.
-        length: positions of the whole sequence.
+        length: positions of the full sequence.
         causal: whether order matters.
     """
     others = (passing_blocks(own, source, causal=causal) for source in range(size) if source != own)
