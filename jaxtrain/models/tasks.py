@@ -1,4 +1,4 @@
-"""Tasks: how outputs and batch become a loss. A task adds nothing to a model and knows no mesh.
+"""Tasks: how a loss is computed from outputs and batch. A task adds nothing to a model and knows no mesh.
 
 A loss is a (weighted sum, weight) pair, normalised once by the global weight, so that accumulation, padding and
 every mesh give the same number. Shapes: B batch, L sequence, V vocabulary, C classes, O targets.
@@ -21,24 +21,26 @@ from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross
 
 Batch = Mapping[str, Any]
 Sums = dict[str, tuple[jax.Array, jax.Array]]
-Loss = Callable[[Any, Batch], tuple[jax.Array, jax.Array, Sums]]
+# Weighted sum of the loss and its weight, float32 [], and metric sums.
+TaskSums = tuple[jax.Array, jax.Array, Sums]
+Loss = Callable[[Any, Batch], TaskSums]
 
 
 @dataclass(frozen=True)
 class LogitsLoss:
     """A loss that takes `DeferredLogits` where outputs hold logits, and may differ in evaluation.
 
-    A `Task.loss` that is a plain function gets whole logits and is the same in both.
+    A `Task.loss` that is a plain function gets computed logits, and training and evaluation both call it.
 
     Attributes:
         train: as `Task.loss`.
-        evaluate: without what training adds and measures no quality (z-loss).
+        evaluate: the same without terms that only training needs (z-loss).
     """
 
     train: Loss
     evaluate: Loss
 
-    def __call__(self, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+    def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
         return self.train(outputs, batch)
 
 
@@ -50,9 +52,9 @@ class Task:
         name: for people and for `run.json`.
         loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); metrics are name -> (sum,
             weight) pairs of their own, scalars or vectors. A batch with `targets` always has `weights`, 1 where the
-            rows have none of their own. The weight is a constant: no gradient flows through it. A `LogitsLoss` is
-            spared whole logits.
-        batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest whole.
+            rows have none of their own. The weight is a constant: no gradient flows through it. A `LogitsLoss`
+            gets deferred logits.
+        batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest replicated.
         reads_weights: whether the loss multiplies by the batch's `weights`. Where it does not, evaluation hands it the
             real rows of the last batch only, without those that fill it up.
         num_classes: outputs -> number of ids that `targets` may hold; None: targets are not ids. Ids at or above it
@@ -74,7 +76,7 @@ class Task:
 
     @property
     def evaluation(self) -> Loss:
-        """What evaluation computes."""
+        """The loss that evaluation computes."""
         return self.loss.evaluate if isinstance(self.loss, LogitsLoss) else self.loss
 
     @property
@@ -91,14 +93,14 @@ _RESERVED = (
 )
 
 
-def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> tuple[jax.Array, jax.Array, Sums]:
-    """The loss of a task, its weight and its metrics, with what the loss returned checked.
+def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSums:
+    """Compute the loss of a task, its weight and its metrics, and check what the loss returned.
 
     Args:
         task: whose loss is computed.
         outputs: of the model.
-        batch: the rows.
-        train: whether for a step; False: for evaluation.
+        batch: its rows.
+        train: True in a train step, False in evaluation.
 
     Returns:
         Sum float32 [], weight float32 [], and (sum, weight) pairs.
@@ -131,12 +133,12 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> tuple[j
 
 
 def divisor(weight: jax.Array) -> jax.Array:
-    """What a sum is divided by to be a mean: the weight, also a negative one; 1 where there is none, float32 []."""
+    """Choose what a sum is divided by to be a mean: float32 [], the weight (a negative one too), or 1 where it is 0."""
     return jnp.where(weight != 0, weight, 1)
 
 
 def _with_weights(batch: Batch) -> Batch:
-    """The batch with `weights` of 1 where it has none, so that a loss finds them in training as in evaluation."""
+    """Add `weights` of 1 to a batch without any, so that a loss finds them in training as in evaluation."""
     targets = batch.get("targets")
     if "weights" in batch or not isinstance(targets, (jax.Array, np.ndarray)) or not targets.ndim:
         return batch
@@ -154,7 +156,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error message: type and shape, never its numbers."""
+    """Show a value in an error message: its type and shape, never its numbers."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array {value.dtype.name}{list(value.shape)}"
     if isinstance(value, (tuple, list)):
@@ -169,7 +171,7 @@ def _shown(value: Any) -> str:
 
 
 def target_weights(batch: Batch) -> jax.Array:
-    """What each target of a batch counts: its `weights` or 1, and 0 where the target is negative.
+    """Weigh each target of a batch: by its `weights` or 1, and by 0 where the target is negative.
 
     Args:
         batch: `targets` of any shape; integers below 0 (-100, say) are ignored, as everywhere in the field. Optional
@@ -186,7 +188,7 @@ def target_weights(batch: Batch) -> jax.Array:
 
 
 def _weights(batch: Batch) -> jax.Array:
-    """`weights` or 1, of the shape of the targets."""
+    """The batch's `weights`, or 1, broadcast to the shape of the targets: float32."""
     if "targets" not in batch:
         raise ConfigError(f"the task needs an entry 'targets', but the batch holds {', '.join(batch) or 'nothing'}")
     shape, weights = batch["targets"].shape, batch.get("weights")
@@ -201,7 +203,15 @@ def _weights(batch: Batch) -> jax.Array:
 
 
 def _checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Targets and weights of a loss over classes: ids from 0, and NaN as the weight of an id that no logit has.
+    """Check and prepare the targets and weights of a loss over classes.
+
+    Args:
+        task: its name, for error messages.
+        logits: [..., V], computed or deferred.
+        batch: `targets` [...] and optional `weights`.
+
+    Returns:
+        int32 ids from 0 on, and float32 weights, NaN for an id that no logit has; both [...].
 
     Raises:
         ConfigError: logits, targets or weights of the wrong shape or dtype.
@@ -236,7 +246,7 @@ def _checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.A
 
 
 def _num_classes(outputs: Any) -> int:
-    """The size of the last dimension of logits, alone or under the key "logits"."""
+    """Read the number of classes off logits, alone or under the key "logits"."""
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
     return logits.vocabulary if isinstance(logits, DeferredLogits) else logits.shape[-1]
 
@@ -247,7 +257,7 @@ def language_modeling(
     logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
     block: int | None = None,
 ) -> Task:
-    """Next-token prediction: logits [B, L, V] or deferred, `targets` int32 [B, L], optional `weights` [B, L] or [B].
+    """Predict the next token: logits [B, L, V] or deferred, `targets` int32 [B, L], optional `weights` [B, L] or [B].
 
     Negative targets are ignored.
 
@@ -255,16 +265,19 @@ def language_modeling(
     numbers that are reported as they are.
 
     Args:
-        z_loss: weight of the squared logsumexp, in training; None: none.
-        logits: how deferred logits are cut (`loss_blocks.py`); auto: by their sizes.
-        block: tokens or ids at once; None: from the sizes.
+        z_loss: weight of the squared logsumexp, in training; None: without it.
+        logits: how deferred logits are partitioned into blocks (`ops/loss/blocks.py`); auto: from their sizes.
+        block: tokens or ids of a block; None: from the sizes.
+
+    Returns:
+        The task.
 
     Raises:
-        ConfigError: a block of whole logits.
+        ConfigError: a block size for logits that are not partitioned.
     """
     check_blocks(logits, block)
 
-    def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+    def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
         found = more.pop("logits", None)
         targets, weights = _checked_ids("language_modeling", found, batch)
@@ -288,12 +301,15 @@ def language_modeling(
 
 
 def classification() -> Task:
-    """One class per row (or per place): logits [B, ..., C], `targets` int32 [B, ...], optional `weights`; accuracy.
+    """Predict one class per row or position: logits [B, ..., C], `targets` int32 [B, ...], optional `weights`.
 
-    Weights are of the shape of the targets, or [B]. Negative targets are ignored.
+    Weights are of the shape of the targets, or [B]. Negative targets are ignored. The accuracy is reported.
+
+    Returns:
+        The task.
     """
 
-    def loss(outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+    def loss(outputs: Any, batch: Batch) -> TaskSums:
         targets, weights = _checked_ids("classification", outputs, batch)
         weight = jnp.sum(weights)
         right = jnp.argmax(outputs, axis=-1) == targets
@@ -304,12 +320,15 @@ def classification() -> Task:
 
 
 def regression() -> Task:
-    """Mean squared error: outputs [B, O], `targets` [B, O] or [B] of any real dtype, optional `weights` [B, O] or [B].
+    """Predict numbers: outputs [B, O], `targets` [B, O] or [B] of any real dtype, optional `weights` [B, O] or [B].
 
-    The error of a row is its mean over O; without weights every row counts 1.
+    The loss is the squared error; that of a row is its mean over O, and without weights every row counts 1.
+
+    Returns:
+        The task.
     """
 
-    def loss(outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+    def loss(outputs: Any, batch: Batch) -> TaskSums:
         if not isinstance(outputs, (jax.Array, np.ndarray)):
             raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {_shown(outputs)}")
         weights, targets = _weights(batch), batch["targets"]
@@ -336,7 +355,10 @@ def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build_task(config: Config) -> Task:
-    """The task that a config describes.
+    """Build the task that a config describes.
+
+    Args:
+        config: its `task` and `loss`.
 
     Raises:
         ConfigError: options of a loss that the task does not have.

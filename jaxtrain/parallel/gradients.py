@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
-from jaxtrain.models.tasks import Batch, Sums, divisor
+from jaxtrain.models.tasks import Batch, Sums, TaskSums, divisor
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
 from jaxtrain.parallel.reduction import DataReduction, sum_dtype
 from jaxtrain.parallel.traced import calls_back, traced
@@ -26,10 +26,8 @@ LossParts = tuple[jax.Array, jax.Array, Tree, Sums]
 LossFunction = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[jax.Array, LossParts]]
 # The same arguments -> (gradients of the trained params, the parts)
 Differentiate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, LossParts]]
-# Loss sum, weight and metric sums over all microbatches.
-LossSums = tuple[jax.Array, jax.Array, Sums]
 # The same arguments -> (gradients summed over microbatches times their weights, model_state, sums)
-Accumulate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, LossSums]]
+Accumulate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, TaskSums]]
 
 
 @jax.tree_util.register_dataclass
@@ -164,7 +162,7 @@ def _on_shards(
         gradients = reduction.reduce(gradients, params) if reduction.each_microbatch else gradients
         return jax.tree.map(jnp.add, total, gradients)
 
-    def local(params: Tree, *rest: Tree) -> tuple[Tree, Tree, LossSums]:
+    def local(params: Tree, *rest: Tree) -> tuple[Tree, Tree, TaskSums]:
         with use_layout(inside):
             total, model_state, sums = _accumulate(differentiate, add, count, reduction.zeros, params, *rest)
         total = total if reduction.each_microbatch else reduction.reduce(total, params)
@@ -192,7 +190,7 @@ def _accumulate(
     model_state: Tree,
     batch: Batch,
     key: jax.Array,
-) -> tuple[Tree, Tree, LossSums]:
+) -> tuple[Tree, Tree, TaskSums]:
     """Loop over the microbatches.
 
     Args:
@@ -206,7 +204,7 @@ def _accumulate(
         Gradients weighted and summed, model_state after the last microbatch, and the sums of the loss.
     """
 
-    def step(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Tree]) -> tuple[tuple[Tree, Tree], LossSums]:
+    def step(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Tree]) -> tuple[tuple[Tree, Tree], TaskSums]:
         total, state = carry
         index, rows = microbatch
         tree, (loss_sum, weight, new_state, metrics) = differentiate(

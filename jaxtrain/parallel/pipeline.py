@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import constrain_parameters
-from jaxtrain.models.tasks import divisor
+from jaxtrain.models.tasks import TaskSums, divisor
 from jaxtrain.parallel import stage as on_stage
-from jaxtrain.parallel.gradients import Gradients, LossSums
+from jaxtrain.parallel.gradients import Gradients
 from jaxtrain.parallel.microbatches import Tree, batch_specs
 from jaxtrain.parallel.reduction import DataReduction
 from jaxtrain.parallel.schedules import Tables
@@ -65,7 +65,7 @@ class _Moving:
     down: Tree
     outer: Tree
     stack: Tree
-    sums: LossSums
+    sums: TaskSums
 
 
 class _Given(NamedTuple):
@@ -168,7 +168,7 @@ def _local_gradients(
     shapes: Tree,
     constant: float,
     *arguments: Tree,
-) -> tuple[Tree, LossSums]:
+) -> tuple[Tree, TaskSums]:
     """Run every tick on one device, then sum over stages and shards.
 
     Args:
@@ -293,7 +293,7 @@ def _backward_last(work: _Work, moving: _Moving, given: _Given) -> tuple[_Moving
     stage, (microbatch, chunk, carry, _) = work.stage, given
     rows = on_stage.rows_of(stage, microbatch)
 
-    def run(outer: Tree, stack: Tree, carry: Tree) -> tuple[jax.Array, LossSums]:
+    def run(outer: Tree, stack: Tree, carry: Tree) -> tuple[jax.Array, TaskSums]:
         carry = on_stage.layers(stage, stack, carry, rows, microbatch, chunk)
         sums = on_stage.loss(stage, outer, carry, rows)
         return sums[0] * (work.scale / work.constant), sums

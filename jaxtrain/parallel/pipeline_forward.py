@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.models.tasks import TaskSums
 from jaxtrain.parallel import stage as on_stage
-from jaxtrain.parallel.gradients import LossSums
 from jaxtrain.parallel.microbatches import Tree, batch_specs
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode
 
@@ -20,7 +20,7 @@ class _Tick(NamedTuple):
     chunk: jax.Array
 
 
-def pipeline_sums(pipeline: Pipeline, code: StageCode, params: Tree, batch: Tree, key: jax.Array) -> LossSums:
+def pipeline_sums(pipeline: Pipeline, code: StageCode, params: Tree, batch: Tree, key: jax.Array) -> TaskSums:
     """Sum the loss over a global batch, by the forward half of the pipeline's schedule.
 
     Args:
@@ -40,7 +40,7 @@ def pipeline_sums(pipeline: Pipeline, code: StageCode, params: Tree, batch: Tree
     return run(outer, params[pipeline.stack], batch, key)
 
 
-def _local_sums(pipeline: Pipeline, code: StageCode, outer: Tree, stack: Tree, batch: Tree, key: jax.Array) -> LossSums:
+def _local_sums(pipeline: Pipeline, code: StageCode, outer: Tree, stack: Tree, batch: Tree, key: jax.Array) -> TaskSums:
     """Run every tick on one device, then sum over stages and shards."""
     tables = pipeline.schedule.tables()
     used = (tables.forward_microbatch >= 0).any(axis=1)
@@ -49,7 +49,7 @@ def _local_sums(pipeline: Pipeline, code: StageCode, outer: Tree, stack: Tree, b
     no_carry = on_stage.empty_carry(stage)
     no_sums = on_stage.empty_sums(stage, no_carry)
 
-    def tick(moving: tuple[Tree, LossSums], row: _Tick) -> tuple[tuple[Tree, LossSums], None]:
+    def tick(moving: tuple[Tree, TaskSums], row: _Tick) -> tuple[tuple[Tree, TaskSums], None]:
         arrived, sums = moving
         microbatch, chunk = row.microbatch[stage.number], jnp.maximum(row.chunk[stage.number], 0)
         branches = (
@@ -65,7 +65,7 @@ def _local_sums(pipeline: Pipeline, code: StageCode, outer: Tree, stack: Tree, b
     return jax.lax.psum(sums, ("pipe", "data"))
 
 
-def _last(stage: Stage, microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> LossSums:
+def _last(stage: Stage, microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> TaskSums:
     """Apply the last layers and the loss."""
     rows = on_stage.rows_of(stage, microbatch)
     carry = on_stage.layers(stage, on_stage.index(stage.stack, chunk), carry, rows, microbatch, chunk)

@@ -36,6 +36,7 @@ class Collective:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
+    """Name of a computation -> its lines."""
     found: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
@@ -49,7 +50,7 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _reachable(starts: set[str], lines: dict[str, list[str]]) -> set[str]:
-    """The computations that these call, themselves included."""
+    """Find the computations that these call, themselves included."""
     reached, waiting = set(), list(starts)
     while waiting:
         name = waiting.pop()
@@ -64,7 +65,11 @@ def _reachable(starts: set[str], lines: dict[str, list[str]]) -> set[str]:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every collective of a compiled program."""
+    """List every collective of a compiled program.
+
+    Args:
+        text: HLO, as `compiled.as_text()` gives it.
+    """
     lines = _computations(text)
     loops: set[str] = set()
     branches: set[str] = set()
@@ -96,14 +101,14 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
-    """`[4,2]T(1,0)`: the numbers 0 .. 7 in that shape, transposed."""
+    """Read `[4,2]T(1,0)`: the numbers 0 .. 7 in that shape, transposed."""
     shape = [int(n) for n in dims.split(",")]
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids if order is None else ids.transpose([int(n) for n in order.split(",")])
 
 
 def groups(collective: Collective) -> list[set[int]]:
-    """The devices that take part together, from any of the three forms that XLA writes."""
+    """Read the groups of devices that take part together, from any of the three forms that XLA writes."""
     line = collective.line
     named = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", line

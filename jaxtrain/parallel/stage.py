@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, path_name, use_layout
-from jaxtrain.parallel.gradients import LossSums
+from jaxtrain.models.tasks import TaskSums
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule
@@ -38,7 +38,7 @@ class StageCode(Protocol):
         """Apply consecutive layers, whose parameters have a leading layer dim, to a carry."""
         ...
 
-    def loss(self, outer: Tree, carry: Tree, rows: Tree) -> LossSums:
+    def loss(self, outer: Tree, carry: Tree, rows: Tree) -> TaskSums:
         """Compute the loss from the carry out of the last layer."""
         ...
 
@@ -224,7 +224,7 @@ def empty_carry(stage: Stage) -> Tree:
     return _zeros(carry)
 
 
-def empty_sums(stage: Stage, carry: Tree) -> LossSums:
+def empty_sums(stage: Stage, carry: Tree) -> TaskSums:
     """Make the sums of the loss before the first microbatch: zeros like those of one microbatch with this carry."""
     return _zeros(jax.eval_shape(lambda: loss(stage, stage.outer, carry, rows_of(stage, jnp.int32(0)))))
 
@@ -261,7 +261,7 @@ def layers(stage: Stage, stack: Tree, carry: Tree, rows: Tree, microbatch: jax.A
     return stage.code.layers(stack, carry, rows, first, jax.random.fold_in(stage.key, microbatch))
 
 
-def loss(stage: Stage, outer: Tree, carry: Tree, rows: Tree) -> LossSums:
+def loss(stage: Stage, outer: Tree, carry: Tree, rows: Tree) -> TaskSums:
     """Compute the sums of the loss from the carry out of the last layer."""
     return stage.code.loss(stage.merge(outer, stage.outer_fixed), carry, rows)
 

@@ -1,14 +1,20 @@
 """Reading the program that a function is traced to: its operations, inner programs included."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from jaxtrain.parallel.microbatches import Tree
+
 
 def operations(program: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Every operation of a program with the number of times that it runs; loops of unknown length count once."""
+    """List every operation of a program with the number of times that it runs; loops of unknown length count once.
+
+    Args:
+        program: inner programs are listed too.
+        times: how often the program itself runs.
+    """
     for equation in program.eqns:
         yield equation, times
         repeated = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -22,13 +28,21 @@ def calls_back(program: Jaxpr) -> bool:
     return any("callback" in name or name.startswith("debug_") for name in names)
 
 
-def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Callable[..., Any], Jaxpr]:
-    """The function, to be called with these arguments, and its program; both share one trace."""
+def traced(function: Callable[..., Tree], *arguments: Tree) -> tuple[Callable[..., Tree], Jaxpr]:
+    """Trace a function, so that its program can be read before it is called; both share one trace.
+
+    Args:
+        function: of arrays.
+        arguments: arrays that it will be called with, or their shapes.
+
+    Returns:
+        The function, to be called with these arguments, and its program.
+    """
     jitted = jax.jit(function, inline=True)
     return jitted, jitted.trace(*arguments).jaxpr.jaxpr
 
 
-def _inner(values: tuple[Any, ...]) -> Iterator[Jaxpr]:
+def _inner(values: tuple[object, ...]) -> Iterator[Jaxpr]:
     """The programs among the parameters of an operation."""
     for value in values:
         if isinstance(value, tuple | list):

@@ -17,7 +17,10 @@ from jaxtrain.runtime.choices import note_choice
 # softmax. Kept (or offloaded) where the attention output is, and under "dots", which would otherwise attend again.
 KERNEL_RESIDUALS = "attention_kernel"
 
-Block = Callable[[Any, Any], tuple[Any, Any]]
+# A nested structure of arrays. Its structure is the model's, so that no type describes it.
+Tree = Any
+# (carry, one layer) -> (carry, output), as `jax.lax.scan` takes it.
+ScanBody = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class Remat:
     def __post_init__(self) -> None:
         check_remat(self.policy, self.names, self.offload)
 
-    def scan(self, block: Block, carry: Any, layers: Any, *, unroll: bool = False) -> tuple[Any, Any]:
-        """`jax.lax.scan(block, carry, layers)` with a backward pass that keeps what this policy says.
+    def scan(self, body: ScanBody, carry: Tree, layers: Tree, *, unroll: bool = False) -> tuple[Tree, Tree]:
+        """Run `jax.lax.scan(body, carry, layers)` with a backward pass that keeps what this policy says.
 
         Args:
-            block: (carry, one layer) -> (carry, output).
+            body: (carry, one layer) -> (carry, output).
             carry: into the first block.
-            layers: a tree with a leading layer dim.
+            layers: arrays with a leading layer dim.
             unroll: write the blocks out instead of a loop (not under sqrt, whose segments are loops).
 
         Returns:
@@ -55,13 +58,14 @@ class Remat:
             on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
             note_choice("activations", f"{', '.join(self.offload)} on the host", on_cpu)
         if self.policy == "sqrt":
-            return _scan_segments(block, carry, layers)
-        wrapped = self._wrap(block)
+            return _scan_segments(body, carry, layers)
+        wrapped = self._wrap(body)
         return _unrolled(wrapped, carry, layers) if unroll else jax.lax.scan(wrapped, carry, layers)
 
-    def _wrap(self, block: Block) -> Block:
+    def _wrap(self, body: ScanBody) -> ScanBody:
+        """Checkpoint one block as every policy but sqrt does."""
         if self.policy == "none":
-            return block
+            return body
         policies = jax.checkpoint_policies
         names = _with_residuals(self.names) if self.policy == "names" else ()
         keep = {
@@ -81,47 +85,48 @@ class Remat:
             )
         if BLOCK_INPUT in self.offload:
             # What a checkpointed function is given is kept where it is; what it names is not.
-            def named(carry: Any, layer: Any) -> tuple[Any, Any]:
-                return block(jax.tree.map(lambda x: checkpoint_name(x, BLOCK_INPUT), carry), layer)
+            def named(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
+                return body(jax.tree.map(lambda x: checkpoint_name(x, BLOCK_INPUT), carry), layer)
 
             return jax.checkpoint(named, policy=keep, prevent_cse=False)
         # A scan already keeps forward and backward apart, so the barrier against CSE would only cost time.
-        return jax.checkpoint(block, policy=keep, prevent_cse=False)
+        return jax.checkpoint(body, policy=keep, prevent_cse=False)
 
 
 def _with_residuals(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Add what an attention kernel's backward pass needs where its output is named."""
     return (*names, KERNEL_RESIDUALS) if "attention_output" in names else names
 
 
-def _scan_segments(block: Block, carry: Any, layers: Any) -> tuple[Any, Any]:
-    """Segments keep their inputs; while one is run again for its backward pass, its blocks keep theirs."""
+def _scan_segments(body: ScanBody, carry: Tree, layers: Tree) -> tuple[Tree, Tree]:
+    """Scan in segments that keep their inputs; while one is run again for its backward pass, its blocks keep theirs."""
     keep = jax.checkpoint_policies.nothing_saveable
-    inner = jax.checkpoint(block, policy=keep, prevent_cse=False)
+    inner = jax.checkpoint(body, policy=keep, prevent_cse=False)
 
-    def segment(carry: Any, layers: Any) -> tuple[Any, Any]:
+    def segment(carry: Tree, layers: Tree) -> tuple[Tree, Tree]:
         return jax.lax.scan(inner, carry, layers)
 
-    cut = segment_layers(jax.tree.leaves(layers)[0].shape[0])
+    segments = segment_layers(jax.tree.leaves(layers)[0].shape[0])
     outer = jax.checkpoint(segment, policy=keep, prevent_cse=False)
-    whole = cut.count * cut.length
+    full = segments.count * segments.length
 
     def split(x: jax.Array) -> jax.Array:
-        return x[:whole].reshape(cut.count, cut.length, *x.shape[1:])
+        return x[:full].reshape(segments.count, segments.length, *x.shape[1:])
 
     carry, outputs = jax.lax.scan(outer, carry, jax.tree.map(split, layers))
-    outputs = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), outputs)
-    if cut.rest:
-        # Its backward pass comes first, at once: nothing lies between its two forward passes but the head.
+    outputs = jax.tree.map(lambda x: x.reshape(full, *x.shape[2:]), outputs)
+    if segments.rest:
+        # Its backward pass comes first, at once: only the head is between its two forward passes.
         last = jax.checkpoint(segment, policy=keep)
-        carry, more = last(carry, jax.tree.map(lambda x: x[whole:], layers))
+        carry, more = last(carry, jax.tree.map(lambda x: x[full:], layers))
         outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, more)
     return carry, outputs
 
 
-def _unrolled(block: Block, carry: Any, layers: Any) -> tuple[Any, Any]:
-    """What `lax.scan` computes, without a loop in the program."""
+def _unrolled(body: ScanBody, carry: Tree, layers: Tree) -> tuple[Tree, Tree]:
+    """Compute what `jax.lax.scan` does, without a loop in the program."""
     outputs = []
     for index in range(jax.tree.leaves(layers)[0].shape[0]):
-        carry, output = block(carry, jax.tree.map(lambda x, index=index: x[index], layers))
+        carry, output = body(carry, jax.tree.map(lambda x, index=index: x[index], layers))
         outputs.append(output)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)

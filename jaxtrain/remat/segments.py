@@ -1,4 +1,4 @@
-"""How sqrt remat cuts a stack of layers into segments. No jax here: the planner counts with it."""
+"""How sqrt remat partitions a stack of layers into segments. No jax here: the planner counts with it."""
 
 from dataclasses import dataclass
 
@@ -29,10 +29,14 @@ class Segments:
 
 
 def segment_layers(num_layers: int) -> Segments:
-    """The cut with the fewest block inputs at once (about 2 sqrt(N), Chen et al. 2016, section 4.3).
+    """Choose the segments with the fewest block inputs at once (about 2 sqrt(N), Chen et al. 2016, section 4.3).
 
-    Of equal ones that without a rest, which compiles one loop less, and of those the one with fewer segments: their
-    inputs are there while the loss is computed. 48 layers are 6 x 8, 7 are one of 4 and one of 3, 32 are 4 x 8.
+    Among equal ones it takes those without a rest, which compile one loop less, and then those with fewer segments:
+    their inputs are in memory while the loss is computed. 48 layers are 6 x 8, 7 are one of 4 and one of 3, 32 are
+    4 x 8.
+
+    Args:
+        num_layers: N.
     """
-    cuts = [Segments(num_layers // n, n, num_layers % n) for n in range(1, num_layers + 1)]
-    return min(cuts, key=lambda cut: (cut.live, cut.rest > 0, cut.total))
+    candidates = [Segments(num_layers // n, n, num_layers % n) for n in range(1, num_layers + 1)]
+    return min(candidates, key=lambda one: (one.live, one.rest > 0, one.total))

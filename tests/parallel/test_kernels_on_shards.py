@@ -93,7 +93,7 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel:
     def pretended(*arguments, implementation, **settings):
         return original(*arguments, implementation="xla", **settings)
 
-    def counted(row: attention.Implementation, attend: attention.Attend) -> attention.Implementation:
+    def counted(row: attention.Kernel, attend: attention.Attend) -> attention.Kernel:
         def call(*arguments: Any) -> jax.Array:
             calls.append(row.name)
             return attend(*arguments)

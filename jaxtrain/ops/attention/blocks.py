@@ -1,4 +1,4 @@
-"""How blockwise attention cuts a sequence: the one rule of the kernel and of the planner. No jax here."""
+"""How blockwise attention partitions a sequence: the rule of the kernel and of the planner. No jax here."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Self-attention of a sequence that is spread over mesh axis `context`: three ways, one signature.
+"""Self-attention of a sequence that is sharded over mesh axis `context`: three methods, one signature.
 
 Shapes: B batch, L sequence (global outside, local shard inside), S all key positions, H query heads, G key-value
 heads, K head dim.
@@ -6,13 +6,13 @@ heads, K head dim.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.manual import run_manually, spec_of
+from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
 from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
@@ -22,19 +22,19 @@ from jaxtrain.runtime.choices import note_choice
 
 # (q_BLHK, k_BSGK, v_BSGK, mask_BLS) -> out_BLHK, as `jaxtrain.ops.attention.reference.attention`.
 LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-# (q_BLHK, k_BLGK, v_BLGK, segments_BL or None) -> out_BLHK, of whole sequences.
+# (q_BLHK, k_BLGK, v_BLGK, segments_BL or None) -> out_BLHK, of full sequences.
 WholeAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def _repeat_heads(x_BLGK: jax.Array, multiple: int) -> jax.Array:
-    """Key-value heads, each repeated just enough that their count divides by `multiple`."""
+    """Repeat each key-value head just enough that their count divides by `multiple`."""
     groups = x_BLGK.shape[2]
     repeats = math.lcm(groups, multiple) // groups
     return x_BLGK if repeats == 1 else jnp.repeat(x_BLGK, repeats, axis=2)
 
 
-def _whole(x_BL: jax.Array) -> jax.Array:
-    """All positions, in order, from every device's shard."""
+def _gather_positions(x_BL: jax.Array) -> jax.Array:
+    """Gather the shards of all devices: [B, L, ...] to [B, S, ...], in order."""
     return jax.lax.all_gather(x_BL, AXIS, axis=1, tiled=True)
 
 
@@ -45,7 +45,7 @@ def _mask(
     key_segments_BS: jax.Array | None,
     form: AttentionForm,
 ) -> jax.Array:
-    """bool [B or 1, L, S], as `LocalAttention` wants it."""
+    """Which keys each query sees: bool [B or 1, L, S], as `LocalAttention` takes it."""
     return attention_mask(
         query_positions_L[None],
         key_positions_S[None],
@@ -66,7 +66,7 @@ def _ring(
     local_attention: LocalAttention,
     whole_attention: WholeAttention,
 ) -> jax.Array:
-    """Keys and values travel from device to device; the blocks are its own, and know neither window nor softcap."""
+    """Send keys and values from device to device; the kernel is the ring's own, without window and softcap."""
     del local_attention, whole_attention
     return ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, causal=form.causal)
 
@@ -81,7 +81,7 @@ def _all_to_all(
     local_attention: LocalAttention,
     whole_attention: WholeAttention,
 ) -> jax.Array:
-    """Each device exchanges its part of the sequence for all of it on fewer heads, and back.
+    """Exchange each device's part of the sequence for the full sequence of fewer heads, attend, and exchange back.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509).
     """
@@ -92,7 +92,7 @@ def _all_to_all(
 
     k_BSGK, v_BSGK = (to_heads(_repeat_heads(x, size)) for x in (k_BLGK, v_BLGK))
     del form, local_attention
-    segments_BS = None if segments_BL is None else _whole(segments_BL)
+    segments_BS = None if segments_BL is None else _gather_positions(segments_BL)
     out_BSHK = whole_attention(to_heads(q_BLHK), k_BSGK, v_BSGK, segments_BS)
     return jax.lax.all_to_all(out_BSHK, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
@@ -107,10 +107,10 @@ def _gather(
     local_attention: LocalAttention,
     whole_attention: WholeAttention,
 ) -> jax.Array:
-    """Every device holds all keys and values, and the scores of its own queries with them."""
+    """Gather all keys and values on every device, which attends to them from its own queries."""
     del whole_attention
-    k_BSGK, v_BSGK = _whole(k_BLGK), _whole(v_BLGK)
-    segments_BS = None if segments_BL is None else _whole(segments_BL)
+    k_BSGK, v_BSGK = _gather_positions(k_BLGK), _gather_positions(v_BLGK)
+    segments_BS = None if segments_BL is None else _gather_positions(segments_BL)
     length = q_BLHK.shape[1]
     positions_L = jax.lax.axis_index(AXIS) * length + jnp.arange(length, dtype=jnp.int32)
     order_S = jnp.arange(k_BSGK.shape[1], dtype=jnp.int32)
@@ -124,9 +124,9 @@ _ATTEND: Mapping[str, Callable[..., jax.Array]] = {"ring": _ring, "all_to_all": 
 
 
 def _head_parts(layout: Layout) -> int:
-    """Parts that the heads are split into by the compiler's axes."""
+    """In how many parts the compiler's axes shard the heads."""
     (entry,) = spec_of(layout, "activation_heads")
-    return math.prod(layout.degree(axis) for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+    return entry_degree(entry, layout.degrees)
 
 
 def _case(layout: Layout, num_heads: int, num_kv_heads: int, form: AttentionForm) -> ContextCase:
@@ -145,7 +145,7 @@ def check_context(
     """Fail before anything is traced if attention cannot run on a sequence sharded over `context`.
 
     Args:
-        layout: mesh and implementation.
+        layout: mesh and method.
         num_heads, num_kv_heads: of the model.
         sequence_length: tokens per row.
         form: which pairs of a query and a key are computed.
@@ -167,22 +167,22 @@ def context_attention(
     local_attention: LocalAttention,
     whole_attention: WholeAttention,
 ) -> jax.Array:
-    """Self-attention of arrays whose sequence is spread over `context` in true order, and heads over `tensor`.
+    """Attend to a sequence that is sharded over `context` in its true order, with heads sharded over `tensor`.
 
-    Called where the compiler handles `context`, at the top of a step or inside a region that is manual over other
-    axes; it enters what is left of the mesh. A batch that does not divide by its axes is worked on whole.
+    It is called where the compiler handles `context`, at the top of a step or inside a region that is manual over other
+    axes, and enters the remaining axes of the mesh. A batch that does not divide by its axes is replicated.
 
     Args:
         q_BLHK: queries, any float dtype.
         k_BLGK, v_BLGK: keys and values; H must be a multiple of G.
         segments_BL: packed documents; a query sees only its own. None: all are one.
-        form: who sees whom.
-        layout: of the code that calls this; names the implementation (see `choose_context`).
+        form: which keys a query sees.
+        layout: of the code that calls this; names the method (see `choose_context`).
         local_attention: `jaxtrain.ops.attention.reference.attention` or one like it.
-        whole_attention: what attends over whole sequences where a device has some of the heads (all_to_all).
+        whole_attention: what attends over full sequences where a device has some of the heads (all_to_all).
 
     Returns:
-        [B, L, H, K] in the dtype of q, laid out like q.
+        [B, L, H, K] in the dtype of q, sharded like q.
 
     Raises:
         ConfigError: see `check_context`.
@@ -197,7 +197,7 @@ def context_attention(
     note_choice("attention over context", name, [])
     attend = _ATTEND[name]
     spec = _fitting_spec(layout, batch)
-    # Keys and values lie as the queries do, so that a device's query heads meet their own key-value heads.
+    # Keys and values are sharded as the queries are, so that a device's query heads meet their own key-value heads.
     k_BLGK, v_BLGK = (_repeat_heads(x, _head_parts(layout)) for x in (k_BLGK, v_BLGK))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
@@ -206,7 +206,7 @@ def context_attention(
                 q, k, v, segments, form=form, local_attention=local_attention, whole_attention=whole_attention
             )
 
-    constants: tuple[Any, ...] = () if segments_BL is None else (segments_BL,)
+    constants: tuple[jax.Array, ...] = () if segments_BL is None else (segments_BL,)
     return run_manually(
         local,
         layout,
@@ -219,7 +219,6 @@ def context_attention(
 
 
 def _fitting_spec(layout: Layout, batch: int) -> PartitionSpec:
-    """The spec of queries [B, L, H, K]; a batch that does not divide stays whole, as in `constrain`."""
+    """The spec of queries [B, L, H, K]; a batch that does not divide stays replicated, as in `constrain`."""
     spec = spec_of(layout, "batch", "sequence", "activation_heads", None)
-    axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
-    return spec if batch % math.prod(layout.degree(axis) for axis in axes) == 0 else PartitionSpec(None, *spec[1:])
+    return spec if batch % entry_degree(spec[0], layout.degrees) == 0 else PartitionSpec(None, *spec[1:])

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values travel around mesh axis `context`, and no device ever holds the whole sequence.
+"""Ring attention: keys and values are sent around mesh axis `context`, so that no device holds the full sequence.
 
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889). Causal masks leave the
 devices with unequal work on contiguous shards; as in Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431),
-positions are dealt out again, here in the zig-zag order: of 2n chunks device i works on chunks i and 2n-1-i.
+positions are dealt out again, here in the zig-zag order: of 2n chunks device i computes chunks i and 2n-1-i.
 
 Everything here runs on local shards inside `jax.shard_map`.
 Shapes: B batch, L local sequence, Z halves of it that are masked apart (2 causal, else 1), C = L / Z positions,
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops.attention.ring_blocks import Block, home, own_blocks, passing_blocks
+from jaxtrain.ops.attention.ring_blocks import ScoreBlock, home, own_blocks, passing_blocks
 
 AXIS = "context"
 # Large and finite: a block that shows a row nothing then weighs nothing beside one that does, and no NaN arises.
@@ -25,6 +25,10 @@ MASKED = -1e30
 
 # Softmax over the keys seen up to this point: row maximum and sum [B, G, R, C], weighted values [B, G, R, C, K].
 Partial = tuple[jax.Array, jax.Array, jax.Array]
+# One of the two halves of a device: 0 or 1, or bool [] where it depends on the device.
+Half = int | jax.Array
+# A nested structure of arrays, None among them.
+Tree = Any
 
 
 # --- The exchange between contiguous shards and zig-zag halves. ---
@@ -45,7 +49,7 @@ def _to_zigzag(x_BL: jax.Array) -> jax.Array:
 
 
 def _from_zigzag(x_ZBC: jax.Array) -> jax.Array:
-    """The way back of `_to_zigzag`."""
+    """[2, B, C, ...] in zig-zag order as [B, L, ...] of contiguous positions."""
     first, second = x_ZBC
     first_is_odd = jax.lax.axis_index(AXIS) % 2 == 1
     chunks = jnp.where(first_is_odd, second, first), jnp.where(first_is_odd, first, second)
@@ -62,11 +66,14 @@ def visible(
     query_segments_BC: jax.Array | None,
     key_segments_BS: jax.Array | None,
 ) -> jax.Array | None:
-    """Which keys a query may see: bool [B or 1, C, S]; None: all.
+    """Mask the keys that a query may not see.
 
     Args:
         query_positions_C, key_positions_S: a query sees keys at or before its own position; None: order is no matter.
         query_segments_BC, key_segments_BS: a query sees its own segment; None: all are one.
+
+    Returns:
+        bool [B or 1, C, S], true where a query sees a key; None: every query sees every key.
     """
     mask = None
     if query_positions_C is not None and key_positions_S is not None:
@@ -81,12 +88,12 @@ def _scores(q_BCGRK: jax.Array, k_BSGK: jax.Array, mask_BCS: jax.Array | None) -
     """Float32 scores [B, G, R, C, S]."""
     scores = jnp.einsum("bcgrk,bsgk->bgrcs", q_BCGRK, k_BSGK, preferred_element_type=jnp.float32)
     scores = scores / math.sqrt(q_BCGRK.shape[-1])
-    # A sum: a select would have the scalar spread to all scores, and kept as a loop constant (see `_tied`).
+    # A sum: a select would broadcast the scalar to all scores, and keep it as a loop constant (see `_tied`).
     return scores if mask_BCS is None else scores + (1 - mask_BCS.astype(jnp.float32))[:, None, None] * MASKED
 
 
 def _attend(q_BCGRK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BCS: jax.Array | None) -> Partial:
-    """Softmax over one block of keys, not yet divided by its sum."""
+    """Compute the softmax over one block of keys, not yet divided by its sum."""
     scores = _scores(q_BCGRK, k_BSGK, mask_BCS)
     maximum = jnp.max(scores, axis=-1)
     weights = jnp.exp(scores - maximum[..., None])
@@ -95,7 +102,7 @@ def _attend(q_BCGRK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BCS: 
 
 
 def _merge(one: Partial, other: Partial) -> Partial:
-    """Softmax over the keys of both."""
+    """Combine the softmax over two blocks of keys into that over both."""
     maximum = jnp.maximum(one[0], other[0])
     scales = jnp.exp(one[0] - maximum), jnp.exp(other[0] - maximum)
     total, values = (
@@ -114,13 +121,16 @@ def _attend_backward(
     gradient_BCGRK: jax.Array,
     delta_BGRC: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Float32 gradients of q, k and v from one block: Dao et al. 2022, "FlashAttention", algorithm 4.
+    """Compute the gradients of q, k and v from one block: Dao et al. 2022, "FlashAttention", algorithm 4.
 
     Args:
         q_BCGRK, k_BSGK, v_BSGK, mask_BCS: as in the forward pass.
         logsumexp_BGRC: of the scores with all keys.
         gradient_BCGRK: of the output.
         delta_BGRC: sum over K of output times its gradient.
+
+    Returns:
+        float32, of the shapes of q, k and v.
     """
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     weights = jnp.exp(_scores(q_BCGRK, k_BSGK, mask_BCS) - logsumexp_BGRC[..., None])
@@ -133,38 +143,49 @@ def _attend_backward(
 # --- The ring. ---
 
 
-def _take(tree: Any, half: Any) -> Any:
+def _take(tree: Tree, half: Half) -> Tree:
+    """One half of arrays [Z, ...]."""
     index = jnp.int32(half)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
-def _put(tree: Any, half: Any, values: Any) -> Any:
+def _put(tree: Tree, half: Half, values: Tree) -> Tree:
+    """Arrays [Z, ...] with one half replaced."""
     index = jnp.int32(half)
     return jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, index, 0), tree, values)
 
 
-def _add(tree: Any, half: Any, values: Any) -> Any:
+def _add(tree: Tree, half: Half, values: Tree) -> Tree:
+    """Arrays [Z, ...] with values added to one half."""
     return _put(tree, half, jax.tree.map(jnp.add, _take(tree, half), values))
 
 
-def _stack(trees: list[Any]) -> Any:
+def _stack(trees: list[Tree]) -> Tree:
     return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
 
 
-def _pass_on(tree: Any) -> Any:
-    """To the next device of the ring."""
+def _pass_on(tree: Tree) -> Tree:
+    """Send arrays to the next device of the ring, and receive those of the device before."""
     size = jax.lax.axis_size(AXIS)
     return jax.lax.ppermute(tree, AXIS, [(device, (device + 1) % size) for device in range(size)])
 
 
-def _around(visit: Callable[[Any, Any, Any], Any], state: Any, tree: Any) -> Any:
-    """`state = visit(state, the tree of source, source)` for every other device `source` of the ring.
+def _around(visit: Callable[[Tree, Tree, jax.Array], Tree], state: Tree, tree: Tree) -> Tree:
+    """Visit the arrays of every other device of the ring.
 
-    The next tree is sent before the present one is worked on, so that the two can overlap.
+    The next arrays are sent before the present ones are visited, so that the two can overlap.
+
+    Args:
+        visit: (state, arrays of a device, its index int32 []) -> state.
+        state: before the first visit.
+        tree: the arrays of this device.
+
+    Returns:
+        The state after the last visit.
     """
     size, own = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
 
-    def turn(carry: tuple[Any, Any], step: jax.Array) -> tuple[tuple[Any, Any], None]:
+    def turn(carry: tuple[Tree, Tree], step: jax.Array) -> tuple[tuple[Tree, Tree], None]:
         state, tree = carry
         following = _pass_on(tree)
         return (visit(state, tree, (own - step) % size), following), None
@@ -175,13 +196,13 @@ def _around(visit: Callable[[Any, Any, Any], Any], state: Any, tree: Any) -> Any
     return visit(*carry, (own + 1) % size)
 
 
-def _tied(tree: Any, x: jax.Array) -> Any:
-    """The tree, held to depend on `x`: in a scan over layers masks would else be made once and kept for all blocks."""
+def _tied(tree: Tree, x: jax.Array) -> Tree:
+    """Make a tree depend on `x`: in a scan over layers masks would else be made once and kept for all blocks."""
     return jax.lax.optimization_barrier((tree, x))[0]
 
 
 def _own_masks(segments_ZBC: jax.Array | None, rows_ZBC: jax.Array, *, causal: bool) -> list[jax.Array | None]:
-    """Masks of `own_blocks`: the equal pairs are triangles."""
+    """Make the masks of `own_blocks`: of pairs of the same half a triangle, if causal."""
     order = _tied(jnp.arange(rows_ZBC.shape[2], dtype=jnp.int32), rows_ZBC)
     segments = [None, None] if segments_ZBC is None else segments_ZBC
     return [
@@ -190,13 +211,15 @@ def _own_masks(segments_ZBC: jax.Array | None, rows_ZBC: jax.Array, *, causal: b
     ]
 
 
-def _passing_mask(own_ZBC: jax.Array | None, passing_ZBC: jax.Array | None, block: Block) -> jax.Array | None:
+def _passing_mask(own_ZBC: jax.Array | None, passing_ZBC: jax.Array | None, block: ScoreBlock) -> jax.Array | None:
+    """Make the mask of a block of own queries and passing keys, from their segments."""
     return visible(None, None, _take(own_ZBC, block[0]), _take(passing_ZBC, block[1]))
 
 
 def _ring_forward(
     q_ZBCGRK: jax.Array, k_ZBSGK: jax.Array, v_ZBSGK: jax.Array, segments_ZBC: jax.Array | None, causal: bool
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Tree]:
+    """Attend to the halves of all devices: [Z, B, C, G, R, K] in the dtype of q, and what the backward pass needs."""
     own, halves = jax.lax.axis_index(AXIS), q_ZBCGRK.shape[0]
     segments_ZBC = _tied(segments_ZBC, q_ZBCGRK)
     blocks, masks = own_blocks(causal=causal), _own_masks(segments_ZBC, q_ZBCGRK, causal=causal)
@@ -205,7 +228,7 @@ def _ring_forward(
     for (query, _), partial in zip(blocks[halves:], partials[halves:], strict=True):
         state = _put(state, query, _merge(_take(state, query), partial))
 
-    def visit(state: Any, tree: Any, source: jax.Array) -> Any:
+    def visit(state: Tree, tree: Tree, source: jax.Array) -> Tree:
         k, v, segments = tree
         for block in passing_blocks(own, source, causal=causal):
             query, key = block
@@ -219,14 +242,16 @@ def _ring_forward(
     return out, (q_ZBCGRK, k_ZBSGK, v_ZBSGK, segments_ZBC, out, maximum + jnp.log(total))
 
 
-def _ring_backward(causal: bool, saved: Any, gradient: jax.Array) -> tuple[Any, Any, Any, None]:
-    """A second pass around the ring: the gradients of keys and values travel with them and come home at the end."""
+def _ring_backward(causal: bool, saved: Tree, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Go around the ring a second time: the gradients of keys and values are sent with them, and back at the end."""
     q, k, v, segments, out, logsumexp = saved
     own, halves = jax.lax.axis_index(AXIS), q.shape[0]
     delta = jnp.einsum("zbcgrk,zbcgrk->zbgrc", out, gradient, preferred_element_type=jnp.float32)
     rows = (q, logsumexp, gradient, delta)
 
-    def pull(query: Any, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, tuple[Any, Any]]:
+    def pull(
+        query: Half, k: jax.Array, v: jax.Array, mask: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         q, logsumexp, gradient, delta = _take(rows, query)
         dq, dk, dv = _attend_backward(q, k, v, mask, logsumexp, gradient, delta)
         return dq, (dk, dv)
@@ -237,7 +262,7 @@ def _ring_backward(causal: bool, saved: Any, gradient: jax.Array) -> tuple[Any, 
     for (query, key), (dq_block, dkv_block) in zip(blocks[halves:], pulled[halves:], strict=True):
         dq, dkv = _add(dq, query, dq_block), _add(dkv, key, dkv_block)
 
-    def visit(state: Any, tree: Any, source: jax.Array) -> Any:
+    def visit(state: Tree, tree: Tree, source: jax.Array) -> Tree:
         dq, dkv = state
         dkv = _pass_on(dkv)  # needed only after the block's own products, so the two can overlap
         k, v, passing_segments = tree
@@ -257,7 +282,7 @@ def _ring_backward(causal: bool, saved: Any, gradient: jax.Array) -> tuple[Any, 
 def _ring(
     q_ZBCGRK: jax.Array, k_ZBSGK: jax.Array, v_ZBSGK: jax.Array, segments_ZBC: jax.Array | None, causal: bool
 ) -> jax.Array:
-    """Attention over the halves of all devices; autodiff of it would keep the scores of every step."""
+    """Attend to the halves of all devices; autodiff of it would keep the scores of every step."""
     return _ring_forward(q_ZBCGRK, k_ZBSGK, v_ZBSGK, segments_ZBC, causal)[0]
 
 
@@ -267,13 +292,13 @@ _ring.defvjp(_ring_forward, _ring_backward)
 def ring_attention(
     q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None, *, causal: bool
 ) -> jax.Array:
-    """Self-attention of local shards, with memory linear in the local sequence times one block of scores' rows.
+    """Attend from local shards to the full sequence, in memory that grows with the local sequence only.
 
     Args:
         q_BLHK: local queries, float32 or a lower precision; scores, softmax and sums are float32.
         k_BLGK, v_BLGK: local keys and values; H must be a multiple of G.
         segments_BL: packed documents; a query sees only its own. None: all are one.
-        causal: queries see keys at or before their own position; L must be even.
+        causal: whether queries see keys at or before their own position; L must be even.
 
     Returns:
         [B, L, H, K] in the dtype of q.

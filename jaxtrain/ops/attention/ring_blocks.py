@@ -1,4 +1,4 @@
-"""Which blocks of scores each device of a ring computes: the one rule of the step and of the planner. No jax here.
+"""Which blocks of scores each device of a ring computes: the rule of the step and of the planner. No jax here.
 
 Chunks are in the zig-zag order of `ring.py`: of 2n chunks, device i computes chunks i and 2n-1-i. The tests call these
 functions with ints.
@@ -6,8 +6,8 @@ functions with ints.
 
 from typing import Any
 
-# (query half, key half); 0 or 1, or bool [] where it depends on the device.
-Block = tuple[Any, Any]
+# A block of scores as (query half, key half): 0 or 1, or bool [] where it depends on the device.
+ScoreBlock = tuple[Any, Any]
 
 
 def home(chunk: int, size: int) -> int:
@@ -20,7 +20,7 @@ def home(chunk: int, size: int) -> int:
     return min(chunk, 2 * size - 1 - chunk)
 
 
-def own_blocks(*, causal: bool) -> tuple[Block, ...]:
+def own_blocks(*, causal: bool) -> tuple[ScoreBlock, ...]:
     """Return the blocks of a device's queries and its own keys.
 
     Pairs of equal halves come first; in a causal model their upper triangles are masked.
@@ -31,7 +31,7 @@ def own_blocks(*, causal: bool) -> tuple[Block, ...]:
     return ((0, 0), (1, 1), (1, 0)) if causal else ((0, 0),)
 
 
-def passing_blocks(own: Any, source: Any, *, causal: bool) -> tuple[Block, ...]:
+def passing_blocks(own: Any, source: Any, *, causal: bool) -> tuple[ScoreBlock, ...]:
     """Return the blocks of a device's queries and the keys of another device; nothing in them is masked.
 
     In zig-zag order the late half of each device's queries sees the early half of every device's keys. Besides, its

@@ -1,4 +1,4 @@
-"""Attention behind one signature: an ordered table of implementations a platform, which ends in the plain reference.
+"""Attention behind one signature: an ordered table of kernels per platform, which ends in the plain reference.
 
 The first implementation that takes the case runs; what one cannot do it refuses with a reason, and never drops. A new
 kernel is a file with a function, its rule and its place in the order in `kernel_rules.py`, and a row here.
@@ -28,8 +28,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Segments, AttentionForm], ja
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """One way to compute attention.
+class Kernel:
+    """A way to compute attention on a platform.
 
     Attributes:
         name: as in `model.attention`.
@@ -44,30 +44,34 @@ class Implementation:
     keeps_output: bool = False
 
 
-CUDNN = Implementation("cudnn", cudnn.refusal, lambda q, k, v, segments, form: cudnn.cudnn_attention(q, k, v, form))
-SPLASH = Implementation("splash", splash.refusal, splash.splash_attention, keeps_output=True)
-BLOCKWISE = Implementation(
+CUDNN = Kernel("cudnn", cudnn.refusal, lambda q, k, v, segments, form: cudnn.cudnn_attention(q, k, v, form))
+SPLASH = Kernel("splash", splash.refusal, splash.splash_attention, keeps_output=True)
+BLOCKWISE = Kernel(
     "blockwise",
     lambda q, k, segments, form: blockwise.refusal(q),
     blockwise.blockwise_attention,
     keeps_output=True,
 )
-REFERENCE = Implementation("reference", lambda *_: None, reference_attention)
+REFERENCE = Kernel("reference", lambda *_: None, reference_attention)
 
 _ALL = {row.name: row for row in (CUDNN, SPLASH, BLOCKWISE, REFERENCE)}
-# Platform of the step -> implementations in the order in which they are tried.
-TABLE: Mapping[str, tuple[Implementation, ...]] = {
+# Platform of the step -> kernels in the order in which they are tried.
+TABLE: Mapping[str, tuple[Kernel, ...]] = {
     name: tuple(_ALL[kernel] for kernel in order) for name, order in ORDER.items()
 }
 
 
 def choose(
     q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: Segments, form: AttentionForm, *, wanted: str = "auto"
-) -> Implementation:
-    """The implementation that runs on the platform of the step, noted with the reasons against those before it.
+) -> Kernel:
+    """Choose the kernel that runs on the platform of the step, and note it with the reasons against those before it.
+
+    Args:
+        q_BLHK, k_BLGK, segments_BL, form: see `self_attention`.
+        wanted: auto, or the name of a kernel.
 
     Raises:
-        ConfigError: a wanted implementation that is unknown or cannot take the case.
+        ConfigError: a wanted kernel that is unknown or cannot take the case.
     """
     rows = TABLE.get(platform(), tuple(_ALL[kernel] for kernel in ELSEWHERE))
     known = {**_ALL, **{row.name: row for row in rows}}
@@ -91,28 +95,28 @@ def self_attention(
     softcap: float | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Attention of a sequence to itself, in the order of the sequence dim, on whatever mesh the step has.
+    """Attend from a sequence to itself, in the order of the sequence dim, on whatever mesh the step has.
 
     Args:
         q_BLHK, k_BLGK, v_BLGK: global arrays; H must be a multiple of G.
-        segments_BL: packed documents that do not see each other; None: one document a row.
+        segments_BL: packed documents that do not see each other; None: one document per row.
         causal, window, softcap: see `AttentionForm`.
-        implementation: auto, or a name from the table; a sequence that is spread over `context` takes the ways of
+        implementation: auto, or a name from the table; a sequence that is sharded over `context` takes the methods of
             `ops/attention/context.py`.
 
     Returns:
         [B, L, H, K] in the dtype of q, named "attention_output" for the remat policies.
 
     Raises:
-        ConfigError: an implementation that cannot take the case.
+        ConfigError: a kernel that cannot take the case.
     """
     form = AttentionForm(causal, window, softcap)
     layout = current_layout()
     if layout is not None and layout.degree("context") > 1:
         if implementation != "auto":
             raise ConfigError(
-                f"model.attention={implementation} takes whole sequences, but parallel.context="
-                f"{layout.degree('context')} spreads them; use model.attention=auto and parallel.context_attention"
+                f"model.attention={implementation} takes full sequences, but parallel.context="
+                f"{layout.degree('context')} shards them; use model.attention=auto and parallel.context_attention"
             )
         out = context_attention(
             q_BLHK,
@@ -134,6 +138,6 @@ def self_attention(
 def _attend_whole(
     q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: Segments, *, form: AttentionForm
 ) -> jax.Array:
-    """Whole sequences on one device, some of the heads: what `all_to_all` attends with."""
+    """Attend to full sequences of some heads on one device, as `all_to_all` does between its two exchanges."""
     row = choose(q_BLHK, k_BLGK, segments_BL, form)
     return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form)

@@ -1,7 +1,7 @@
 """Mixture of experts on one device: routing, its losses, and the experts as grouped matmuls.
 
-Shapes: B batch, L sequence, N tokens, D embed, F hidden width, E experts, K experts a token, R rows of the grouped
-matmul (one a token and expert that meet here).
+Shapes: B batch, L sequence, N tokens, D embed, F hidden width, E experts, K experts per token, R rows of the grouped
+matmul (one per pair of a token and an expert of this device).
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Kernels(NamedTuple):
 
 
 def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token, and the weight of each.
+    """Choose the experts of each token, and the weight of each.
 
     With two choices or more the weights are the softmax over the chosen logits (Jiang et al. 2024, Mixtral, section
     2.1). Over one logit that softmax is 1 and would teach the router nothing, so a single choice has its probability
@@ -33,7 +33,7 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
     partitioner gathers the batch for (jax 0.10.2 and 0.12.0, CPU), where a reduction stays local.
 
     Args:
-        logits_BLE: float32, E whole on every device.
+        logits_BLE: float32, E replicated.
         experts_per_token: K.
 
     Returns:
@@ -58,7 +58,15 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
 
 
 def count_tokens(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
-    """Tokens that each expert gets: int32 [E], exact in any order of summation."""
+    """Count the tokens that each expert gets.
+
+    Args:
+        ids_BLK: int32; an id of E or more counts for no expert.
+        num_experts: E.
+
+    Returns:
+        int32 [E], exact in any order of summation.
+    """
     one_hot_BLKE = ids_BLK[..., None] == jnp.arange(num_experts)
     return jnp.sum(one_hot_BLKE, axis=(0, 1, 2), dtype=jnp.int32)
 
@@ -66,7 +74,7 @@ def count_tokens(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
 def router_loss(
     logits_BLE: jax.Array, load_E: jax.Array, *, load_balance_weight: float, router_z_weight: float
 ) -> jax.Array:
-    """Auxiliary loss of each token, float32 [B, L]; its mean over tokens is the loss of the papers.
+    """Compute the auxiliary loss of each token; its mean over tokens is the loss of the papers.
 
     With f_e the share of routed slots that expert e got and P_e its mean probability, the mean is
 
@@ -81,6 +89,9 @@ def router_loss(
         logits_BLE: float32.
         load_E: float32, f over all tokens of the batch; no gradient flows to it.
         load_balance_weight, router_z_weight: factors of the two terms.
+
+    Returns:
+        float32 [B, L].
     """
     probabilities_BLE = jax.nn.softmax(logits_BLE, axis=-1)
     balance_BL = jnp.sum(jax.lax.stop_gradient(load_E) * probabilities_BLE, axis=-1) * load_E.shape[0]
@@ -93,17 +104,17 @@ def _activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
 
 
 def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernels: Kernels) -> jax.Array:
-    """Sum over a token's experts of weight times output, each expert one group of a grouped matmul.
+    """Sum weight times output over the experts of each token, each expert one group of a grouped matmul.
 
     Nothing is dropped: the (token, expert) pairs are sorted by expert into a buffer of N * min(K, E) rows, which
     holds every routing. An id of E means an expert that is not here; such pairs sort behind all groups and give 0.
 
-    What the grouped matmul costs is up to the backend. TPU has an instruction for it. On CPU, and on GPU in a jaxlib
+    What the grouped matmul costs depends on the backend. TPU has an instruction for it. On CPU, and on GPU in a jaxlib
     without a kernel for it, every row meets every local expert and is masked (openxla/xla#46002, jax 0.10.2): E times
     the FLOPs and a masked copy of the rows for each expert, so that many experts want many shards there.
 
     Args:
-        x_ND: tokens, the dtype of the kernels.
+        x_ND: tokens, in the dtype of the kernels.
         weights_NK: float32.
         ids_NK: int32 from 0 to E; those below E are distinct for each token.
         kernels: of E experts.

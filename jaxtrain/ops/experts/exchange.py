@@ -1,23 +1,29 @@
-"""Experts spread over the mesh axis `expert`: tokens travel to their experts and back.
+"""Experts sharded over the mesh axis `expert`: tokens are sent to their experts and back.
 
 Shapes: B batch, L sequence, N tokens of a device, S shards of experts, D embed, F hidden width, E experts, K experts
-a token.
+per token.
 """
-
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.manual import run_manually, spec_of
+from jaxtrain.layout.rules import Entry, entry_axes, entry_degree
 from jaxtrain.layout.sharding import Layout, current_layout
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts
 
 
 def expert_load(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
-    """Share of the routed slots that each expert got, over all devices: float32 [E], sums to 1, no gradient."""
+    """Compute the share of the routed slots that each expert got, over all devices.
+
+    Args:
+        ids_BLK: int32, experts of each token.
+        num_experts: E.
+
+    Returns:
+        float32 [E], replicated, with the sum 1; no gradient flows through it.
+    """
     counts_E = count_tokens(ids_BLK, num_experts)
     layout = current_layout()
     if layout is not None:
@@ -30,7 +36,7 @@ def expert_load(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
 
 
 def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
-    """Sum over a token's experts of weight times output, wherever the experts are.
+    """Sum weight times output over the experts of each token, on whichever device the experts are.
 
     No token is dropped, at the price of static shapes: every device sends a buffer of all its tokens to every shard of
     experts (rows of tokens without an expert there are zero), so that each exchange moves what an all-gather would,
@@ -38,13 +44,13 @@ def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, ke
     would move at most min(K, S) / S as much.
 
     Args:
-        x_BLD: tokens, laid out as "batch" and "sequence".
+        x_BLD: tokens, sharded over "batch" and "sequence".
         weights_BLK: float32, differentiable, as from `route`.
         ids_BLK: int32, experts of each token, distinct.
-        kernels: the dtype of x; E over `expert`, F over `tensor`.
+        kernels: in the dtype of x; E is sharded over `expert`, F over `tensor`.
 
     Returns:
-        [B, L, D] in the dtype of x, laid out as x.
+        [B, L, D] in the dtype of x, sharded as x.
     """
     layout = current_layout()
     if layout is None or all(layout.degree(axis) == 1 for axis in layout.mesh.axis_names):
@@ -53,11 +59,17 @@ def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, ke
     tokens = PartitionSpec(*_dividing(spec_of(layout, "batch", "sequence"), x_BLD.shape, layout), None)
     into, out_of = spec_of(layout, "experts", None, "mlp"), spec_of(layout, "experts", "mlp", None)
     kernel_specs = (into, None if kernels.gate is None else into, out_of)
-    token_axes = {axis for entry in tokens for axis in _axes(entry)}
+    token_axes = {axis for entry in tokens for axis in entry_axes(entry)}
     summed = tuple(axis for axis in ("expert", "tensor") if layout.degree(axis) > 1 and axis not in token_axes)
 
-    def local(x_BLD: Any, weights_BLK: Any, kernels: tuple[Any, ...], ids_BLK: Any, shard_1: Any) -> Any:
-        kernels = Kernels(*kernels)
+    def local(
+        x_BLD: jax.Array,
+        weights_BLK: jax.Array,
+        parts: tuple[jax.Array, jax.Array | None, jax.Array],
+        ids_BLK: jax.Array,
+        shard_1: jax.Array,
+    ) -> jax.Array:
+        kernels = Kernels(*parts)
         if "expert" in token_axes:
             y_BLD = _exchanged(x_BLD, weights_BLK, ids_BLK, kernels, shards)
         else:  # every shard of experts has these tokens
@@ -76,15 +88,9 @@ def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, ke
     )
 
 
-def _dividing(spec: PartitionSpec, shape: tuple[int, ...], layout: Layout) -> list[Any]:
-    """The spec with dims that do not divide left whole, as `constrain` leaves them (a batch of one in sampling)."""
-    sizes = [math.prod(layout.mesh.shape[axis] for axis in _axes(entry)) for entry in spec]
-    return [entry if shape[d] % sizes[d] == 0 else None for d, entry in enumerate(spec)]
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one dim of a spec."""
-    return (entry,) if isinstance(entry, str) else entry or ()
+def _dividing(spec: PartitionSpec, shape: tuple[int, ...], layout: Layout) -> list[Entry]:
+    """Replicate the dims that do not divide, as `constrain` does (a batch of one in sampling)."""
+    return [entry if shape[d] % entry_degree(entry, layout.mesh.shape) == 0 else None for d, entry in enumerate(spec)]
 
 
 def _flat(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:

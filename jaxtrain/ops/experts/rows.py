@@ -1,4 +1,4 @@
-"""Rows of the experts' grouped matmuls: the one rule of the step and of the planner. No jax here.
+"""Rows of the experts' grouped matmuls: the rule of the step and of the planner. No jax here.
 
 No token is dropped, so that shapes are those of the worst case: every token may choose experts of one shard.
 """
@@ -8,7 +8,7 @@ _MASKED = ("cpu", "gpu")
 
 
 def grouped_rows(num_tokens: float, experts_per_token: int, num_experts: int) -> float:
-    """Rows of a grouped matmul that holds every routing of its tokens.
+    """Count the rows of a grouped matmul that has room for every routing of its tokens.
 
     Args:
         num_tokens: that may come to these experts.
@@ -19,7 +19,7 @@ def grouped_rows(num_tokens: float, experts_per_token: int, num_experts: int) ->
 
 
 def multiplied_rows(platform: str, num_rows: float, filled: float, num_experts: int) -> float:
-    """Rows that a backend multiplies with the kernel of one expert each.
+    """Count the rows that a backend multiplies with the kernel of one expert each.
 
     Args:
         platform: cpu, gpu or tpu.
