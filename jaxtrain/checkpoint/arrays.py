@@ -13,7 +13,7 @@ from jaxtrain.errors import CheckpointError
 
 
 def is_process_0() -> bool:
-    """Tell whether this process renames and deletes."""
+    """Whether this is the process that renames and deletes."""
     import jax
 
     return jax.process_index() == 0
@@ -32,7 +32,7 @@ def from_process_0(decide: Callable[[], int]) -> int:
 
 
 def everyone(succeeded: bool) -> bool:
-    """Tell whether all processes succeeded."""
+    """Whether all processes succeeded."""
     import jax
 
     if jax.process_count() == 1:
@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def key_implementations(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Return the generator of each random key, which its numbers alone do not tell."""
+    """Return the generator of each random key, which its numbers alone do not show."""
     import jax
 
     return {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_key(leaf)}
@@ -101,7 +101,7 @@ def digests(stored: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def on_one_device(entry: tuple[tuple[int, ...], str], info: CheckpointInfo, name: str) -> Any:
-    """Return a target for a saved leaf, whole on this process's first device."""
+    """Return a target for a saved leaf, unsharded on this process's first device."""
     import jax
     import jax.numpy as jnp
 

@@ -23,12 +23,12 @@ class Checkpointer:
     Not for two writers at once: the run directory's lock sees to that. With several processes every process calls
     every method, in the same order; process 0 decides and renames.
 
-    Saves form one line of steps. A save goes back when it follows the restore of an earlier step, or when its number is
-    not above the newest step: the later steps are abandoned, moved to `abandoned-<time>` once the save is complete, and
-    reported. Restoring alone moves nothing.
+    The saved steps form one line. A save goes back when it follows the restore of an earlier step, or when its number
+    is not above the newest step: the later steps are abandoned, moved to `abandoned-<time>` once the save is complete,
+    and reported. Restoring alone moves nothing.
 
     Args:
-        directory: where the steps lie; created by the first save.
+        directory: holds the steps; created by the first save.
         keep_last: newest steps that stay.
         keep_every: multiples of this stay for good; None for no such rule.
         keep_best: the step with the lowest eval_loss stays.
@@ -170,8 +170,8 @@ class Checkpointer:
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array with its digest
         after. Without `step` a damaged newest step is set aside and the one before is used. A save that follows the
-        restore of a whole state continues from it: steps after `step` are abandoned then. To look at an earlier step
-        while training goes on, open a second Checkpointer with `read_only=True`.
+        restore of a state without `prefix` continues from it: steps after `step` are abandoned then. To look at an
+        earlier step while training goes on, open a second Checkpointer with `read_only=True`.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays to be like.
@@ -217,7 +217,7 @@ class Checkpointer:
         """
         self.wait()
         for candidate in reversed(self._candidates()):
-            with contextlib.suppress(DamagedError):  # `restore` tells of it, and takes the step before
+            with contextlib.suppress(DamagedError):  # `restore` reports it, and takes the step before
                 _check_like(self.info(candidate), tree.flatten(target).leaves, None)
                 return
 

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory, read without jax or Orbax: steps, their record, what to keep, what to set aside.
+"""The content of a checkpoint directory, read without jax or Orbax: steps, their record, what stays, what is set aside.
 
 A step is a real directory whose name is its number and which holds our item `jaxtrain`; anything else is ignored. Orbax
 writes into a directory with another name and renames it at the end, so a step that has its name is complete.
@@ -53,12 +53,12 @@ def _itemsize(dtype: str) -> int:
     if dtype.startswith("key<"):
         return 8  # threefry; other generators differ by a few bytes a key
     bits = re.search(r"\d+", dtype)
-    # Numbers narrower than a byte take a whole one outside an accelerator.
+    # Numbers narrower than a byte take a full one outside an accelerator.
     return max(1, int(bits.group()) // 8) if bits else 1
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Return where a step lies or will lie."""
+    """Return the path of a step, saved or not."""
     return directory / str(step)
 
 
@@ -130,7 +130,7 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
 
 
 def write_eval_loss(directory: Path, step: int, eval_loss: float) -> None:
-    """Put the eval_loss of a saved step into its record, which is replaced as a whole.
+    """Put the eval_loss of a saved step into its record, which is replaced in one rename.
 
     Raises:
         CheckpointError: the record is damaged or cannot be written.
@@ -185,7 +185,7 @@ def clear_leftovers(directory: Path) -> None:
 
 
 def set_aside(directory: Path, step: int, *, reason: str) -> Path:
-    """Rename what lies at a step's path to `<step>.<reason>-<time>` and return the path it has then."""
+    """Rename the file or directory at a step's path to `<step>.<reason>-<time>` and return the path it has then."""
     source = step_path(directory, step)
     target = directory / f"{step}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
     try:

@@ -72,7 +72,7 @@ def find_files(path: str, *, suffix: str) -> tuple[tuple[str, Path], ...]:
 
     Returns:
         (name, file) pairs in the order of the names; a name is relative to the folder, so that it is the same
-        wherever the folder lies.
+        wherever the folder is.
 
     Raises:
         DataError: Nothing is there, a glob matches nothing, or a file is empty.
@@ -128,7 +128,7 @@ def check_is_text(path: Path) -> None:
 
 
 def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
-    """Returns the text of bytes that lie at `offset` in a file.
+    """Returns the text of the bytes at `offset` in a file.
 
     Raises:
         DataError: They are not UTF-8; names the file and the byte, or what the file is instead.

@@ -2,7 +2,7 @@
 
 A Feistel network is a bijection of 2^bits numbers; walking its cycle until it lands below the number of rows makes it
 one of the rows (Black & Rogaway 2002, "Ciphers with arbitrary finite domains"). It is vectorised over positions:
-grain's own shuffle takes 3 to 20 microseconds a row, and milliseconds where there are few rows.
+grain's own shuffle takes 3 to 20 microseconds per row, and milliseconds where there are few rows.
 """
 
 import numpy as np

@@ -36,7 +36,7 @@ def prefetch(
         load: Returns batch k; called on one background thread, in order.
         start: First batch.
         stop: One past the last batch.
-        depth: Batches that may lie ready; 0 loads in the consumer, without a thread.
+        depth: Batches that may wait, loaded; 0 loads in the consumer, without a thread.
 
     Raises:
         Exception: Whatever `load` raised, when its batch is due.

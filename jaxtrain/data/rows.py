@@ -1,7 +1,7 @@
 """Rows by index, gathered a batch at a time.
 
 A `Rows` is a `grain.MapDataset`, so every grain transformation applies to it; `gather` reads many rows in one
-vectorised call, which costs microseconds a row where a chain of Python calls costs tens.
+vectorised call, which costs microseconds per row where a chain of Python calls costs tens.
 """
 
 import functools

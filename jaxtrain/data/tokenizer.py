@@ -21,7 +21,7 @@ _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"
 # Pair statistics settle long before this; the cap bounds the memory and time of training on a large corpus.
 _TRAINING_CHARACTERS = 64 * 2**20
 
-# Documents are cut into pieces of about this size so that one long document still uses every core.
+# Documents are split into pieces of about this size so that one long document still uses every core.
 _PIECE_CHARACTERS = 32 * 2**10
 
 # Byte-level BPE never merges across a lone newline between two words, so a cut there leaves the ids unchanged

@@ -1,4 +1,4 @@
-"""What was chosen while a step was traced, and why: one line a choice, for the log and for `run.json`."""
+"""What was chosen while a step was traced, and why: one line per choice, for the log and for `run.json`."""
 
 import contextlib
 import contextvars
@@ -9,7 +9,7 @@ _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtr
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[str]]:
-    """Collects what `note_choice` is told inside, each line once."""
+    """Collects what `note_choice` notes inside, each line once."""
     notes: list[str] = []
     token = _notes.set(notes)
     try:
@@ -19,7 +19,7 @@ def record_choices() -> Iterator[list[str]]:
 
 
 def note_choice(operation: str, chosen: str, refused: list[tuple[str, str]]) -> None:
-    """Say what an operation runs on.
+    """Note what an operation runs on.
 
     Args:
         operation: attention, ...

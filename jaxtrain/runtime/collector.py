@@ -18,7 +18,7 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """Collect, and again from now on, but for what is still there; nothing without `pause`."""
+    """Collect, leave what remains out of later collections, and collect again by itself; nothing without `pause`."""
     global _paused
     if _paused:
         gc.collect()

@@ -16,7 +16,7 @@ _BUDGET_SECONDS = 1.0
 
 
 def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
-    """The measured rate of a square matrix product, two operations a multiply-add.
+    """The measured rate of a square matrix product, two operations per multiply-add.
 
     float32 is multiplied at full precision (not TF32, not three bf16 passes).
 

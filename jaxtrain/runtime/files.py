@@ -1,4 +1,4 @@
-"""Small files written whole: a reader sees the old text or the new one, never half."""
+"""Small files replaced in one rename: a reader sees the old text or the next one, never a part."""
 
 import json
 import math
@@ -25,12 +25,12 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Writes `text` whole or not at all."""
+    """Writes all of `text` or nothing."""
     write_lines_atomic(path, (text,))
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Writes `value` as indented strict JSON (NaN and infinities as null), whole or not at all."""
+    """Writes `value` as indented strict JSON (NaN and infinities as null), all of it or nothing."""
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 

@@ -1,6 +1,6 @@
 """Dense peaks of accelerators, the denominator of model FLOPs utilization.
 
-One row a device as JAX counts devices: a TPU v2 or v3 chip and a TPU7x chip are two devices each, the others one.
+One row per device as JAX counts devices: a TPU v2 or v3 chip and a TPU7x chip are two devices each, the others one.
 Figures are the vendors', dense (half of what NVIDIA prints "with sparsity"), at boost clocks, with fp32 accumulation.
 """
 
@@ -48,7 +48,7 @@ _PEAKS: dict[str, dict[str, float]] = {
     "NVIDIA GB200": dict(fp32=80.0, tf32=1250.0, bf16=2500.0, fp16=2500.0, fp8=5000.0),
     # NVIDIA Ada architecture whitepaper (2022), appendix A: tensor figures with fp32 accumulation.
     "NVIDIA GeForce RTX 4090": dict(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3),
-    # NVIDIA Ampere GA102 architecture whitepaper (2021), appendix A: likewise.
+    # NVIDIA Ampere GA102 architecture whitepaper (2021), appendix A: tensor figures with fp32 accumulation.
     "NVIDIA GeForce RTX 3090": dict(fp32=35.6, tf32=35.6, bf16=71.0, fp16=71.0),
     # Google Cloud TPU documentation, system architecture: 180 TFLOP/s a v2 board of 4 chips, 123 a v3 chip, of two
     # devices each. TPUs multiply in bf16; fp32 is emulated by several passes and has no published peak.
@@ -65,7 +65,7 @@ _PEAKS: dict[str, dict[str, float]] = {
     # Same source: v6e (Trillium) 918.
     "TPU v6 lite": dict(bf16=918.0),
     "TPU v6e": dict(bf16=918.0),
-    # Same source: TPU7x (Ironwood) 2307 a chip; each of its two chiplets is a device.
+    # Same source: TPU7x (Ironwood) 2307 per chip; each of its two chiplets is a device.
     "TPU7x": dict(bf16=1153.5),
 }
 

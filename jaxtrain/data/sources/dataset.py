@@ -72,7 +72,7 @@ def open_data(
 
     Args:
         config: Which data: a data group, or its keys as a mapping ({"kind": "digits"}).
-        sequence_length: Tokens a row where the config leaves it open.
+        sequence_length: Tokens per row where the config leaves it open.
         seed: Decides random augmentation; the split into training and validation never depends on it.
         task: The task of the run ("classification", "regression"), for tables whose targets could be either.
         reading: `Data.reading` of the data a model was trained on: tables and image folders take its class numbers and

@@ -1,4 +1,4 @@
-"""Folders of image files, a folder a class; decoded when a row is read."""
+"""Folders of image files, one folder per class; decoded when a row is read."""
 
 import functools
 import hashlib

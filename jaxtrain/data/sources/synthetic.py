@@ -35,7 +35,7 @@ def markov_tokens(config: SyntheticData, *, sequence_length: int) -> TokenSource
     successors_VxS = random.integers(0, config.vocab_size, (config.vocab_size, _NUM_SUCCESSORS))
     cumulative_VxS = np.cumsum(random.dirichlet(np.full(_NUM_SUCCESSORS, 2.0), config.vocab_size), axis=1)
     num_rows = config.num_rows + num_validation_rows(config)
-    # One chain a row, all advanced together: a Python step a token would take minutes.
+    # One chain per row, all advanced together: a Python step per token would take minutes.
     tokens_RxL = np.empty((num_rows, sequence_length), token_dtype(config.vocab_size))
     state_R = random.integers(0, config.vocab_size, num_rows)
     for position in range(sequence_length):
