@@ -1,19 +1,22 @@
 """A digest of an array that is the same on every mesh, because Orbax does not notice a flipped bit.
 
-Each element's bits are mixed with its position in the whole array, and the results are summed modulo 2^32. Integer
+Each element's bits are mixed with its position in the unsharded array, and the results are summed modulo 2^32. Integer
 addition is associative, so the order in which shards are summed does not matter. The mixing is a bijection of the bits
 for a fixed position: a change of a single element always changes the first sum.
 
-The same arithmetic runs in two places. What lies in host memory is summed by numpy: about 2 ns an element, where a
-compiled program costs 50 ms per shape before it sums anything. What lies on an accelerator, or on other processes too,
-is summed there.
+The same arithmetic runs in two places. An array in host memory is summed by NumPy: about 2 ns an element, where a
+compiled program costs 50 ms per shape before it sums anything. An array on an accelerator, or
+sharded over several processes, is summed on its devices.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 Digest = tuple[int, int]
 
@@ -28,12 +31,17 @@ _BLOCK = 1 << 15
 _SMALL_BYTES = 1 << 20
 
 
-def digests(arrays: Mapping[str, Any]) -> dict[str, Digest]:
+def digests(arrays: "Mapping[str, jax.Array | np.ndarray]") -> dict[str, Digest]:
     """Digest each array (jax or numpy, any dtype, any sharding); with several processes all of them call this.
 
     Each result is awaited before the next begins: dozens of all-reduces in flight deadlock on emulated CPU devices.
     """
-    return {path: _host_digest(array) if _is_near(array) else _device_digest(array) for path, array in arrays.items()}
+    import jax
+
+    def one(array: "jax.Array | np.ndarray") -> Digest:
+        return _device_digest(array) if isinstance(array, jax.Array) and not _is_near(array) else _host_digest(array)
+
+    return {path: one(array) for path, array in arrays.items()}
 
 
 def _sums(bits: Any, position: Any) -> tuple[Any, Any]:
@@ -45,11 +53,8 @@ def _sums(bits: Any, position: Any) -> tuple[Any, Any]:
     return mixed.sum(dtype=np.uint32), weighted.sum(dtype=np.uint32)
 
 
-def _is_near(array: Any) -> bool:
-    import jax
-
-    if not isinstance(array, jax.Array):
-        return True
+def _is_near(array: "jax.Array") -> bool:
+    """Whether this process can read all of the array from its memory at little cost."""
     if not array.is_fully_addressable:
         # A replica of its own is enough, however many processes hold others.
         return array.is_fully_replicated and _is_near(array.addressable_data(0))
@@ -57,7 +62,7 @@ def _is_near(array: Any) -> bool:
     return in_host_memory or array.nbytes <= _SMALL_BYTES
 
 
-def _host_digest(array: Any) -> Digest:
+def _host_digest(array: "jax.Array | np.ndarray") -> Digest:
     words = _host_words(_gathered(array))
     first = second = 0
     for start in range(0, words.size, _BLOCK):
@@ -68,7 +73,7 @@ def _host_digest(array: Any) -> Digest:
     return first % 2**32, second % 2**32
 
 
-def _gathered(array: Any) -> np.ndarray:
+def _gathered(array: "jax.Array | np.ndarray") -> np.ndarray:
     """Return an array's elements on the host; jax's own conversion would keep its copy as long as the array lives."""
     import jax
 
@@ -90,21 +95,21 @@ def _host_words(array: np.ndarray) -> np.ndarray:
     return words & np.uint8(2**bits - 1) if bits < 8 else words
 
 
-def _device_digest(array: Any) -> Digest:
+def _device_digest(array: "jax.Array") -> Digest:
     first, second = _program()(array)
     # A scalar is replicated: with several processes only this process's copy can be read.
     return int(first.addressable_data(0)), int(second.addressable_data(0))
 
 
 @functools.cache
-def _program() -> Any:
+def _program() -> "Callable[[jax.Array], tuple[jax.Array, jax.Array]]":
     import jax
 
-    # What lies in the host's memory for several processes is summed on their devices.
+    # An array in the host memory of several processes is summed on their devices.
     return jax.jit(lambda array: _sums(*_device_words(jax.device_put(array, jax.memory.Space.Device))))
 
 
-def _device_words(array: Any) -> tuple[Any, Any]:
+def _device_words(array: "jax.Array") -> "tuple[jax.Array, jax.Array]":
     """Return the bits of every element as uint32 and their positions; wide elements get trailing dims of words."""
     import jax.numpy as jnp
     from jax import lax
@@ -118,7 +123,7 @@ def _device_words(array: Any) -> tuple[Any, Any]:
     return bits, position
 
 
-def _device_bits(array: Any) -> Any:
+def _device_bits(array: "jax.Array") -> "jax.Array":
     import jax.numpy as jnp
     from jax import lax
 
@@ -130,7 +135,7 @@ def _device_bits(array: Any) -> Any:
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
 
 
-def _width(dtype: Any) -> int:
+def _width(dtype: np.dtype) -> int:
     """Return the bits of a number of this dtype; 4 for int4 although it takes a byte on the host."""
     import jax.numpy as jnp
 
