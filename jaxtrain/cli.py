@@ -111,7 +111,7 @@ def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
             parser.error(f"no option {option}, did you mean {close[0]}?")
         if not option.startswith("-"):
             parser.error(f"{word!r} is one word too many")
-        if not hasattr(arguments, "overrides") or not option.startswith("--"):
+        if "overrides" not in arguments or not option.startswith("--"):
             parser.error(f"no option {option}")
         if not equals:
             from jaxtrain.config.keys import nearest

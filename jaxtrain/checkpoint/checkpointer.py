@@ -220,7 +220,7 @@ class Checkpointer:
         """
         self.wait()
         for candidate in reversed(self._candidates()):
-            with contextlib.suppress(DamagedError):  # `restore` reports it and uses the step before
+            with contextlib.suppress(DamagedError):  # `restore` reports it, and takes the step before
                 _check_like(self.info(candidate), tree.flatten(target).leaves, None)
                 return
 

@@ -10,10 +10,13 @@ summed on their devices.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 Digest = tuple[int, int]
 
@@ -28,8 +31,8 @@ _BLOCK = 1 << 15
 _SMALL_BYTES = 1 << 20
 
 
-def digests(arrays: Mapping[str, Any]) -> dict[str, Digest]:
-    """Return the digest of each array; in a run of several processes, all of them call this.
+def digests(arrays: "Mapping[str, jax.Array | np.ndarray]") -> dict[str, Digest]:
+    """Digest each array (jax or numpy, any dtype, any sharding); with several processes all of them call this.
 
     Each result is awaited before the next begins, because dozens of concurrent all-reduces deadlock on emulated CPU
     devices.
@@ -40,7 +43,12 @@ def digests(arrays: Mapping[str, Any]) -> dict[str, Digest]:
     Returns:
         Path -> two sums below 2^32.
     """
-    return {path: _host_digest(array) if _is_near(array) else _device_digest(array) for path, array in arrays.items()}
+    import jax
+
+    def one(array: "jax.Array | np.ndarray") -> Digest:
+        return _device_digest(array) if isinstance(array, jax.Array) and not _is_near(array) else _host_digest(array)
+
+    return {path: one(array) for path, array in arrays.items()}
 
 
 def _sums(bits: Any, position: Any) -> tuple[Any, Any]:
@@ -52,11 +60,8 @@ def _sums(bits: Any, position: Any) -> tuple[Any, Any]:
     return mixed.sum(dtype=np.uint32), weighted.sum(dtype=np.uint32)
 
 
-def _is_near(array: Any) -> bool:
-    import jax
-
-    if not isinstance(array, jax.Array):
-        return True
+def _is_near(array: "jax.Array") -> bool:
+    """Whether this process can read all of the array from its memory at little cost."""
     if not array.is_fully_addressable:
         # This process's own replica is enough, however many other processes hold one.
         return array.is_fully_replicated and _is_near(array.addressable_data(0))
@@ -64,7 +69,7 @@ def _is_near(array: Any) -> bool:
     return in_host_memory or array.nbytes <= _SMALL_BYTES
 
 
-def _host_digest(array: Any) -> Digest:
+def _host_digest(array: "jax.Array | np.ndarray") -> Digest:
     words = _host_words(_gathered(array))
     first = second = 0
     for start in range(0, words.size, _BLOCK):
@@ -75,8 +80,8 @@ def _host_digest(array: Any) -> Digest:
     return first % 2**32, second % 2**32
 
 
-def _gathered(array: Any) -> np.ndarray:
-    """Return an array's elements on the host; jax's own conversion keeps its copy until the array is deleted."""
+def _gathered(array: "jax.Array | np.ndarray") -> np.ndarray:
+    """Return an array's elements on the host; jax's own conversion would keep its copy as long as the array lives."""
     import jax
 
     if not isinstance(array, jax.Array):
@@ -97,22 +102,22 @@ def _host_words(array: np.ndarray) -> np.ndarray:
     return words & np.uint8(2**bits - 1) if bits < 8 else words
 
 
-def _device_digest(array: Any) -> Digest:
+def _device_digest(array: "jax.Array") -> Digest:
     first, second = _program()(array)
     # The sums are replicated; a process can read only its own copy.
     return int(first.addressable_data(0)), int(second.addressable_data(0))
 
 
 @functools.cache
-def _program() -> Any:
+def _program() -> "Callable[[jax.Array], tuple[jax.Array, jax.Array]]":
     import jax
 
-    # Arrays of several processes in host memory are summed on the devices too.
+    # An array in the host memory of several processes is summed on their devices.
     return jax.jit(lambda array: _sums(*_device_words(jax.device_put(array, jax.memory.Space.Device))))
 
 
-def _device_words(array: Any) -> tuple[Any, Any]:
-    """Return the bits of every element as uint32, and their positions; elements above 32 bits become several words."""
+def _device_words(array: "jax.Array") -> "tuple[jax.Array, jax.Array]":
+    """Return the bits of every element as uint32 and their positions; wide elements get trailing dims of words."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -125,7 +130,7 @@ def _device_words(array: Any) -> tuple[Any, Any]:
     return bits, position
 
 
-def _device_bits(array: Any) -> Any:
+def _device_bits(array: "jax.Array") -> "jax.Array":
     import jax.numpy as jnp
     from jax import lax
 
@@ -137,8 +142,8 @@ def _device_bits(array: Any) -> Any:
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
 
 
-def _width(dtype: Any) -> int:
-    """Return the number of bits of a dtype: 4 for int4, although it takes a byte on the host."""
+def _width(dtype: np.dtype) -> int:
+    """Return the bits of a number of this dtype; 4 for int4 although it takes a byte on the host."""
     import jax.numpy as jnp
 
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits

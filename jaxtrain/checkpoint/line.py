@@ -52,7 +52,7 @@ class StepLine:
         return ", ".join(map(str, self.steps())) or "none"
 
     def holds(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Tell whether a saved step has the arrays of this record: the same leaves with the same digests."""
+        """Whether a saved step has the arrays of this record: the same leaves with the same digests."""
         try:
             info = directory.read_info(self._folder, step)
         except DamagedError:

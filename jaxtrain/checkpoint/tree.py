@@ -80,7 +80,8 @@ def is_key(leaf: Any) -> bool:
     import jax
     import jax.numpy as jnp
 
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    return known and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
@@ -89,9 +90,10 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     Raises:
         CheckpointError: the leaf is neither a number nor an array.
     """
+    import jax
     import numpy
 
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | numpy.ndarray | numpy.generic):
         foreign = isinstance(leaf.dtype, numpy.dtype) and not leaf.dtype.isnative
         return tuple(leaf.shape), str(leaf.dtype.newbyteorder("=") if foreign else leaf.dtype)
     array = numpy.asarray(leaf)

@@ -26,7 +26,7 @@ class Mistake:
         value: what was given there.
         message: pydantic's own.
         context: pydantic's: `expected`, `min_length`, ...
-        values: the whole config as it was given.
+        values: all of the config as it was given.
         where: path -> where it was set, in the order of setting.
     """
 
@@ -139,7 +139,7 @@ def _too_short(mistake: Mistake) -> dict[str, Any]:
 
 
 def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]:
-    # Errors inside a union or a list go on below the key, which is named with its whole value.
+    # Errors inside a union or a list go on below the key, which is named with all of its value.
     key, siblings = locate(mistake.path, mistake.values)
     if key is None:
         return {

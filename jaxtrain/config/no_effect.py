@@ -13,7 +13,7 @@ def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ..
         config: validated.
         origins: dotted keys that somebody set -> where.
     """
-    # Whole configs, as runs keep them, hold every key: what is at its default asks for nothing.
+    # The config that a run keeps holds every key: what is at its default asks for nothing.
     default, reasons = Config(), tuple(_reasons(config))
     found = ((key, why) for key in origins for start, why in reasons if f"{key}.".startswith(f"{start}."))
     return tuple(

@@ -44,7 +44,7 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
         *(f"data: {line}" for line in run.data.description),
         f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "
-        f"state {format_bytes(state)} a device" + (f", {format_bytes(on_host)} on the host" if on_host else ""),
+        f"state {format_bytes(state)} per device" + (f", {format_bytes(on_host)} on the host" if on_host else ""),
         f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}",
         f"run directory: {run_dir}",
         *mesh_notes(mesh),

@@ -1,5 +1,6 @@
 """Evaluation of a run on its held-out rows: when it is due, what is shown and recorded of it."""
 
+from jaxtrain.data import Batches, prefetch
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.run.evaluation import Evaluator
@@ -28,8 +29,6 @@ class HeldOut:
 
     def evaluate(self, number: int, state: TrainState) -> None:
         """Evaluate the state after step `number`, unless that was done already."""
-        from jaxtrain.data import Batches, prefetch
-
         config, data = self._run.config, self._run.data
         if data.validation is None or self._step == number:
             return

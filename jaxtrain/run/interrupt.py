@@ -8,8 +8,9 @@ left alone and Ctrl-C is passed on as SIGTERM.
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 _FIRST = {
     signal.SIGINT: b"\nCtrl-C: finishing the step, saving, then exit 75; press again to stop at once\n",
@@ -27,7 +28,7 @@ class Interrupt:
         self._several = False
         self._wanted = False
         self._presses = 0
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Self:
         import jax
@@ -47,7 +48,7 @@ class Interrupt:
         self._previous.clear()
 
     def requested(self, step: int) -> bool:
-        """Tell whether to stop after this step; with several processes all must ask at every step, in step."""
+        """Whether to stop after this step. With several processes every one must ask, after every step."""
         if self._several:
             from jax.experimental import multihost_utils
 

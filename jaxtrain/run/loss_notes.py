@@ -9,7 +9,7 @@ from jaxtrain.train.assemble import Run
 
 
 def loss_notes(run: Run) -> list[str]:
-    """How the logits of the config's own transformer are cut, where they are; see `loss_blocks.py`."""
+    """How the logits of the config's own transformer are chunked, where they are; see `ops/loss/blocks.py`."""
     config, model, degrees = run.config, run.config.model, run.step.mesh.shape
     vocabulary = getattr(model, "vocab_size", None) or run.data.vocab_size
     if not isinstance(model, TransformerConfig) or vocabulary is None or not run.step.task.takes_deferred_logits:
@@ -27,5 +27,5 @@ def loss_notes(run: Run) -> list[str]:
     unit = "tokens" if blocks.by == "tokens" else "ids"
     return [
         f"loss: logits by {blocks.by}, {blocks.count:,} blocks of {blocks.size:,} {unit} "
-        f"(whole they are {format_bytes(itemsize * tokens * ids)} a device)"
+        f"({format_bytes(itemsize * tokens * ids)} per device without blocks)"
     ]

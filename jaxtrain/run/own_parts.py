@@ -2,20 +2,24 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxtrain.data import Data
+    from jaxtrain.models.model import Model
+    from jaxtrain.models.tasks import Task
 
 OwnParts = dict[str, str | None]
 
 
-def own_parts(*, model: Any, task: Any, data: Any) -> OwnParts:
+def own_parts(*, model: "Model | None", task: "Task | None", data: "Data | None") -> OwnParts:
     """The record for `run.json` and checkpoints: part -> the name of what was passed in; None: the config's.
 
     Args:
-        model: a `Model` or None.
-        task: a `Task` or None.
-        data: a `Data` or None, named by the first line of its description.
+        model, task: named by their names; None: the config's.
+        data: named by the first line of its description; None: the config's.
     """
     described = None if data is None else next(iter(data.description), "data")
     return {

@@ -9,6 +9,8 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.data import prefetch
+from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import PreemptedError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.held_out import HeldOut, shown_metrics
@@ -110,9 +112,6 @@ def _make_up_evaluation(session: Session) -> None:
 
 def _train_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
-    from jaxtrain.data import prefetch
-    from jaxtrain.data.prefetch import queue_depth
-
     run, train, start = session.run, session.run.config.train, session.start
     depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
     batches = prefetch(run.step.loader(run.batches), start, train.steps, depth=depth)

@@ -87,11 +87,13 @@ def run_config(
             return train_session(session)
 
 
-def _check_parts(**parts: Any) -> None:
+def _check_parts(*, model: "Model | None", task: "Task | None", data: "Data | None") -> None:
     """Raise where a part from Python is of another kind."""
     from jaxtrain.train.checks import check_data, check_model, check_task
 
-    checks = {"model": check_model, "task": check_task, "data": check_data}
-    for name, part in parts.items():
-        if part is not None:
-            checks[name](part)
+    if model is not None:
+        check_model(model)
+    if task is not None:
+        check_task(task)
+    if data is not None:
+        check_data(data)
