@@ -29,6 +29,7 @@ from jaxtrain.run.own_parts import own_parts
 from jaxtrain.run.result import Result
 from jaxtrain.run.resume import changes_since, choose_start, finished_row, set_aside, state_changes
 from jaxtrain.runtime import collector, distributed
+from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.peaks import peak_flops
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data, reading_threads
 from jaxtrain.train.state import TrainState
@@ -121,9 +122,9 @@ class Session:
         return [f"resuming step {start} from {self.run_dir / 'checkpoints'}: {same}"]
 
     def _compile(self, run: Run) -> None:
-        with self._progress.phase("tracing") as phase:
+        with self._progress.phase("tracing") as phase, record_choices() as choices:
             lowered = run.step.lower(run.batches.spec())
-            phase.note("; ".join(run.step.choices))
+            phase.note("; ".join(choices))
         seen: set[str] = set()
 
         def listen(event: str, **_: Any) -> None:
@@ -132,7 +133,7 @@ class Session:
         jax.monitoring.register_event_listener(listen)
         try:
             with self._progress.phase("compiling") as phase:
-                run.step.use(lowered.compile())
+                run.step.use(lowered.compile(), choices=choices)
                 kept = distributed.cache_folder(self.config.compilation_cache) is not None
                 # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
                 found = "cache_hits" in seen and "cache_misses" not in seen

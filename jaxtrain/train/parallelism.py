@@ -1,17 +1,21 @@
-"""How a model is spread over a mesh besides the degrees: options, the layout they give, and what cannot be."""
+"""How a model is sharded over a mesh besides the degrees: options, the layout they give, and what cannot be."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import DEFAULT_RULES
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model
+from jaxtrain.models.sharded import ShardedModel, place_model
 from jaxtrain.models.tasks import Task
 from jaxtrain.parallel.schedules import make_schedule, num_microbatches
 from jaxtrain.parallel.stage import Pipeline, check_layers
+from jaxtrain.precision.policy import Policy, get_policy
+from jaxtrain.train.checks import check_model
 
 
 @dataclass(frozen=True)
@@ -19,14 +23,14 @@ class Parallelism:
     """Options of the mesh axes; the fields are the keys of the config group `parallel`.
 
     Attributes:
-        zero: ZeRO stage over `data`: 1 spreads the optimizer state, 2 the accumulated gradients too; 3, the parameters
+        zero: ZeRO stage over `data`: 1 shards the optimizer state, 2 the accumulated gradients too; 3, the parameters
             too, is the `fsdp` axis.
-        sequence_parallel: between blocks, the sequence is spread over `tensor`.
+        sequence_parallel: between blocks, the sequence is sharded over `tensor`.
         context_attention: ring, all_to_all, gather, or auto.
         schedule: gpipe, 1f1b or interleaved_1f1b.
-        microbatches: of a pipeline; None: the accumulation steps, or two a stage where that is 1.
-        chunks: of layers a stage, under interleaved_1f1b; None: 2.
-        max_replicated_fraction: share of parameter bytes that may stay whole although `fsdp` > 1.
+        microbatches: of a pipeline; None: the accumulation steps, or two per stage where that is 1.
+        chunks: of layers per stage, under interleaved_1f1b; None: 2.
+        max_replicated_fraction: share of parameter bytes that may be replicated although `fsdp` > 1.
     """
 
     zero: int = 0
@@ -39,9 +43,16 @@ class Parallelism:
 
 
 def make_layout(
-    model: Model, task: Task, mesh: Mesh, parallelism: Parallelism, rules: Mapping[str, tuple[str, ...]] | None
+    model: Model, task: Task | None, mesh: Mesh, parallelism: Parallelism, rules: Mapping[str, tuple[str, ...]] | None
 ) -> Layout:
     """The layout of a model on a mesh.
+
+    Args:
+        model: gives the axes of its parameters.
+        task: whose rows need a sequence where `context` > 1; None: not checked.
+        mesh: from `make_mesh`.
+        parallelism: its options.
+        rules: logical axes -> mesh axes, beside or in place of those of `rules.DEFAULT_RULES`.
 
     Raises:
         ConfigError: an axis or option that this model or task cannot use.
@@ -58,7 +69,11 @@ def make_layout(
         raise ConfigError(
             f"parallel.expert={mesh.shape['expert']}, but the model {model.name} has no experts; use parallel.expert=1"
         )
-    if mesh.shape["context"] > 1 and not any("sequence" in row for row in task.batch_axes.values()):
+    if (
+        task is not None
+        and mesh.shape["context"] > 1
+        and not any("sequence" in row for row in task.batch_axes.values())
+    ):
         raise ConfigError(
             f"parallel.context={mesh.shape['context']}, but the rows of task {task.name} have no sequence; "
             "use parallel.context=1"
@@ -81,18 +96,54 @@ def make_layout(
     )
 
 
+def shard_model(
+    model: Model,
+    *,
+    mesh: Mesh | None = None,
+    policy: str | Policy = "fp32",
+    rules: Mapping[str, tuple[str, ...]] | None = None,
+    parallelism: Parallelism | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    task: Task | None = None,
+) -> ShardedModel:
+    """A model on a mesh, for evaluation and generation without a train step; nothing is allocated.
+
+    Args:
+        model: from `from_nnx`, `from_linen`, `from_functions`, or a shipped one.
+        mesh: from `make_mesh`; None: all devices on the `data` axis.
+        policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
+        rules: logical axes -> mesh axes, beside or in place of those of `rules.DEFAULT_RULES`.
+        parallelism: as for `make_train_step`; None: the defaults.
+        trainable: parameter path -> whether it was trained; others keep the dtype of `model.init`. None: all were.
+        task: see `make_layout`.
+
+    Raises:
+        ConfigError: sizes that do not divide by the mesh, too many replicated bytes, or an axis that the model cannot
+            use.
+
+    Example:
+        >>> sharded = shard_model(model, mesh=make_mesh(tensor=2), policy="bf16")
+        >>> params = checkpointer.restore(sharded.abstract_params, prefix="params")
+    """
+    check_model(model)
+    parallelism = parallelism or Parallelism()
+    layout = make_layout(model, task, make_mesh() if mesh is None else mesh, parallelism, rules)
+    make_pipeline(model, layout, parallelism, 1)  # refuses what the stages could not run
+    fraction = parallelism.max_replicated_fraction
+    return place_model(model, layout, get_policy(policy), trainable=trainable, max_replicated_fraction=fraction)
+
+
 def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumulation_steps: int) -> Pipeline | None:
     """The pipeline of a model, or None where the mesh has one stage.
 
     Raises:
         ConfigError: a model without parts, layers or microbatches that do not fit.
     """
-    stages, microbatches = layout.mesh.shape["pipe"], parallelism.microbatches
+    stages, wanted = layout.mesh.shape["pipe"], parallelism.microbatches
     if stages == 1:
-        if microbatches is not None:
+        if wanted is not None:
             raise ConfigError(
-                f"parallel.microbatches={microbatches} is for pipelines, but parallel.pipe=1; "
-                "use train.accumulation_steps"
+                f"parallel.microbatches={wanted} is for pipelines, but parallel.pipe=1; use train.accumulation_steps"
             )
         return None
     if model.parts is None:
@@ -100,16 +151,23 @@ def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumu
             f"parallel.pipe={stages}, but the model {model.name} does not declare its embedding, stack and head; "
             "build it with from_stages (or give it parts), or use parallel.pipe=1"
         )
-    if microbatches is not None and accumulation_steps not in (1, microbatches):
+    if wanted is not None and accumulation_steps not in (1, wanted):
         raise ConfigError(
-            f"parallel.microbatches={microbatches} and train.accumulation_steps={accumulation_steps} differ; "
+            f"parallel.microbatches={wanted} and train.accumulation_steps={accumulation_steps} differ; "
             "a pipeline's microbatches are its accumulation: set one of them"
         )
-    microbatches = num_microbatches(microbatches, stages, accumulation_steps=accumulation_steps)
+    count = num_microbatches(wanted, stages, accumulation_steps=accumulation_steps)
     chunks = parallelism.chunks or (2 if parallelism.schedule == "interleaved_1f1b" else 1)
     check_layers(model.parts.num_layers, stages, chunks)
-    schedule = make_schedule(parallelism.schedule, stages, microbatches, chunks)
+    schedule = make_schedule(parallelism.schedule, stages, count, chunks)
     return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers)
+
+
+def microbatches(pipeline: Pipeline | None, accumulation_steps: int) -> dict[str, int]:
+    """The number of microbatches by which rows divide, under the name that people know it by."""
+    if pipeline is None:
+        return {"accumulation_steps": accumulation_steps}
+    return {"microbatches": pipeline.schedule.num_microbatches}
 
 
 def pipeline_notes(pipeline: Pipeline | None) -> list[str]:

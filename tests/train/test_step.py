@@ -355,7 +355,7 @@ def test_the_state_keeps_its_structure_and_dtypes(kind: str, policy: str) -> Non
     # Wide enough for moments that are not float32.
     model = build_model(MLPConfig(hidden_dims=(512,)), input_shape=(8,), num_outputs=4)
     step = make(model, policy=policy, optimizer=optimizer, ema_decay=0.9, accumulation_steps=2)
-    after, _ = jax.eval_shape(step._step, step.abstract_state, rows())
+    after, _ = step.lower(rows()).out_info
     assert jax.tree.structure(after) == jax.tree.structure(step.abstract_state)
     for (path, new), old in zip(
         jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(step.abstract_state), strict=True
