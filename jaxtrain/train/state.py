@@ -31,7 +31,7 @@ class SkippedSteps:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The whole state of training; its structure never changes during a run.
+    """The complete state of training; its structure never changes during a run.
 
     To start from other parameters, call `step.init(seed, params=params)`: `dataclasses.replace(state, params=params)`
     leaves the moving average, which evaluation uses, and an optimizer's copies at the old ones. A step refuses that for

@@ -37,6 +37,7 @@ class TrainStep:
     batch of another shape is an error instead of a silent second compilation. The state passed in is donated.
 
     Attributes:
+        program: what the step is made of, and what its pure functions take.
         sharded_model: the model, its layout on the mesh and its number formats.
         task: what outputs are compared with.
         optimizer: the transformation that updates the trained parameters.
@@ -53,7 +54,7 @@ class TrainStep:
     """
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):
-        self._program = program
+        self.program = program
         self.sharded_model, self.task, self.optimizer = program.sharded_model, program.task, program.optimizer
         self.pipeline = program.pipeline
         divided = microbatches(program.pipeline, program.settings.accumulation_steps)
@@ -127,7 +128,7 @@ class TrainStep:
 
     def _optimizer_reads_parameters(self) -> bool:
         return given_state.reads_numbers(
-            lambda params: first_optimizer_state(self._program, params), self.abstract_state.params
+            lambda params: first_optimizer_state(self.program, params), self.abstract_state.params
         )
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
@@ -230,7 +231,7 @@ class TrainStep:
         return new_state, self._last_metrics
 
     def _make_jitted(self) -> Any:
-        program = self._program
+        program = self.program
 
         def _step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
             return take_step(program, state, batch)
