@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.layout.rules import (
     DEFAULT_RULES,
     AxesTable,
+    Entry,
     entry_axes,
     entry_degree,
     logical_entries,
@@ -225,26 +226,30 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
         for start in range(len(parts)):
             owner = "/".join(parts[start:])
             shape = shapes.get(owner)
+            if shape is None:
+                continue
+            spec = parameter_spec(owner, shape, layout, also=also)
             if shape == leaf.shape:
-                return NamedSharding(layout.mesh, parameter_spec(owner, leaf.shape, layout, also=also))
-            if shape and leaf.shape and shape[:-1] == leaf.shape[:-1] and shape[-1] % leaf.shape[-1] == 0:
-                spec = parameter_spec(owner, shape, layout, also=also)
-                entries = block_entries((*spec, *[None] * len(shape))[: len(shape)], leaf.shape[-1], layout.degrees)
+                return NamedSharding(layout.mesh, spec)
+            entries = _statistics_entries(owner, shape, leaf.shape, spec, layout)
+            if entries is not None:
                 return NamedSharding(layout.mesh, PartitionSpec(*entries))
-            if shape and len(leaf.shape) == len(shape) - 1:
-                spec = parameter_spec(owner, shape, layout, also=also)
-                entries = kept_entries(
-                    (*spec, *[None] * len(shape))[: len(shape)],
-                    shape,
-                    leaf.shape,
-                    degrees=layout.degrees,
-                    counting=counting_dims(owner, shape, layout.axes, stack=layout.stack),
-                )
-                if entries is not None:
-                    return NamedSharding(layout.mesh, PartitionSpec(*entries))
         return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))
 
     return jax.tree_util.tree_map_with_path(sharding, optimizer_state)
+
+
+def _statistics_entries(
+    path: str, shape: tuple[int, ...], kept: tuple[int, ...], spec: PartitionSpec, layout: Layout
+) -> tuple[Entry, ...] | None:
+    """Mesh axes of each dim of statistics of shape `kept` of a parameter; None: they do not look like statistics."""
+    entries = (*spec, *[None] * len(shape))[: len(shape)]
+    if shape and kept and shape[:-1] == kept[:-1] and shape[-1] % kept[-1] == 0:
+        return block_entries(entries, kept[-1], layout.degrees)
+    if shape and len(kept) == len(shape) - 1:
+        counting = counting_dims(path, shape, layout.axes, stack=layout.stack)
+        return kept_entries(entries, shape, kept, degrees=layout.degrees, counting=counting)
+    return None
 
 
 # The layout of the step that is being traced. Set by `use_layout` around a trace, never globally.

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.rules import Entry, entry_axes, entry_degree
-from jaxtrain.layout.sharding import Layout, current_layout, parameter_spec, path_name
+from jaxtrain.layout.sharding import Layout, current_layout, parameter_specs, path_name
 from jaxtrain.optim.rules import Matrix
 
 # Jordan et al. 2024: an odd polynomial with the steepest slope at 0 that brings singular values to 0.7 to 1.2.
@@ -81,9 +81,9 @@ def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.A
     with jax.named_scope("newton_schulz"):
         x = jnp.transpose(leaf, order)
         if layout is None or layout.mesh.size == 1 or not matrix.batch:
-            x = run(x)  # a matrix alone is worked on where it lies, as the compiler sees fit
+            x = run(x)  # the compiler chooses where a matrix alone is worked on
         else:
-            stored = parameter_spec(path, leaf.shape, layout, also=layout.state_axes)
+            stored = parameter_specs(path, leaf.shape, layout).optimizer_state
             x = _dealt(run, x, len(matrix.batch), [stored[d] for d in order], layout)
         return jnp.transpose(x, sorted(range(x.ndim), key=lambda dim: order[dim]))
 
