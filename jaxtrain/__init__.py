@@ -28,6 +28,7 @@ _HOMES = {
     "Remat": "jaxtrain.remat.policy",
     "Result": "jaxtrain.run.result",
     "Sampling": "jaxtrain.inference.generate",
+    "ShardedModel": "jaxtrain.models.sharded",
     "Task": "jaxtrain.models.tasks",
     "TrainState": "jaxtrain.train.state",
     "TrainStep": "jaxtrain.train.step",
@@ -52,6 +53,7 @@ _HOMES = {
     "quantize": "jaxtrain.models.quantize",
     "regression": "jaxtrain.models.tasks",
     "run_config": "jaxtrain.run.trainer",
+    "shard_model": "jaxtrain.train.parallelism",
     "target_weights": "jaxtrain.models.tasks",
 }
 

@@ -119,6 +119,14 @@ def stages_after(names: Names) -> None:
     assert outputs.shape == (2, 10)
 
 
+def sharded_after(names: Names) -> None:
+    params = jax.device_put(
+        names["model"].init(jax.random.key(0))[0],
+        jax.tree.map(lambda leaf: leaf.sharding, names["sharded"].abstract_params),
+    )
+    assert names["forward"](params, np.ones((2, 8), np.float32)).shape == (2, 4)
+
+
 def given_nothing(folder: Path) -> Names:
     return {}
 
@@ -135,6 +143,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("data.md", "prefetch("): (data_before, data_after),
     ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
     ("parallelism.md", "from_stages("): (given_nothing, stages_after),
+    ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
     ("planner.md", "analyse("): (given_nothing, planner_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
 }

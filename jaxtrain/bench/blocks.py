@@ -21,6 +21,7 @@ from jaxtrain.bench.timing import call_seconds
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.transformer import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
@@ -32,7 +33,6 @@ from jaxtrain.plan.work.experts import least_experts
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
-from jaxtrain.train.context import step_context
 from jaxtrain.train.state import select_leaves
 from jaxtrain.train.step import TrainStep
 
@@ -100,7 +100,7 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
         calls = [_whole_model(workload, step, rows, list(counted.values()), microbatches)]
     timed = []
     for call in calls:
-        with step_context(layout, step.policy), jax.default_device(device):
+        with model_context(layout, step.policy), jax.default_device(device):
             seconds = call_seconds(call.make())
         least, bound = roofline(call.flops, call.bytes, rate, limits)
         timed.append(TimedBlock(call.name, call.count, seconds, call.flops, call.bytes, least, bound))
@@ -268,7 +268,7 @@ def _optimizer(config: Config, step: TrainStep, limits: Limits) -> TimedBlock:
         held[0], held[1] = run(given, held[1], held[0])
         return held[0]
 
-    with step_context(step.layout, step.policy):
+    with model_context(step.layout, step.policy):
         seconds = call_seconds(call)
     moved = 2 * (sharded_bytes(trained) + sharded_bytes(shapes.optimizer_state)) + sharded_bytes(gradients)
     return TimedBlock("optimizer", 1, seconds, 0.0, moved, moved / limits.memory, "memory")

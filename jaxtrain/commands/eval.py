@@ -68,10 +68,10 @@ def run_eval(
 
 def _evaluate(run: OpenedRun) -> tuple[dict[str, Any], int]:
     from jaxtrain.data import Batches, prefetch
-    from jaxtrain.run.evaluation import Evaluator
     from jaxtrain.train.assemble import reading_threads
 
     assert run.data is not None
+    assert run.evaluator is not None
     if run.data.validation is None:
         raise DataError(
             "the data of the run has no held-out rows (data.validation_fraction=0); "
@@ -81,9 +81,9 @@ def _evaluate(run: OpenedRun) -> tuple[dict[str, Any], int]:
     size = config.train.global_batch_size
     batches = Batches(run.data.validation, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
     count = min(len(batches), config.evaluation.max_batches or len(batches))
-    loaded = prefetch(run.step.loader(batches), 0, count, depth=1)
+    loaded = prefetch(run.evaluator.feed.loader(batches), 0, count, depth=1)
     try:
-        metrics = flat_scalars(Evaluator(run.step)(run.state, (batch for batch, _ in loaded)))
+        metrics = flat_scalars(run.evaluator(run.state, (batch for batch, _ in loaded)))
     finally:
         loaded.close()
     return metrics, min(count * size, len(run.data.validation))

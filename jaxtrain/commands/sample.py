@@ -60,12 +60,13 @@ def run_sample(
     for remark in run.remarks:
         print_remark(remark)
     assert run.tokenizer is not None
-    assert run.step.model.decoder is not None
+    decoder = run.sharded_model.model.decoder
+    assert decoder is not None
     if new_tokens is None:
         longest = max(max(len(run.tokenizer.encode(prompt)), 1) for prompt in prompts)
-        new_tokens = max(1, min(_DEFAULT_TOKENS, run.step.model.decoder.max_length - longest))
+        new_tokens = max(1, min(_DEFAULT_TOKENS, decoder.max_length - longest))
     texts = generate_text(
-        run.step, run.params, run.tokenizer, prompts, new_tokens=new_tokens, sampling=sampling, seed=seed
+        run.sharded_model, run.params, run.tokenizer, prompts, new_tokens=new_tokens, sampling=sampling, seed=seed
     )
     if not distributed.is_main_process():
         return 0

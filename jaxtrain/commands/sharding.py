@@ -1,4 +1,4 @@
-"""`jaxtrain config --sharding`: where each parameter lies, from shapes alone."""
+"""`jaxtrain config --sharding`: how each parameter is sharded, from shapes alone."""
 
 from typing import Any
 
@@ -9,9 +9,8 @@ from jaxtrain.config import Config
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.run.open_run import step_without_data
 from jaxtrain.runtime import distributed
-from jaxtrain.train.assemble import open_run_data
+from jaxtrain.train.assemble import build_sharded_model, open_run_data
 
 
 def print_shardings(config: Config, *, only: str | None, emulate: int | None) -> None:
@@ -20,24 +19,26 @@ def print_shardings(config: Config, *, only: str | None, emulate: int | None) ->
     Args:
         config: the run.
         only: prefix of the paths to print.
-        emulate: CPU devices to lay them out on; None: the real devices.
+        emulate: CPU devices to shard them over; None: the real devices.
     """
     distributed.start(emulate=emulate, compilation_cache=None)
     model = config.model
     if model.kind == "transformer" and model.vocab_size is not None:
-        step = step_without_data(config, input_shape=(model.max_sequence_length,))
+        sharded_model = build_sharded_model(config, input_shape=(model.max_sequence_length,))
     else:
         data = open_run_data(config)
-        step = step_without_data(
+        sharded_model = build_sharded_model(
             config, input_shape=data.input_shape, vocab_size=data.vocab_size, num_outputs=data.num_outputs
         )
-    mesh = " ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items() if size > 1) or "one device"
-    leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state.params)
+    mesh = " ".join(f"{axis}={size}" for axis, size in sharded_model.mesh.shape.items() if size > 1) or "one device"
+    leaves = jax.tree_util.tree_leaves_with_path(sharded_model.abstract_params)
     rows = []
     for path, leaf in leaves:
         name = path_name(path)
         if only is None or name.startswith(only):
-            rows.append((name, _shape(leaf.shape), _logical(name, step.model.axes), _mesh_axes(leaf), _each(leaf)))
+            rows.append(
+                (name, _shape(leaf.shape), _logical(name, sharded_model.model.axes), _mesh_axes(leaf), _each(leaf))
+            )
     print_table(("parameter", "shape", "logical axes", "mesh axes", "a device"), rows)
     total = sum(leaf.size for _, leaf in leaves)
     held = sum(leaf.dtype.itemsize * _local_size(leaf) for _, leaf in leaves)

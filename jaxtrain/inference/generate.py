@@ -5,7 +5,8 @@ Shapes: B prompts, P longest prompt, T new tokens, V vocabulary.
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -15,11 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import Model, Params
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats, get_policy
 from jaxtrain.train.given_state import check_not_donated
 from jaxtrain.train.step import TrainStep
+
+# (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T]
+Generator = Callable[[Params, Any, Any, jax.Array], jax.Array]
 
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
 _SHORTEST_PROMPT = 16
@@ -84,7 +90,7 @@ def _only(logits_BV: jax.Array, tokens_BK: jax.Array, stays_BK: jax.Array) -> ja
 
 def make_generator(
     model: Model, *, new_tokens: int, sampling: Sampling, policy: str | Policy = "fp32", mesh: Mesh | None = None
-) -> Callable[[Any, Any, Any, jax.Array], jax.Array]:
+) -> Generator:
     """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
 
     Prompts are padded on the right to P; each row goes on from its own length. The cache overwrites the padding's
@@ -95,7 +101,7 @@ def make_generator(
         new_tokens: T.
         sampling: how tokens are chosen.
         policy: number formats, as a name or a `Policy`.
-        mesh: where the parameters lie; the tokens come out whole on every device of it, and so in every process.
+        mesh: of the parameters; the tokens are replicated over it, so that every process has them.
 
     Raises:
         ConfigError: the model cannot generate, or `new_tokens` is below 1.
@@ -106,7 +112,7 @@ def make_generator(
     new_tokens = _checked_new_tokens(new_tokens)
     dtypes = get_policy(policy)
 
-    def generate(params: Any, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
+    def generate(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
         params = cast_floats(params, dtypes.compute_dtype)
         batch, longest = prompts_BP.shape
         cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
@@ -127,10 +133,14 @@ def make_generator(
     return jax.jit(generate, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
+# Jitted generation by what it was made for, kept as long as the sharded model is.
+_generators: weakref.WeakKeyDictionary[ShardedModel, dict[Hashable, Generator]] = weakref.WeakKeyDictionary()
+
+
 def generate_text(
-    step: TrainStep,
-    params: Any,
-    tokenizer: Any,
+    source: TrainStep | ShardedModel,
+    params: Params,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
     new_tokens: int,
@@ -139,27 +149,29 @@ def generate_text(
 ) -> list[str]:
     """Continue prompts.
 
-    The step keeps the compiled program: another call with as many prompts of a similar length, the same `new_tokens`
-    and the same `sampling` compiles nothing.
+    The compiled program is kept with the sharded model: another call with as many prompts of a similar length, the
+    same `new_tokens` and the same `sampling` compiles nothing.
 
     Args:
-        step: gives model, precision and layout.
-        params: as in the state, on any mesh.
-        tokenizer: the run's.
+        source: a sharded model, or the train step that has one: model, number formats and layout.
+        params: as in the state, on any mesh; also quantized.
+        tokenizer: turns the prompts into ids, and ids into text.
         prompts: a list of texts; all are continued in one batch.
         new_tokens: tokens to add to each, at most.
         sampling: how tokens are chosen.
         seed: of the random choices.
 
     Returns:
-        Prompt and continuation, cut at the end-of-text token, for each prompt.
+        For each prompt, the prompt and its continuation up to the end-of-text token.
 
     Raises:
         ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
             `new_tokens` is below 1, or prompt and continuation exceed its positions.
     """
-    if step.model.decoder is None:
-        raise ConfigError(f"model {step.model.name} does not generate text")
+    sharded_model = source.sharded_model if isinstance(source, TrainStep) else source
+    model = sharded_model.model
+    if model.decoder is None:
+        raise ConfigError(f"model {model.name} does not generate text")
     if isinstance(prompts, str | bytes):
         raise ConfigError(f"prompts is one text, {prompts[:20]!r}; use a list of texts: [{prompts[:20]!r}]")
     new_tokens = _checked_new_tokens(new_tokens)
@@ -170,7 +182,7 @@ def generate_text(
     start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
     given = [ids.tolist() for ids in encoded]
     encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
-    longest, limit = max(map(len, encoded)), step.model.decoder.max_length
+    longest, limit = max(map(len, encoded)), model.decoder.max_length
     if longest + new_tokens > limit:
         raise ConfigError(
             f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's {limit} positions; "
@@ -180,13 +192,14 @@ def generate_text(
     for row, ids in enumerate(encoded):
         prompts_BP[row, : len(ids)] = ids
     lengths_B = np.array([len(ids) for ids in encoded], np.int32)
-    generator = step.generators.get((new_tokens, sampling))
+    generators = _generators.setdefault(sharded_model, {})
+    generator = generators.get((new_tokens, sampling))
     if generator is None:
         generator = make_generator(
-            step.model, new_tokens=new_tokens, sampling=sampling, policy=step.policy, mesh=step.mesh
+            model, new_tokens=new_tokens, sampling=sampling, policy=sharded_model.policy, mesh=sharded_model.mesh
         )
-        step.generators[new_tokens, sampling] = generator
-    with step.context():
+        generators[new_tokens, sampling] = generator
+    with sharded_model.context():
         new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
     texts = []
     for ids, new in zip(given, new_BT, strict=True):

@@ -39,7 +39,7 @@ def run_manually(
         in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree of them) for each; axes that `layout.manual`
             already holds must not appear.
         check_vma: let jax follow over which axes values vary. Without it every axis of more than one device must be in
-            every spec, or gradients of what is not spread over it miss a sum.
+            every spec, or gradients of what is replicated over it miss a sum.
     """
     axes = frozenset(layout.mesh.axis_names)
     mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
@@ -113,13 +113,13 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     Those would leave a region inside another one with a spec that names the outer axes too, which does not lower
     (jax 0.10.2 to 0.12.0); a `custom_vmap` is the public wrapper that partial evaluation does not look into.
     """
-    whole = jax.custom_batching.custom_vmap(function)
+    opaque = jax.custom_batching.custom_vmap(function)
 
-    @whole.def_vmap
+    @opaque.def_vmap
     def _(*_: Any) -> Any:
         raise NotImplementedError("run_manually inside another manual region cannot be mapped over by jax.vmap")
 
-    return whole
+    return opaque
 
 
 def spec_of(layout: Layout, *names: str | None) -> PartitionSpec:

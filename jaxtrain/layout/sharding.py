@@ -1,13 +1,19 @@
 """Logical axes to mesh axes: the only place that builds a PartitionSpec for a parameter.
 
-A model names the axes of its parameters in a path table and of its activations by `constrain`; `Rules` say which
-mesh axes a name is spread over. Parameters are *stored* over `fsdp` and *gathered* for compute, a layer at a time.
+A model names the axes of its parameters in a path table and of its activations by `constrain`; the rules say over
+which mesh axes a name is sharded. Parameters are *stored* sharded over `fsdp` and *gathered* for compute, one layer at
+a time. The specs of a parameter are derived once, by `with_parameters`, and looked up by path afterwards.
+
+A layout reaches code in one of two ways, never in both. Code that a step calls takes it as an argument. Code that a
+model or an optimizer calls, whose signature is not ours to extend, reads the layout of the trace (`current_layout`,
+and what is built on it here: `constrain`, `gather_parameters`, `platform`, ...), which `use_layout` sets; where it
+needs the layout in a helper, it passes it on as an argument.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.layout.rules import (
     DEFAULT_RULES,
     AxesTable,
-    check_replicated_share,
+    Entry,
     entry_axes,
     entry_degree,
     logical_entries,
@@ -25,6 +31,26 @@ from jaxtrain.layout.rules import (
 )
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
 from jaxtrain.runtime.tree_path import path_name
+
+# A nested dict of arrays, shapes or shardings, one per parameter.
+Params = Any
+
+
+@dataclass(frozen=True)
+class ParameterSpecs:
+    """How one parameter is sharded in each of its uses.
+
+    Attributes:
+        shape: of the parameter.
+        stored: in the train state.
+        gathered: for compute: as stored, but replicated over `fsdp`.
+        optimizer_state: of optimizer state of the parameter's shape: as stored, and with ZeRO over `data` too.
+    """
+
+    shape: tuple[int, ...]
+    stored: PartitionSpec
+    gathered: PartitionSpec
+    optimizer_state: PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -36,9 +62,10 @@ class Layout:
         axes: parameter path -> logical axes.
         rules: logical axis -> mesh axes.
         stack: top-level path of the parameters that are stacked layer by layer; their first dim goes to `pipe`.
-        context_attention: how attention works on a sequence spread over `context`: ring, all_to_all, gather or auto.
-        state_axes: mesh axes that optimizer state is spread over besides those of its parameters (ZeRO over `data`).
+        context_attention: how attention works on a sequence sharded over `context`: ring, all_to_all, gather or auto.
+        state_axes: mesh axes that optimizer state is sharded over besides those of its parameters (ZeRO over `data`).
         manual: mesh axes that the code being traced handles itself (inside `jax.shard_map`); they leave every spec.
+        parameters: path -> specs of each parameter of the model; empty before `with_parameters`.
     """
 
     mesh: Mesh
@@ -48,6 +75,7 @@ class Layout:
     context_attention: str = "auto"
     state_axes: tuple[str, ...] = ()
     manual: frozenset[str] = frozenset()
+    parameters: Mapping[str, ParameterSpecs] = field(default_factory=dict)
 
     def degree(self, axis: str) -> int:
         """Size of a mesh axis that the compiler handles; 1 for one that the traced code handles itself."""
@@ -72,25 +100,104 @@ def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec
     return PartitionSpec(*logical_entries(names, layout.degrees, layout.rules))
 
 
+def with_parameters(layout: Layout, params: Params) -> Layout:
+    """The layout with the specs of every parameter.
+
+    Args:
+        layout: of the model, outside any manual region.
+        params: the model's parameters, arrays or shapes.
+
+    Raises:
+        ConfigError: a row has another rank than its parameter, or a dim does not divide by an axis that changes the
+            computation.
+    """
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        found[path_name(path)] = _derive_specs(path_name(path), leaf.shape, layout)
+    return replace(layout, parameters=found)
+
+
+def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> ParameterSpecs:
+    """The specs of a parameter, without the axes that the code being traced handles itself.
+
+    Args:
+        path: `blocks/attention/query/kernel`.
+        shape: the parameter's shape.
+        layout: its table is read; a parameter that is not in it (the arrays of a quantized kernel) follows the rules.
+    """
+    known = layout.parameters.get(path)
+    if known is None or known.shape != tuple(shape):
+        return _derive_specs(path, shape, layout)
+    return _outside(known, layout.manual)
+
+
+def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers: int) -> ParameterSpecs:
+    """The specs of one layer of a parameter that is stacked layer by layer.
+
+    Args:
+        path: of the stacked parameter.
+        shape: of one layer.
+        layout: as in `parameter_specs`.
+        num_layers: size of the leading dim where the layers are stacked; on a pipeline stage, its own layers.
+    """
+    known = layout.parameters.get(path)
+    if known is None or known.shape[1:] != tuple(shape):
+        known = _derive_specs(path, (num_layers, *shape), layout)
+    known = _outside(known, layout.manual)
+    specs = (PartitionSpec(*spec[1:]) for spec in (known.stored, known.gathered, known.optimizer_state))
+    return ParameterSpecs(tuple(shape), *specs)
+
+
 def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
-    """How a parameter is stored: `rules.parameter_entries` on a layout.
+    """How a parameter is stored, or with `also` how its optimizer state is.
 
     Args:
         path: `blocks/attention/query/kernel`.
         shape: the parameter's shape.
         layout: mesh, rules and table.
-        also: further mesh axes to spread it over where a dim divides (ZeRO puts optimizer state on `data`).
+        also: further mesh axes to shard it over where a dim divides (ZeRO puts optimizer state on `data`).
 
     Raises:
         ConfigError: the row has another rank, or a dim does not divide by an axis that changes the computation.
     """
+    if also and also != layout.state_axes:
+        return _derive_spec(path, shape, layout, also=also)
+    specs = parameter_specs(path, shape, layout)
+    return specs.optimizer_state if also else specs.stored
+
+
+def _derive_specs(path: str, shape: tuple[int, ...], layout: Layout) -> ParameterSpecs:
+    stored = _derive_spec(path, shape, layout)
+    state = _derive_spec(path, shape, layout, also=layout.state_axes) if layout.state_axes else stored
+    return ParameterSpecs(tuple(shape), stored, without_axes(stored, {"fsdp"}), state)
+
+
+def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
     entries = parameter_entries(
         path, shape, degrees=layout.degrees, axes=layout.axes, rules=layout.rules, stack=layout.stack, also=also
     )
     return PartitionSpec(*entries)
 
 
-def parameter_shardings(params: Any, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
+def _outside(specs: ParameterSpecs, manual: frozenset[str]) -> ParameterSpecs:
+    """The specs without the axes that the code being traced handles itself."""
+    if not manual:
+        return specs
+    left = (without_axes(spec, manual) for spec in (specs.stored, specs.gathered, specs.optimizer_state))
+    return ParameterSpecs(specs.shape, *left)
+
+
+def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
+    """The spec, replicated over these mesh axes."""
+
+    def keep(entry: Any) -> Any:
+        names = tuple(name for name in entry_axes(entry) if name not in axes)
+        return names[0] if len(names) == 1 else names or None
+
+    return PartitionSpec(*(keep(entry) for entry in spec))
+
+
+def parameter_shardings(params: Params, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
     """Storage shardings of a tree of parameters (arrays or shapes), leaf for leaf; `also` as in `parameter_spec`."""
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -99,13 +206,13 @@ def parameter_shardings(params: Any, layout: Layout, *, also: tuple[str, ...] = 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
 
-def optimizer_shardings(optimizer_state: Any, params: Any, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
-    """Shardings of optimizer state: a leaf that mirrors a parameter lies as it does, another by the default rule.
+def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
+    """Shardings of optimizer state: a leaf that mirrors a parameter is sharded like it, another by the default rule.
 
     Optimizers keep trees of the parameters' structure inside their states, so a leaf belongs to the parameter whose
-    path ends its own; one number a block of the last dim lies as the blocks do, and sums over one dim (Adafactor's) as
-    the other dims, so that a stack of layers meets its statistics where it is. Other shapes take the default (largest
-    dim that divides).
+    path ends its own. One number per block of the last dim is sharded as the blocks are, and sums over one dim
+    (Adafactor's) as the other dims are, so that a stack of layers meets its statistics on the devices that hold it.
+    Other shapes take the default: the largest dim that divides.
     """
     shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     unknown = Layout(layout.mesh, {}, layout.rules)
@@ -115,46 +222,30 @@ def optimizer_shardings(optimizer_state: Any, params: Any, layout: Layout, *, al
         for start in range(len(parts)):
             owner = "/".join(parts[start:])
             shape = shapes.get(owner)
+            if shape is None:
+                continue
+            spec = parameter_spec(owner, shape, layout, also=also)
             if shape == leaf.shape:
-                return NamedSharding(layout.mesh, parameter_spec(owner, leaf.shape, layout, also=also))
-            if shape and leaf.shape and shape[:-1] == leaf.shape[:-1] and shape[-1] % leaf.shape[-1] == 0:
-                spec = parameter_spec(owner, shape, layout, also=also)
-                entries = block_entries((*spec, *[None] * len(shape))[: len(shape)], leaf.shape[-1], layout.degrees)
+                return NamedSharding(layout.mesh, spec)
+            entries = _statistics_entries(owner, shape, leaf.shape, spec, layout)
+            if entries is not None:
                 return NamedSharding(layout.mesh, PartitionSpec(*entries))
-            if shape and len(leaf.shape) == len(shape) - 1:
-                spec = parameter_spec(owner, shape, layout, also=also)
-                entries = kept_entries(
-                    (*spec, *[None] * len(shape))[: len(shape)],
-                    shape,
-                    leaf.shape,
-                    degrees=layout.degrees,
-                    counting=counting_dims(owner, shape, layout.axes, stack=layout.stack),
-                )
-                if entries is not None:
-                    return NamedSharding(layout.mesh, PartitionSpec(*entries))
         return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))
 
     return jax.tree_util.tree_map_with_path(sharding, optimizer_state)
 
 
-def check_replicated(params: Any, shardings: Any, mesh: Mesh, max_fraction: float) -> None:
-    """Fail when more than `max_fraction` of the parameter bytes stay whole on every `fsdp` shard.
-
-    Raises:
-        ConfigError: names the largest of them.
-    """
-    if mesh.shape["fsdp"] == 1:
-        return
-    whole: dict[str, int] = {}
-    total = 0
-    for (path, leaf), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-    ):
-        size = leaf.size * leaf.dtype.itemsize
-        total += size
-        if not any("fsdp" in entry_axes(entry) for entry in sharding.spec):
-            whole[path_name(path)] = size
-    check_replicated_share(whole, total, mesh.shape["fsdp"], max_fraction)
+def _statistics_entries(
+    path: str, shape: tuple[int, ...], kept: tuple[int, ...], spec: PartitionSpec, layout: Layout
+) -> tuple[Entry, ...] | None:
+    """Mesh axes of each dim of statistics of shape `kept` of a parameter; None: they do not look like statistics."""
+    entries = (*spec, *[None] * len(shape))[: len(shape)]
+    if shape and kept and shape[:-1] == kept[:-1] and shape[-1] % kept[-1] == 0:
+        return block_entries(entries, kept[-1], layout.degrees)
+    if shape and len(kept) == len(shape) - 1:
+        counting = counting_dims(path, shape, layout.axes, stack=layout.stack)
+        return kept_entries(entries, shape, kept, degrees=layout.degrees, counting=counting)
+    return None
 
 
 # The layout of the step that is being traced. Set by `use_layout` around a trace, never globally.
@@ -183,7 +274,7 @@ def platform() -> str:
 
 
 def row_numbers(count: int) -> jax.Array:
-    """Where the rows of an activation [count, ...] stand in their (micro)batch over all devices: int32 [count]."""
+    """The row numbers of an activation [count, ...] in its (micro)batch over all devices: int32 [count]."""
     layout = _layout.get()
     manual = layout is not None and "data" in layout.manual
     return jnp.arange(count) + (jax.lax.axis_index("data") * count if manual else 0)
@@ -201,7 +292,7 @@ def shard_key(key: jax.Array) -> jax.Array:
 
 
 def splits_sequence() -> bool:
-    """Whether the sequence dim of activations is spread over a mesh axis that the compiler handles."""
+    """Whether the sequence dim of activations is sharded over a mesh axis that the compiler handles."""
     layout = _layout.get()
     if layout is None:
         return False
@@ -209,28 +300,20 @@ def splits_sequence() -> bool:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Lay an activation out as its logical axes say; outside a sharded step, the array itself."""
+    """The activation, sharded as its logical axes say; outside a sharded step, the array itself."""
     layout = _layout.get()
     if layout is None or layout.mesh.size == 1 or layout.manual == frozenset(layout.mesh.axis_names):
         return x
     spec = list(logical_spec(names, layout))
-    # A dim that does not divide (a batch of one in sampling) stays whole: this changes speed, never results.
+    # A dim that does not divide (a batch of one in sampling) is replicated: this changes speed, never results.
     spec = [entry if x.shape[d] % entry_degree(entry, layout.mesh.shape) == 0 else None for d, entry in enumerate(spec)]
     return jax.lax.with_sharding_constraint(x, layout.named(PartitionSpec(*spec)))
 
 
-def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:
-    def keep(entry: Any) -> Any:
-        names = tuple(name for name in entry_axes(entry) if name != "fsdp")
-        return names[0] if len(names) == 1 else names or None
-
-    return PartitionSpec(*(keep(entry) for entry in spec))
-
-
 def gather_parameters(
-    params: Any, *, prefix: str = "", num_layers: int | None = None, skip: tuple[str, ...] = ()
-) -> Any:
-    """Parameters whole over `fsdp` for compute; their gradients go back to the stored layout.
+    params: Params, *, prefix: str = "", num_layers: int | None = None, skip: tuple[str, ...] = ()
+) -> Params:
+    """Parameters replicated over `fsdp` for compute; their gradients go back to the stored layout.
 
     Called inside a scanned block it gathers one layer at a time, in the forward and again in the backward pass.
 
@@ -250,48 +333,48 @@ def gather_parameters(
             return leaf
         full = f"{prefix}/{name}" if prefix else name
         if num_layers is None:
-            stored = parameter_spec(full, leaf.shape, layout)
+            specs = parameter_specs(full, leaf.shape, layout)
         else:
-            stored = PartitionSpec(*parameter_spec(full, (num_layers, *leaf.shape), layout)[1:])
-        whole, lies = (layout.named(spec) for spec in (_without_fsdp(stored), stored))
-        return _gather(leaf, whole, lies, sum_whole=num_layers is None or not any(whole.spec))
+            specs = layer_specs(full, leaf.shape, layout, num_layers=num_layers)
+        sum_first = num_layers is None or not any(specs.gathered)
+        return _gather(leaf, layout.named(specs.gathered), layout.named(specs.stored), sum_first=sum_first)
 
     return jax.tree_util.tree_map_with_path(gather, params)
 
 
-def constrain_parameters(tree: Any) -> Any:
-    """Parameters, or their gradients, laid out as `gather_parameters` gives them: whole over `fsdp`."""
+def constrain_parameters(tree: Params) -> Params:
+    """Parameters, or their gradients, sharded as `gather_parameters` gives them: replicated over `fsdp`."""
     layout = _layout.get()
     if layout is None or layout.mesh.size == 1:
         return tree
 
     def constrain_one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        spec = _without_fsdp(parameter_spec(path_name(path), leaf.shape, layout))
+        spec = parameter_specs(path_name(path), leaf.shape, layout).gathered
         return jax.lax.with_sharding_constraint(leaf, layout.named(spec))
 
     return jax.tree_util.tree_map_with_path(constrain_one, tree)
 
 
-def _gather(x: jax.Array, whole: NamedSharding, stored: NamedSharding, *, sum_whole: bool) -> jax.Array:
+def _gather(x: jax.Array, gathered: NamedSharding, stored: NamedSharding, *, sum_first: bool) -> jax.Array:
     """Gather in the forward pass; bring the gradient back to the stored layout in the backward pass.
 
-    `sum_whole` sums a gradient first and slices it then (a reduce-scatter in the end). That of an embedding is a
-    scatter, which the partitioner cannot split as it is stored without gathering what it scatters; that of a norm's
-    scale or a router, which no other axis spreads, it would split over `tensor` and then permute to `fsdp`, which a
+    `sum_first` sums a gradient first and slices it then (a reduce-scatter in the end). That of an embedding is a
+    scatter, which the partitioner cannot shard as it is stored without gathering what it scatters; that of a norm's
+    scale or a router, which no other axis shards, it would shard over `tensor` and then permute to `fsdp`, which a
     pipeline stage must not do.
     """
 
     @jax.custom_vjp
     def gather(x: jax.Array) -> jax.Array:
         # As stored first, or the compiler gathers what x was cast from: twice the bytes, and a copy in float32.
-        return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
+        return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), gathered)
 
     def forward(x: jax.Array) -> tuple[jax.Array, None]:
         return gather(x), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        if sum_whole:
-            gradient = jax.lax.with_sharding_constraint(gradient, whole)
+        if sum_first:
+            gradient = jax.lax.with_sharding_constraint(gradient, gathered)
         return (jax.lax.with_sharding_constraint(gradient, stored),)
 
     gather.defvjp(forward, backward)

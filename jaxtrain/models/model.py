@@ -68,7 +68,7 @@ class Layers(Protocol):
 class Head(Protocol):
     """`head(params, carry, *, train) -> outputs`; `params` without the stack.
 
-    The outputs may hold `DeferredLogits` where logits belong: a task that takes them never has whole logits in memory.
+    The outputs may hold `DeferredLogits` where logits belong: a task that takes them never has all logits in memory.
     """
 
     def __call__(self, params: Params, carry: Any, /, *, train: bool) -> Any: ...
@@ -94,7 +94,7 @@ class DrawsByRow:
 
 @dataclass(frozen=True)
 class Parts:
-    """A model cut into what a pipeline deals out: an embedding, a stack of equal layers, and a head.
+    """A model partitioned for a pipeline: an embedding, a stack of equal layers, and a head.
 
     Attributes:
         stack: top-level key of params whose leaves have a leading dim [num_layers].
@@ -115,8 +115,8 @@ class Model:
 
     Attributes:
         name: for people.
-        init: key -> (params, model_state), fp32; traced under `jit` with output shardings, so that nothing is ever
-            whole on one device.
+        init: key -> (params, model_state), fp32; traced under `jit` with output shardings, so that no
+            parameter is replicated on the way.
         apply: (params, model_state, inputs, *, key, train) -> (outputs, model_state). `model_state` holds what
             changes without a gradient (batch statistics); params come in the compute dtype.
         axes: parameter path (or pattern with `*`) -> logical axis names, one for each dim; paths left out are sharded
@@ -124,8 +124,8 @@ class Model:
         gathers_itself: top-level sub-trees of params that `apply` gathers from their shards layer by layer; the step
             gathers the rest up front.
         decoder: generation, for models that have it.
-        parts: the model cut for a pipeline; None: it runs with parallel.pipe=1 only.
-        has_experts: whether the `expert` axis has something to spread.
+        parts: the model partitioned for a pipeline; None: it runs with parallel.pipe=1 only.
+        has_experts: whether it has parameters that the `expert` axis can shard.
         linears: paths of the kernels that `quantize` may store in 8 bits: those of `Linear` layers; with each the
             numbers of its input and of its output dims, which are the last ones that it has.
         vocab_size: number of ids that integer inputs (or their entry `tokens`) may hold; None: not known, or no ids.
@@ -175,7 +175,7 @@ def with_remat(model: Model, remat: Remat) -> Model | None:
 
 @dataclass(frozen=True)
 class PartsApply:
-    """The whole model as the composition of its parts; it has no model_state.
+    """The model as the composition of its parts; it has no model_state.
 
     Calling it gives logits, as everybody expects of `Model.apply`. The step asks for `deferred` outputs where its task
     takes them. The two are one object: a model whose `apply` somebody wraps is never applied without the wrapper.
@@ -227,7 +227,7 @@ def from_functions(
         apply: (params, inputs) -> outputs; left out where `parts` say it.
         axes: see `Model.axes`.
         name: for people.
-        parts: the model cut for a pipeline.
+        parts: the model partitioned for a pipeline.
 
     Raises:
         ConfigError: not exactly one of `apply` and `parts`.
@@ -250,8 +250,8 @@ def from_functions(
         assert apply is not None
         return apply(params, inputs), model_state
 
-    whole = apply_model if parts is None else PartsApply(parts)
-    return Model(name, lambda key: (init(key), {}), whole, axes or {}, parts=parts)
+    applied = apply_model if parts is None else PartsApply(parts)
+    return Model(name, lambda key: (init(key), {}), applied, axes or {}, parts=parts)
 
 
 def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.rules import Entry, entry_axes, entry_degree
-from jaxtrain.layout.sharding import Layout, current_layout, parameter_spec, path_name
+from jaxtrain.layout.sharding import Layout, current_layout, parameter_specs, path_name
 from jaxtrain.optim.rules import Matrix
 
 # Jordan et al. 2024: an odd polynomial with the steepest slope at 0 that brings singular values to 0.7 to 1.2.
@@ -97,7 +97,7 @@ def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.A
         if layout is None or layout.mesh.size == 1 or not matrix.batch:
             x = run(x)  # a matrix alone stays sharded as it is; the compiler places the collectives
         else:
-            stored = parameter_spec(path, leaf.shape, layout, also=layout.state_axes)
+            stored = parameter_specs(path, leaf.shape, layout).optimizer_state
             x = _dealt(run, x, len(matrix.batch), [stored[d] for d in order], layout)
         return jnp.transpose(x, sorted(range(x.ndim), key=lambda dim: order[dim]))
 

@@ -1,19 +1,24 @@
 """Evaluation on held-out rows: exact means over all of them, padding excluded."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.tasks import Sums, task_sums
-from jaxtrain.train.batch import is_placed
-from jaxtrain.train.checks import check_batch
-from jaxtrain.train.given_state import check_batch_not_deleted, check_consistent, check_not_donated
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.tasks import Batch, Sums, Task, task_sums
+from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.train.batch import BatchFeed, is_placed
+from jaxtrain.train.checks import check_batch, check_task
+from jaxtrain.train.given_state import InitialState, check_batch_not_deleted, check_consistent, check_not_donated
+from jaxtrain.train.parallelism import Parallelism, make_pipeline, microbatches
 from jaxtrain.train.pipelined import evaluation_sums
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import EvaluationState, TrainState
 from jaxtrain.train.step import TrainStep
 
 # A mean over nothing is NaN; a scalar metric is a float, a vector one a NumPy array.
@@ -24,37 +29,69 @@ class Evaluator:
     """Means of loss and metrics over batches, with the parameters (or their moving average) of a state.
 
     Args:
-        step: the train step whose model, task, mesh and precision are used.
+        source: a train step, or a sharded model.
+        task: what outputs are compared with; None: that of the step.
+        parallelism: schedule of the pipeline of a sharded model, as for `make_train_step`; None: the defaults.
+        compiler_options: for a sharded model, over those of `jaxtrain/runtime/compiler_options.py`.
+
+    Attributes:
+        feed: how batches reach the mesh.
+
+    Raises:
+        ConfigError: a sharded model without a task, or layers that do not divide over the stages of its mesh.
     """
 
-    def __init__(self, step: TrainStep):
-        self._step = step
-        options = {**step.compiler_options.used} or None
-        self._jitted = jax.jit(self._sums, static_argnums=3, compiler_options=options)
+    def __init__(
+        self,
+        source: TrainStep | ShardedModel,
+        task: Task | None = None,
+        *,
+        parallelism: Parallelism | None = None,
+        compiler_options: Mapping[str, Value] | None = None,
+    ):
+        self._initial_state: Callable[[], InitialState | None] = lambda: None
+        if isinstance(source, TrainStep):
+            if task is not None or parallelism is not None or compiler_options is not None:
+                raise ConfigError(
+                    "Evaluator(step) takes task, parallelism and compiler options from the step; give it "
+                    "step.sharded_model to choose them"
+                )
+            step = source
+            self._initial_state = lambda: step.initial_state
+            self._sharded_model, self._task, self._pipeline = step.sharded_model, step.task, step.pipeline
+            self.feed, options = step.feed, step.compiler_options
+        else:
+            check_task(task)
+            assert task is not None
+            mesh = source.mesh
+            self._sharded_model, self._task = source, task
+            self._pipeline = make_pipeline(source.model, source.layout, parallelism or Parallelism(), 1)
+            self.feed = BatchFeed(source, task, microbatches(self._pipeline, 1))
+            options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
+        self._jitted = jax.jit(self._sums, static_argnums=3, compiler_options={**options.used} or None)
         self._count = jax.jit(_rows_before_padding)
 
-    def _sums(self, params: Any, model_state: Any, batch: dict[str, Any], num_rows: int | None) -> Sums:
-        step = self._step
-        with step.context():
-            if step.pipeline is not None and num_rows is None:
-                loss_sum, weight, metrics = evaluation_sums(
-                    step.pipeline, step.model, step.task, step.policy, params, batch
-                )
+    def _sums(self, params: Params, model_state: ModelState, batch: Batch, num_rows: int | None) -> Sums:
+        sharded_model, task = self._sharded_model, self._task
+        with sharded_model.context():
+            if self._pipeline is not None and num_rows is None:
+                loss_sum, weight, metrics = evaluation_sums(self._pipeline, sharded_model, task, params, batch)
             else:
                 # Logits of all rows where some are left out: deferred ones hold a kernel, which has no rows.
-                apply = step.apply_for_loss if num_rows is None else step.apply_model
+                deferred = task.takes_deferred_logits and num_rows is None
+                apply = sharded_model.apply_deferred if deferred else sharded_model.apply
                 outputs, _ = apply(params, model_state, batch["inputs"], key=None, train=False)
                 outputs, batch = _first_rows((outputs, batch), batch, num_rows)
-                loss_sum, weight, metrics = task_sums(step.task, outputs, batch, train=False)
+                loss_sum, weight, metrics = task_sums(task, outputs, batch, train=False)
         return {"loss": (loss_sum, weight), **metrics}
 
-    def __call__(self, state: TrainState, batches: Iterable[Mapping[str, Any]]) -> Means:
+    def __call__(self, state: TrainState | EvaluationState, batches: Iterable[Mapping[str, Any]]) -> Means:
         """Evaluate.
 
         Args:
             state: its `evaluation_params` and `evaluation_model_state` are used.
-            batches: of one shape, on the mesh or host arrays; rows at the end of a batch whose `weights` are 0 fill it
-                up and count for no task.
+            batches: of one shape, on the mesh or host arrays; rows at the end of a batch whose `weights` are 0 pad it
+                and count for no task.
 
         Returns:
             `eval_loss`, the task's metrics as `eval_*` (a float, or a NumPy array for a vector), and `eval_perplexity`
@@ -65,15 +102,16 @@ class Evaluator:
         """
         params, model_state = state.evaluation_params, state.evaluation_model_state
         check_not_donated({"params": params, "model_state": model_state})
-        check_consistent(state, self._step)
+        if isinstance(state, TrainState):
+            check_consistent(state, self._initial_state())
         totals: dict[str, tuple[Any, Any]] = {}
         for batch in batches:
             check_batch(batch)
             check_batch_not_deleted(batch)
-            if is_placed(batch, self._step.mesh):
-                self._step.batch_shardings(batch)  # one line where rows do not divide, before anything is traced
+            if is_placed(batch, self._sharded_model.mesh):
+                self.feed.shardings(batch)  # one line where rows do not divide, before anything is traced
             else:
-                batch = self._step.place(batch)
+                batch = self.feed.place(batch)
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue
@@ -82,13 +120,13 @@ class Evaluator:
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + np.asarray(total, np.float64), before[1] + np.asarray(weight, np.float64))
         means = {f"eval_{name}": _mean(total, weight) for name, (total, weight) in totals.items()}
-        if self._step.task.name == "language_modeling" and "eval_loss" in means:
+        if self._task.name == "language_modeling" and "eval_loss" in means:
             means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
         return means
 
     def _num_rows(self, batch: Mapping[str, Any]) -> int | None:
         """The rows before those that fill the batch up; None: all, or the task weighs them itself."""
-        if self._step.task.reads_weights or "weights" not in batch:
+        if self._task.reads_weights or "weights" not in batch:
             return None
         found = int(self._count(batch["weights"]))
         return None if found == batch["weights"].shape[0] else found

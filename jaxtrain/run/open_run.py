@@ -18,8 +18,10 @@ from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
     from jaxtrain.data import Data, Tokenizer
-    from jaxtrain.train.state import TrainState
-    from jaxtrain.train.step import TrainStep
+    from jaxtrain.models.model import ModelState, Params
+    from jaxtrain.models.sharded import ShardedModel
+    from jaxtrain.run.evaluation import Evaluator
+    from jaxtrain.train.state import EvaluationState
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,13 @@ class OpenedRun:
     """A run with its parameters on the current mesh.
 
     Attributes:
-        run_dir: where it lies.
+        run_dir: its directory.
         config: of the run, with its parallel degrees replaced by those of this machine.
         checkpoint_step: the step whose parameters these are.
-        step: the train step, for its model, task, mesh and precision.
-        params: parameters (their moving average where the run keeps one).
-        model_state: batch statistics and the like (their moving average likewise).
+        sharded_model: the run's model on this machine's mesh.
+        evaluator: of the run's task; None where the data was not opened.
+        params: parameters, or their moving average where the run keeps one.
+        model_state: batch statistics and the like, or their moving average where the run keeps one.
         tokenizer: what made the run's tokens, where that is known.
         data: the run's data, when it was opened.
         remarks: lines for people.
@@ -41,20 +44,20 @@ class OpenedRun:
     run_dir: Path
     config: Config
     checkpoint_step: int
-    step: "TrainStep"
-    params: Any
-    model_state: Any
+    sharded_model: "ShardedModel"
+    evaluator: "Evaluator | None"
+    params: "Params"
+    model_state: "ModelState"
     tokenizer: "Tokenizer | None"
     data: "Data | None"
     remarks: tuple[str, ...]
 
     @property
-    def state(self) -> "TrainState":
-        """A train state to evaluate: the rest of it holds shapes only."""
-        from dataclasses import replace
+    def state(self) -> "EvaluationState":
+        """What the evaluator reads."""
+        from jaxtrain.train.state import EvaluationState
 
-        shapes = self.step.abstract_state
-        return replace(shapes, params=self.params, model_state=self.model_state, ema=None, ema_model_state=None)
+        return EvaluationState(self.params, self.model_state)
 
 
 def read_run(run_dir: str | Path) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] = ()) -> Loade
     parallel = saved.get("parallel")
     if isinstance(parallel, dict):
         saved["parallel"] = {key: value for key, value in parallel.items() if key == "max_replicated_fraction"}
-    # What computes attention and how logits are cut was for the hardware of the run; neither changes a number.
+    # What computes attention and how logits are chunked was for the hardware of the run; neither changes a number.
     for group, keys in (("model", ("attention",)), ("loss", ("logits", "block"))):
         if isinstance(saved.get(group), dict):
             saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
@@ -148,13 +151,12 @@ def open_run(
     config = saved_config(run_dir, overrides=overrides).config
     checkpoints = _existing_checkpoints(run_dir, step)
     from jaxtrain.data import load_tokenizer
+    from jaxtrain.train.assemble import build_sharded_model
 
     saved_tokenizer = run_dir / "tokenizer.json"
     tokenizer = load_tokenizer(saved_tokenizer) if saved_tokenizer.is_file() else None
     remarks: list[str] = []
     if with_data:
-        from jaxtrain.train.assemble import assemble
-
         data, read_otherwise = _open_data(config, info)
         _check_tokenizer(data, tokenizer, run_dir)
         remarks += read_otherwise
@@ -162,54 +164,44 @@ def open_run(
         remarks += changed
         if not other_data:
             remarks += _data_changes(info, data)
-        train_step = assemble(config, data).step
+        evaluator = _evaluator(config, data)
+        sharded_model = evaluator.feed.sharded_model
     else:
-        data = None
+        data = evaluator = None
         if config.model.kind != "transformer":
             raise ConfigError(f"model.kind={config.model.kind} of {run_dir} does not generate text")
         if tokenizer is None:
             raise ConfigError(f"{run_dir} has no tokenizer.json: it was not trained on text, so it cannot continue any")
-        train_step = step_without_data(
+        sharded_model = build_sharded_model(
             config, input_shape=(config.model.max_sequence_length,), vocab_size=tokenizer.vocab_size
         )
-    found, params, model_state = _restore(run_dir, checkpoints, train_step, step, report)
+    found, params, model_state = _restore(run_dir, config, checkpoints, sharded_model, step, report)
     if quantize is not None:
-        params, remark = _quantized(params, train_step, quantize)
+        params, remark = _quantized(params, sharded_model, quantize)
         remarks.append(remark)
-    return OpenedRun(run_dir, config, found, train_step, params, model_state, tokenizer, data, tuple(remarks))
-
-
-def step_without_data(
-    config: Config, *, input_shape: tuple[int, ...], vocab_size: int | None = None, num_outputs: int | None = None
-) -> "TrainStep":
-    """A train step that never trains: model, task, precision and shardings of a config, without optimizer and data.
-
-    Args:
-        config: the run.
-        input_shape, vocab_size, num_outputs: what the data would say.
-    """
-    import optax
-
-    from jaxtrain.layout.degrees import AXES, config_degrees
-    from jaxtrain.layout.mesh import make_mesh
-    from jaxtrain.models.model import parameter_shapes
-    from jaxtrain.models.shipped.build import build_model
-    from jaxtrain.models.tasks import build_task
-    from jaxtrain.optim.masks import trainable_predicate
-    from jaxtrain.train.parallelism import Parallelism
-    from jaxtrain.train.step import make_train_step
-
-    model = build_model(config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
-    return make_train_step(
-        model,
-        build_task(config),
-        optax.identity(),
-        mesh=make_mesh(**config_degrees(config.parallel), devices=None),
-        policy=config.precision.policy,
-        ema_decay=config.optimizer.ema_decay,
-        trainable=trainable_predicate(config.optimizer.freeze, list(parameter_shapes(model))),
-        parallelism=Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"})),
+    return OpenedRun(
+        run_dir, config, found, sharded_model, evaluator, params, model_state, tokenizer, data, tuple(remarks)
     )
+
+
+def _evaluator(config: Config, data: "Data") -> "Evaluator":
+    """The evaluator of a run, once its data is known to fit its model, its task and this machine."""
+    from jaxtrain.models.tasks import build_task
+    from jaxtrain.run.evaluation import Evaluator
+    from jaxtrain.train.assemble import build_sharded_model, check_fit, parallelism_of, training_batches
+
+    spec = training_batches(config, data).spec()
+    check_fit(config, data, spec["targets"], own_task=False)
+    evaluator = Evaluator(
+        build_sharded_model(
+            config, input_shape=data.input_shape, vocab_size=data.vocab_size, num_outputs=data.num_outputs
+        ),
+        build_task(config),
+        parallelism=parallelism_of(config),
+        compiler_options=config.compiler_options,
+    )
+    evaluator.feed.shardings(spec)  # a batch that does not divide fails here, before anything is restored
+    return evaluator
 
 
 def _existing_checkpoints(run_dir: Path, step: int | None) -> Checkpointer:
@@ -228,34 +220,36 @@ def _listed(steps: list[int]) -> str:
 
 def _restore(
     run_dir: Path,
+    config: Config,
     checkpoints: Checkpointer,
-    train_step: "TrainStep",
+    sharded_model: "ShardedModel",
     step: int | None,
     report: Callable[[str], None] | None,
-) -> tuple[int, Any, Any]:
-    from dataclasses import replace
-
+) -> "tuple[int, Params, ModelState]":
     import jax
 
-    from jaxtrain.train.state import merge_leaves
+    from jaxtrain.train.assemble import trainable_of
+    from jaxtrain.train.placement import average_shapes
+    from jaxtrain.train.state import averaged_model_state, merge_leaves
 
-    target = train_step.abstract_state
-    averaged = target.ema is not None
-    needs_params = not averaged or len(jax.tree.leaves(target.ema)) < len(jax.tree.leaves(target.params))
+    wanted, wanted_state = sharded_model.abstract_params, sharded_model.abstract_model_state
+    averaged = config.optimizer.ema_decay is not None
+    ema, ema_state = average_shapes(sharded_model, trainable_of(config, sharded_model.model))
+    needs_params = not averaged or len(jax.tree.leaves(ema)) < len(jax.tree.leaves(wanted))
     damaged: list[str] = []
     with checkpoints:
         # Both parts must be of one step, so a damaged one is passed over here and not in the checkpointer.
         for candidate in [step] if step is not None else checkpoints.steps()[::-1]:
             try:
-                params = checkpoints.restore(target.params, step=candidate, prefix="params") if needs_params else None
-                average = checkpoints.restore(target.ema, step=candidate, prefix="ema") if averaged else None
+                params = checkpoints.restore(wanted, step=candidate, prefix="params") if needs_params else None
+                average = checkpoints.restore(ema, step=candidate, prefix="ema") if averaged else None
                 # Frozen parameters have no average.
                 restored = params if average is None else merge_leaves(average, params) if needs_params else average
-                model_state = checkpoints.restore(target.model_state, step=candidate, prefix="model_state")
+                assert restored is not None
+                model_state = checkpoints.restore(wanted_state, step=candidate, prefix="model_state")
                 if averaged:
-                    saved = checkpoints.restore(target.ema_model_state, step=candidate, prefix="ema_model_state")
-                    state = replace(target, model_state=model_state, ema_model_state=saved)
-                    model_state = state.evaluation_model_state
+                    saved = checkpoints.restore(ema_state, step=candidate, prefix="ema_model_state")
+                    model_state = averaged_model_state(saved, model_state)
             except DamagedError as error:
                 damaged.append(str(error))
                 if report is not None and step is None:
@@ -267,16 +261,16 @@ def _restore(
     )
 
 
-def _quantized(params: Any, train_step: "TrainStep", format: str) -> tuple[Any, str]:
-    """The parameters quantized where they lie, and a line for people."""
+def _quantized(params: "Params", sharded_model: "ShardedModel", format: str) -> "tuple[Params, str]":
+    """The parameters quantized on their devices, and a line for people."""
     import jax
     import jax.numpy as jnp
 
     from jaxtrain.metrics.format import format_bytes
     from jaxtrain.models.quantize import quantize, quantized_bytes
 
-    small = jax.jit(lambda params: quantize(params, train_step.model, format))(params)
-    compute = jnp.dtype(train_step.policy.compute_dtype)
+    small = jax.jit(lambda params: quantize(params, sharded_model.model, format))(params)
+    compute = jnp.dtype(sharded_model.policy.compute_dtype)
     after, before = map(format_bytes, quantized_bytes(small, compute))
     return small, f"{format}: linear layers of {after} instead of {before} in {compute.name}"
 

@@ -28,6 +28,7 @@ from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import check_resumed, choose_start, finished_row, run_metadata, set_aside
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
+from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.state import TrainState
@@ -159,9 +160,9 @@ def _compiled_state(run: Run, checkpointer: Checkpointer, progress: Progress, *,
 
 def _compile(run: Run, progress: Progress) -> None:
     """Compile the step for the shapes of its batches, and show whether the program came from the cache."""
-    with progress.phase("tracing") as phase:
+    with progress.phase("tracing") as phase, record_choices() as choices:
         lowered = run.step.lower(run.batches.spec())
-        phase.note("; ".join(run.step.choices))
+        phase.note("; ".join(choices))
     seen: set[str] = set()
 
     def listen(event: str, **_: Any) -> None:
@@ -170,7 +171,7 @@ def _compile(run: Run, progress: Progress) -> None:
     jax.monitoring.register_event_listener(listen)
     try:
         with progress.phase("compiling") as phase:
-            run.step.use(lowered.compile())
+            run.step.use(lowered.compile(), choices=choices)
             kept = cache_folder(run.config.compilation_cache) is not None
             # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
             found = "cache_hits" in seen and "cache_misses" not in seen

@@ -1,6 +1,6 @@
 """From a config to the objects of a run: data, model, task, mesh and step. Nothing is allocated on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model, parameter_shapes, with_remat
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import Task, build_task
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
@@ -20,7 +21,7 @@ from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.parallelism import Parallelism, shard_model
 from jaxtrain.train.step import TrainStep, make_train_step
 
 if TYPE_CHECKING:
@@ -82,8 +83,26 @@ def reading_threads(config: Config) -> int | None:
     return None if config.train.workers == "auto" else config.train.workers
 
 
-def _check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, own_task: bool) -> None:
-    """Raise where task, model and data do not belong together."""
+def training_batches(config: Config, data: "Data") -> "Batches":
+    """The batches of a config's training rows."""
+    from jaxtrain.data import Batches
+
+    size = config.train.global_batch_size
+    return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
+
+
+def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, own_task: bool) -> None:
+    """Raise where task, model and data do not belong together.
+
+    Args:
+        config: with a model of its own.
+        data: what it was opened as.
+        targets: shape and dtype of a batch's targets.
+        own_task: whether the task comes from Python.
+
+    Raises:
+        ConfigError: names the settings that contradict one another.
+    """
     check_kinds(config, own_task=own_task, unit=data.unit)
     tokens = data.unit == "tokens"
     integers = np.issubdtype(targets.dtype, np.integer)
@@ -130,13 +149,7 @@ def build_step(
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
     mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
-    remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
-    if model is None:
-        model = build_model(
-            config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
-        )
-    else:
-        model = _remat_of_config(model, remat)
+    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
     optimizer = config.optimizer
     if optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
@@ -151,13 +164,77 @@ def build_step(
         accumulation_steps=config.train.accumulation_steps,
         clip_norm=optimizer.clip_norm,
         ema_decay=optimizer.ema_decay,
-        trainable=trainable_predicate(optimizer.freeze, list(parameter_shapes(model)) if optimizer.freeze else []),
+        trainable=trainable_of(config, model),
         learning_rate=schedule,
         loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
-        parallelism=Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"})),
+        parallelism=parallelism_of(config),
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
     )
+
+
+def build_sharded_model(
+    config: Config,
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> ShardedModel:
+    """The model of a config on its mesh, for all that does not train it.
+
+    Args:
+        config: the run.
+        input_shape: of one row, as for `build_step`.
+        vocab_size, num_outputs: used where the config leaves them out.
+        devices: devices to use, real or compile-only; None: all.
+
+    Raises:
+        ConfigError: parts that do not fit together, or sizes that do not divide.
+    """
+    mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
+    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
+    return shard_model(
+        model,
+        mesh=mesh,
+        policy=config.precision.policy,
+        parallelism=parallelism_of(config),
+        trainable=trainable_of(config, model),
+        task=build_task(config),
+    )
+
+
+def model_of(
+    config: Config,
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    model: Model | None = None,
+) -> Model:
+    """The model of a config, or your own one in its place, with the remat policy of the config.
+
+    Args:
+        config: the run.
+        input_shape, vocab_size, num_outputs, model: as for `build_step`.
+    """
+    remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
+    if model is not None:
+        return _remat_of_config(model, remat)
+    return build_model(
+        config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
+    )
+
+
+def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:
+    """Parameter path -> whether a config trains it; None: it trains all."""
+    freeze = config.optimizer.freeze
+    return trainable_predicate(freeze, list(parameter_shapes(model)) if freeze else [])
+
+
+def parallelism_of(config: Config) -> Parallelism:
+    """The options of a config's mesh axes besides their degrees."""
+    return Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"}))
 
 
 def _remat_of_config(model: Model, remat: Remat) -> Model:
@@ -206,14 +283,10 @@ def assemble(
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
-    from jaxtrain.data import Batches
-
-    batches = Batches(
-        data.train, config.train.global_batch_size, seed=config.seed, shuffle=True, workers=reading_threads(config)
-    )
+    batches = training_batches(config, data)
     spec = batches.spec()
     if model is None:
-        _check_fit(config, data, spec["targets"], own_task=task is not None)
+        check_fit(config, data, spec["targets"], own_task=task is not None)
     step = build_step(
         config,
         input_shape=data.input_shape,

@@ -1,21 +1,24 @@
 """How a batch reaches the mesh: its shardings, and the ids that its entries may hold."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
-from jaxtrain.models.model import Apply, Model
+from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.tasks import Task
 from jaxtrain.parallel.division import check_rows, check_sequence
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.checks import check_batch, check_ids
 
 
 class BatchSource(Protocol):
-    """What `TrainStep.loader` needs of `data.Batches`; `check` gets the rows as NumPy arrays before they are placed."""
+    """What `BatchFeed.loader` needs of `data.Batches`; `check` gets the rows as NumPy arrays before they are placed."""
 
     def spec(self) -> Mapping[str, Any]: ...
 
@@ -24,12 +27,67 @@ class BatchSource(Protocol):
     ) -> dict[str, Any]: ...
 
 
+class BatchFeed:
+    """How batches reach a model on its mesh: sharded, and with ids that the model has.
+
+    Args:
+        sharded_model: that takes them.
+        task: that reads them.
+        microbatches: their number, by which the rows divide, under the name that people know it by.
+    """
+
+    def __init__(self, sharded_model: ShardedModel, task: Task, microbatches: Mapping[str, int]):
+        self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
+        self._known_limits: dict[str, int] | None = None
+
+    def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
+        """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
+
+        Raises:
+            ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
+        """
+        check_batch(batch)
+        return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
+
+    def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
+        """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
+
+        Loading raises a `DataError` where a row holds an id that the model does not have.
+        """
+        spec = batches.spec()
+        shardings, limits = self.shardings(spec), self._limits(spec)
+
+        def load(k: int) -> dict[str, Any]:
+            return batches.load(k, shardings, check=functools.partial(check_ids, limits=limits, where=f"batch {k}"))
+
+        return load
+
+    def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of host arrays, numbers or arrays elsewhere, on the mesh.
+
+        Raises:
+            ConfigError: no dict with `inputs`, or sizes that do not divide.
+            DataError: a host array with an id that the model does not have.
+        """
+        check_batch(batch)
+        batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
+        shardings = self.shardings(batch)
+        check_ids(batch, limits=self._limits(batch), where="the batch")
+        return jax.device_put(batch, shardings)
+
+    def _limits(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Entry of a batch -> number of ids that it may hold, found once: it may take a trace of the model."""
+        if self._known_limits is None:
+            self._known_limits = id_limits(self.sharded_model, self.task, batch)
+        return self._known_limits
+
+
 def batch_shardings(
     batch: Mapping[str, Any],
     layout: Layout,
     batch_axes: Mapping[str, tuple[str | None, ...]],
     microbatches: Mapping[str, int],
-) -> dict[str, Any]:
+) -> dict[str, NamedSharding]:
     """Rows sharded over the batch axes; scalars are replicated.
 
     Args:
@@ -64,27 +122,27 @@ def is_placed(batch: Any, mesh: Mesh) -> bool:
     )
 
 
-def id_limits(model: Model, task: Task, apply: Apply, state: TrainState, batch: Mapping[str, Any]) -> dict[str, int]:
+def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any]) -> dict[str, int]:
     """Entry of a batch -> number of ids that it may hold, where that is known.
 
     Args:
-        model, task: of the step.
-        apply: the model in the compute dtype; traced where the model does not say its number of outputs.
-        state: shapes.
+        sharded_model: traced where the model does not say its number of outputs.
+        task: may know the number of classes.
         batch: arrays or shapes.
     """
+    model = sharded_model.model
     limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
     if task.num_classes is None:
         return limits
     if model.num_outputs is not None:
         return {**limits, "targets": task.num_classes(jax.ShapeDtypeStruct((1, model.num_outputs), jnp.float32))}
 
-    def outputs(params: Any, model_state: Any, inputs: Any, key: jax.Array) -> Any:
-        return apply(params, model_state, inputs, key=key, train=True)[0]
+    def outputs(params: Params, model_state: ModelState, inputs: Any, key: jax.Array) -> Any:
+        return sharded_model.apply(params, model_state, inputs, key=key, train=True)[0]
 
     inputs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch["inputs"]
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    found = jax.eval_shape(outputs, state.params, state.model_state, inputs, key)
+    found = jax.eval_shape(outputs, sharded_model.abstract_params, sharded_model.abstract_model_state, inputs, key)
     return {**limits, "targets": task.num_classes(found)}

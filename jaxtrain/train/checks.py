@@ -123,7 +123,7 @@ def check_batch(batch: Any) -> None:
 
 
 def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:
-    """Raise where host arrays hold ids that the model does not have, or integers that jax would cut to 32 bits.
+    """Raise where host arrays hold ids that the model does not have, or integers that jax would truncate to 32 bits.
 
     Args:
         batch: NumPy arrays; entries of other types are passed over.

@@ -1,13 +1,13 @@
 """States and parameters that a user gives to a step: checked on the host, and placed as the step's shardings say.
 
-A compiled step donates its state. A buffer that is gone, or that stands at two places, ends the process on several
+A compiled step donates its state. A buffer that is gone, or that is used at two places, ends the process on several
 devices, and an array on other devices is an internal error: each is one line here, or is put right.
 """
 
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.tasks import Batch
 from jaxtrain.runtime.donation import first_deleted
 from jaxtrain.train.state import TrainState
 
@@ -32,6 +33,7 @@ class InitialState:
         optimizer: weak references to the arrays of its optimizer state.
         model_state: weak references to its batch statistics and the like.
         average_state: weak references to the arrays of their moving average.
+        reads_parameters: whether the optimizer's first state depends on the numbers of the parameters.
     """
 
     params: tuple[weakref.ref[Any], ...]
@@ -39,20 +41,11 @@ class InitialState:
     optimizer: tuple[weakref.ref[Any], ...]
     model_state: tuple[weakref.ref[Any], ...]
     average_state: tuple[weakref.ref[Any], ...]
+    reads_parameters: Callable[[], bool]
 
 
-class StepParts(Protocol):
-    """What these checks read of a train step."""
-
-    model: Model
-    abstract_state: TrainState
-    state_shardings: TrainState
-    initial_state: InitialState | None
-    last_state: Callable[[], TrainState | None]
-
-    def first_optimizer_state(self, params: Any) -> Any:
-        """The optimizer state of new parameters."""
-        ...
+# Path of each leaf of a batch -> its shape and the name of its dtype.
+LeafShapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def check_not_donated(state: Any) -> None:
@@ -82,17 +75,12 @@ def check_batch_not_deleted(batch: Any) -> None:
         )
 
 
-def to_arrays(tree: Any) -> Any:
-    """The tree with jax arrays in place of NumPy arrays and numbers, which a user's init function may return."""
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.array(leaf), tree)
-
-
-def leaf_shapes(batch: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def leaf_shapes(batch: Any) -> LeafShapes:
     """Path of each leaf of a batch (arrays or shapes) -> its shape and dtype."""
     return {path: (leaf.shape, leaf.dtype.name) for path, leaf in _by_path(batch).items()}
 
 
-def check_batch_shapes(batch: Any, compiled: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+def check_batch_shapes(batch: Batch, compiled: LeafShapes) -> None:
     """Raise where a batch has other leaves, shapes or dtypes than the step was compiled for.
 
     Raises:
@@ -106,16 +94,20 @@ def check_batch_shapes(batch: Any, compiled: Mapping[str, tuple[tuple[int, ...],
         )
 
 
-def _describe(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+def _describe(shapes: LeafShapes) -> str:
     return ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in sorted(shapes.items()))
 
 
-def accept_state(state: Any, step: StepParts) -> TrainState:
+def accept_state(
+    state: Any, *, wanted: TrainState, initial: InitialState | None, last: TrainState | None
+) -> TrainState:
     """A state with the step's structure, shapes, dtypes and shardings, safe to donate.
 
     Args:
-        state: a `TrainState` of jax or NumPy arrays, anywhere; what lies as wanted is not copied.
-        step: the step that takes it over.
+        state: a `TrainState` of jax or NumPy arrays, anywhere; what is sharded as wanted is not copied.
+        wanted: shapes and shardings of the step that takes it over.
+        initial: what is remembered of the last state from the step's `init`.
+        last: the state that the step returned last, which needs no checks.
 
     Raises:
         ConfigError: donated before, another structure, shape or dtype, one array at two places, or an average of other
@@ -124,16 +116,15 @@ def accept_state(state: Any, step: StepParts) -> TrainState:
     if not isinstance(state, TrainState):
         raise ConfigError(f"the step takes a TrainState, and was given {_kind(state)}; make one with step.init(seed)")
     check_not_donated(state)
-    if state is step.last_state():
+    if state is last:
         return state
-    wanted = step.abstract_state
     matched = match_leaves(state, wanted, what="the state")
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     leaves, structure = jax.tree.flatten(wanted)
     placed = [_place(leaf, like) for leaf, like in zip(jax.tree.leaves(matched), leaves, strict=True)]
     _check_distinct(paths, placed)
     accepted: TrainState = jax.tree.unflatten(structure, placed)
-    check_consistent(accepted, step)
+    check_consistent(accepted, initial)
     return accepted
 
 
@@ -223,19 +214,19 @@ def _marks(leaf: jax.Array) -> list[Any]:
     return marks
 
 
-def remember(state: TrainState) -> InitialState:
-    """The record of a state that `init` made."""
+def remember(state: TrainState, *, reads_parameters: Callable[[], bool]) -> InitialState:
+    """The record of a state that `init` made; `reads_parameters` as in `InitialState`."""
     parts = (state.params, state.ema, state.optimizer_state, state.model_state, state.ema_model_state)
-    return InitialState(*(tuple(weakref.ref(leaf) for leaf in jax.tree.leaves(part)) for part in parts))
+    references = (tuple(weakref.ref(leaf) for leaf in jax.tree.leaves(part)) for part in parts)
+    return InitialState(*references, reads_parameters=reads_parameters)
 
 
-def check_consistent(state: TrainState, step: StepParts) -> None:
+def check_consistent(state: TrainState, initial: InitialState | None) -> None:
     """Raise where parameters were replaced in a state from `init` and what was copied from the old ones was not.
 
     Raises:
         ConfigError: says which copies are stale and what to write instead.
     """
-    initial = step.initial_state
     if initial is None:
         return
     if (
@@ -253,7 +244,7 @@ def check_consistent(state: TrainState, step: StepParts) -> None:
     instead = "use state = step.init(seed, params=params), which makes all three consistent"
     if initial.average and _all_are(initial.average, state.ema):
         raise ConfigError(f"{what} its moving average is that of the old ones; {instead}")
-    if _all_are(initial.optimizer, state.optimizer_state) and _reads_parameters(step):
+    if _all_are(initial.optimizer, state.optimizer_state) and initial.reads_parameters():
         raise ConfigError(f"{what} its optimizer state holds copies of the old ones; {instead}")
 
 
@@ -262,9 +253,14 @@ def _all_are(remembered: tuple[weakref.ref[Any], ...], part: Any) -> bool:
     return len(leaves) == len(remembered) and all(a() is b for a, b in zip(remembered, leaves, strict=True))
 
 
-def _reads_parameters(step: StepParts) -> bool:
-    """Whether the optimizer's first state depends on the numbers of the parameters, not on their shapes alone."""
-    jaxpr = jax.make_jaxpr(step.first_optimizer_state)(step.abstract_state.params).jaxpr
+def reads_numbers(function: Callable[[Params], Any], params: Params) -> bool:
+    """Whether the results of a function depend on the numbers of its argument, not on its shapes alone.
+
+    Args:
+        function: traced, not run.
+        params: its argument, arrays or shapes.
+    """
+    jaxpr = jax.make_jaxpr(function)(params).jaxpr
     known = {id(variable) for variable in jaxpr.invars}
     for equation in jaxpr.eqns:
         if any(id(variable) in known for variable in equation.invars):
@@ -272,12 +268,15 @@ def _reads_parameters(step: StepParts) -> bool:
     return any(id(variable) in known for variable in jaxpr.outvars)
 
 
-def accept_parts(step: StepParts, params: Any, model_state: Any) -> dict[str, Any]:
+def accept_parts(
+    params: Params | None, model_state: ModelState | None, *, drawn: tuple[Params, ModelState], wanted: TrainState
+) -> dict[str, Any]:
     """Parameters and model state that a user gives to `init`, in the structure and the shardings of the step.
 
     Args:
-        step: the step whose state they become a part of.
         params, model_state: trees of jax or NumPy arrays; None where none is given.
+        drawn: shapes of what the model draws, whose dtypes are accepted.
+        wanted: shapes and shardings of the state that they become a part of, whose dtypes are accepted too.
 
     Returns:
         What was given, by name.
@@ -285,15 +284,16 @@ def accept_parts(step: StepParts, params: Any, model_state: Any) -> dict[str, An
     Raises:
         ConfigError: deleted arrays, or another structure, shape or dtype; names the first.
     """
-    given = {name: tree for name, tree in (("params", params), ("model_state", model_state)) if tree is not None}
-    if not given:
-        return {}
-    drawn = jax.eval_shape(step.model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    made: dict[str, Any] = dict(zip(("params", "model_state"), drawn, strict=True))
-    for name, tree in given.items():
+    given = {}
+    for name, tree, made, like in (
+        ("params", params, drawn[0], wanted.params),
+        ("model_state", model_state, drawn[1], wanted.model_state),
+    ):
+        if tree is None:
+            continue
         gone = first_deleted(tree)
         if gone is not None:
             raise ConfigError(f"{gone} of {name} is deleted, since a step took it over; copy arrays before that")
-        like, places = getattr(step.abstract_state, name), getattr(step.state_shardings, name)
-        given[name] = jax.device_put(match_leaves(tree, made[name], what=name, also=like), places)
+        places = jax.tree.map(lambda leaf: leaf.sharding, like)
+        given[name] = jax.device_put(match_leaves(tree, made, what=name, also=like), places)
     return given

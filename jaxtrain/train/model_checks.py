@@ -1,6 +1,5 @@
 """What somebody asks of their own model and would not get: one line for each, before anything compiles."""
 
-import fnmatch
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +9,11 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import FamilyTable, entry_axes
-from jaxtrain.layout.sharding import Layout, parameter_spec, path_name
-from jaxtrain.models.model import Apply, Model
+from jaxtrain.layout.rules import FamilyTable
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.model import Params
+from jaxtrain.models.sharded import ShardedModel, listed
 from jaxtrain.parallel.traced import operations
-from jaxtrain.precision.policy import Policy
 from jaxtrain.runtime.choices import note_choice
 from jaxtrain.train.state import TrainState
 
@@ -22,36 +21,7 @@ from jaxtrain.train.state import TrainState
 _NOTED_SHARE = 0.1
 
 
-def check_axes(params: Any, model: Model, layout: Layout) -> None:
-    """Raise where an axes table, or a mesh axis that needs one, would do nothing.
-
-    Args:
-        params: the model's parameters (arrays or shapes).
-        model: with the table.
-        layout: of the step.
-
-    Raises:
-        ConfigError: a row that matches no parameter, or `tensor` > 1 although no parameter is sharded over it.
-    """
-    shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    if not isinstance(model.axes, FamilyTable):
-        for row in model.axes:
-            if row not in shapes and not ("*" in row and any(fnmatch.fnmatchcase(path, row) for path in shapes)):
-                raise ConfigError(
-                    f"axes of the model {model.name}: {row!r} matches no parameter; there are {_some(shapes)}"
-                )
-    tensor = layout.mesh.shape["tensor"]
-    specs = (parameter_spec(path, shape, layout) for path, shape in shapes.items())
-    if tensor > 1 and not any("tensor" in entry_axes(entry) for spec in specs for entry in spec):
-        largest = max(shapes, key=lambda path: math.prod(shapes[path]), default="")
-        names = ", ".join(name for name, axes in layout.rules.items() if "tensor" in axes and "activation" not in name)
-        raise ConfigError(
-            f"parallel.tensor={tensor}, but no parameter of the model {model.name} is sharded over it; give the model "
-            f"axes, such as {{{largest!r}: ...}} with the names {names}, or use parallel.tensor=1"
-        )
-
-
-def check_trainable(params: Any, trainable: Callable[[str], bool] | None) -> None:
+def check_trainable(params: Params, trainable: Callable[[str], bool] | None) -> None:
     """Raise where a predicate over paths makes no difference, or lets something train that has no gradient.
 
     Raises:
@@ -74,7 +44,7 @@ def check_trainable(params: Any, trainable: Callable[[str], bool] | None) -> Non
         advice = "leave one to train" if chosen == 0 else "leave it out to train all"
         raise ConfigError(
             f"trainable selects {'no parameter' if chosen == 0 else 'every parameter'}; {advice}; "
-            f"there are {_some(paths)}"
+            f"there are {listed(paths)}"
         )
 
 
@@ -83,24 +53,21 @@ def _split(shape: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
     return (shape[0] // microbatches, *shape[1:]) if shape else ()
 
 
-def check_compute_dtype(
-    apply: Apply, state: TrainState, inputs: Any, model: Model, policy: Policy, microbatches: int
-) -> None:
+def check_compute_dtype(sharded_model: ShardedModel, state: TrainState, inputs: Any, microbatches: int) -> None:
     """Raise where a policy of fewer bits changes no matmul of a model; note it where it leaves some in float32.
 
     Modules that were given `dtype=float32` cast parameters and inputs back up, whatever dtype they come in.
 
     Args:
-        apply: the model in the compute dtype; it is traced, not run.
+        sharded_model: traced, not run.
         state: of the step, arrays or shapes.
-        inputs: of the whole batch, arrays or shapes.
-        model: it belongs to.
-        policy: of the step.
+        inputs: of all rows of the batch, arrays or shapes.
         microbatches: into which the rows are divided.
 
     Raises:
         ConfigError: every matmul runs in float32.
     """
+    model, policy = sharded_model.model, sharded_model.policy
     # Layers of ours compute in the dtype that they are given: no need to trace a model of them twice.
     ours = bool(model.linears) or isinstance(model.axes, FamilyTable)
     if jnp.dtype(policy.compute_dtype).itemsize >= 4 or ours:
@@ -109,7 +76,7 @@ def check_compute_dtype(
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
 
     def forward(state: TrainState, rows: Any) -> Any:
-        return apply(state.params, state.model_state, rows, key=state.key, train=True)
+        return sharded_model.apply(state.params, state.model_state, rows, key=state.key, train=True)
 
     wide, narrow = _multiply_adds(jax.make_jaxpr(forward)(state, rows).jaxpr)
     if wide and not narrow:
@@ -120,11 +87,6 @@ def check_compute_dtype(
     if wide > _NOTED_SHARE * (wide + narrow):
         share = wide / (wide + narrow)
         note_choice("matmuls", f"{share:.0%} of the multiply-adds in float32, as layers of {model.name} ask", [])
-
-
-def _some(paths: Any) -> str:
-    paths = list(paths)
-    return ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
 
 
 def _multiply_adds(program: Jaxpr) -> tuple[float, float]:

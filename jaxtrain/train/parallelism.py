@@ -1,18 +1,22 @@
-"""How a model is spread over a mesh besides the degrees: options, the layout they give, and what cannot be."""
+"""How a model is sharded over a mesh besides the degrees: options, the layout they give, and what cannot be."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import DEFAULT_RULES
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import STAGES, zero_axes
 from jaxtrain.models.model import Model
+from jaxtrain.models.sharded import ShardedModel, place_model
 from jaxtrain.models.tasks import Task
-from jaxtrain.parallel.division import check_model_axes, pipeline_schedule, sequence_axes
+from jaxtrain.parallel.division import check_model_axes, microbatches_by_name, pipeline_schedule, sequence_axes
 from jaxtrain.parallel.stage import Pipeline
+from jaxtrain.precision.policy import Policy, get_policy
+from jaxtrain.train.checks import check_model
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,14 @@ class Parallelism:
     """Options of the mesh axes; the fields are the keys of the config group `parallel`.
 
     Attributes:
-        zero: ZeRO stage over `data`: 1 spreads the optimizer state, 2 the accumulated gradients too; 3, the parameters
+        zero: ZeRO stage over `data`: 1 shards the optimizer state, 2 the accumulated gradients too; 3, the parameters
             too, is the `fsdp` axis.
-        sequence_parallel: between blocks, the sequence is spread over `tensor`.
+        sequence_parallel: between blocks, the sequence is sharded over `tensor`.
         context_attention: ring, all_to_all, gather, or auto.
         schedule: gpipe, 1f1b or interleaved_1f1b.
-        microbatches: of a pipeline; None: the accumulation steps, or two a stage where that is 1.
-        chunks: of layers a stage, under interleaved_1f1b; None: 2.
-        max_replicated_fraction: share of parameter bytes that may stay whole although `fsdp` > 1.
+        microbatches: of a pipeline; None: the accumulation steps, or two per stage where that is 1.
+        chunks: of layers per stage, under interleaved_1f1b; None: 2.
+        max_replicated_fraction: share of parameter bytes that may be replicated although `fsdp` > 1.
     """
 
     zero: int = 0
@@ -40,9 +44,16 @@ class Parallelism:
 
 
 def make_layout(
-    model: Model, task: Task, mesh: Mesh, parallelism: Parallelism, rules: Mapping[str, tuple[str, ...]] | None
+    model: Model, task: Task | None, mesh: Mesh, parallelism: Parallelism, rules: Mapping[str, tuple[str, ...]] | None
 ) -> Layout:
     """The layout of a model on a mesh.
+
+    Args:
+        model: gives the axes of its parameters.
+        task: whose rows need a sequence where `context` > 1; None: not checked.
+        mesh: from `make_mesh`.
+        parallelism: its options.
+        rules: logical axes -> mesh axes, beside or in place of those of `rules.DEFAULT_RULES`.
 
     Raises:
         ConfigError: an axis or option that this model or task cannot use.
@@ -57,9 +68,9 @@ def make_layout(
     check_model_axes(
         mesh.shape,
         model=model.name,
-        task=task.name,
+        task="" if task is None else task.name,
         has_parts=model.parts is not None,
-        has_sequence=any("sequence" in row for row in task.batch_axes.values()),
+        has_sequence=task is None or any("sequence" in row for row in task.batch_axes.values()),
         has_experts=model.has_experts and any("experts" in row for row in model.axes.values()),
     )
     chosen = {**DEFAULT_RULES, **(rules or {})}
@@ -80,6 +91,43 @@ def make_layout(
     )
 
 
+def shard_model(
+    model: Model,
+    *,
+    mesh: Mesh | None = None,
+    policy: str | Policy = "fp32",
+    rules: Mapping[str, tuple[str, ...]] | None = None,
+    parallelism: Parallelism | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    task: Task | None = None,
+) -> ShardedModel:
+    """A model on a mesh, for evaluation and generation without a train step; nothing is allocated.
+
+    Args:
+        model: from `from_nnx`, `from_linen`, `from_functions`, or a shipped one.
+        mesh: from `make_mesh`; None: all devices on the `data` axis.
+        policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
+        rules: logical axes -> mesh axes, beside or in place of those of `rules.DEFAULT_RULES`.
+        parallelism: as for `make_train_step`; None: the defaults.
+        trainable: parameter path -> whether it was trained; others keep the dtype of `model.init`. None: all were.
+        task: see `make_layout`.
+
+    Raises:
+        ConfigError: sizes that do not divide by the mesh, too many replicated bytes, or an axis that the model cannot
+            use.
+
+    Example:
+        >>> sharded = shard_model(model, mesh=make_mesh(tensor=2), policy="bf16")
+        >>> params = checkpointer.restore(sharded.abstract_params, prefix="params")
+    """
+    check_model(model)
+    parallelism = parallelism or Parallelism()
+    layout = make_layout(model, task, make_mesh() if mesh is None else mesh, parallelism, rules)
+    make_pipeline(model, layout, parallelism, 1)  # refuses what the stages could not run
+    fraction = parallelism.max_replicated_fraction
+    return place_model(model, layout, get_policy(policy), trainable=trainable, max_replicated_fraction=fraction)
+
+
 def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumulation_steps: int) -> Pipeline | None:
     """The pipeline of a model, or None where the mesh has one stage.
 
@@ -91,6 +139,11 @@ def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumu
     if schedule is None or model.parts is None:
         return None
     return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers)
+
+
+def microbatches(pipeline: Pipeline | None, accumulation_steps: int) -> dict[str, int]:
+    """The number of microbatches by which rows divide, under the name that people know it by."""
+    return microbatches_by_name(None if pipeline is None else pipeline.schedule, accumulation_steps)
 
 
 def pipeline_notes(pipeline: Pipeline | None) -> list[str]:

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from jaxtrain.layout.sharding import gather_parameters
-from jaxtrain.models.model import Model, Parts, key_for
+from jaxtrain.models.model import Params, Parts, key_for
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.tasks import Batch, Sums, Task, task_sums
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Gradients
@@ -44,18 +45,17 @@ class _ModelStages:
         return loss_sum, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(metrics)
 
 
-def _ready(params: Any, pipeline: Pipeline, policy: Policy) -> Any:
-    """Parameters in the compute dtype, those outside the stack whole over `fsdp`; layers gather their own."""
+def _ready(params: Params, pipeline: Pipeline, policy: Policy) -> Params:
+    """Parameters in the compute dtype, those outside the stack gathered over `fsdp`; layers gather their own."""
     return gather_parameters(cast_floats(params, policy.compute_dtype), skip=(pipeline.stack,))
 
 
 def step_gradients(
     pipeline: Pipeline,
-    model: Model,
+    sharded_model: ShardedModel,
     task: Task,
-    policy: Policy,
-    trained: Any,
-    params: Any,
+    trained: Params,
+    params: Params,
     batch: Batch,
     key: jax.Array,
     *,
@@ -65,21 +65,30 @@ def step_gradients(
     """`pipeline_gradients` of a model and a task.
 
     Args:
+        pipeline: schedule and stack.
+        sharded_model: its parts are what the stages compute.
+        task: gives the loss of a microbatch.
         trained: parameters with None where one is frozen.
-        params: all of them.
+        params: all of them, as stored.
+        batch: leaves [B, ...].
+        key: of the step.
+        scale: float32 [], the loss scale.
+        zero: the ZeRO stage over `data`.
     """
+    parts, policy = sharded_model.model.parts, sharded_model.policy
     ready = _ready(params, pipeline, policy)
     chosen = jax.tree.map(lambda t, p: None if t is None else p, trained, ready, is_leaf=lambda leaf: leaf is None)
     fixed = jax.tree.map(lambda t, p: p if t is None else None, trained, ready, is_leaf=lambda leaf: leaf is None)
-    assert model.parts is not None
-    stages = _ModelStages(model.parts, task, policy, train=True)
+    assert parts is not None
+    stages = _ModelStages(parts, task, policy, train=True)
     return pipeline_gradients(pipeline, stages, merge_leaves, chosen, fixed, dict(batch), key, scale=scale, zero=zero)
 
 
 def evaluation_sums(
-    pipeline: Pipeline, model: Model, task: Task, policy: Policy, params: Any, batch: Batch
+    pipeline: Pipeline, sharded_model: ShardedModel, task: Task, params: Params, batch: Batch
 ) -> tuple[jax.Array, jax.Array, Sums]:
-    """`pipeline_sums` of a model and a task, without dropout."""
-    assert model.parts is not None
-    stages = _ModelStages(model.parts, task, policy, train=False)
+    """`pipeline_sums` of a model and a task, without dropout; arguments as in `step_gradients`."""
+    parts, policy = sharded_model.model.parts, sharded_model.policy
+    assert parts is not None
+    stages = _ModelStages(parts, task, policy, train=False)
     return pipeline_sums(pipeline, stages, _ready(params, pipeline, policy), dict(batch), jax.random.key(0))

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.model import ModelState, Params
 from jaxtrain.precision.policy import LossScale
 
 
@@ -29,7 +31,7 @@ class SkippedSteps:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The whole state of training; its structure never changes during a run.
+    """The complete state of training; its structure never changes during a run.
 
     To start from other parameters, call `step.init(seed, params=params)`: `dataclasses.replace(state, params=params)`
     leaves the moving average, which evaluation uses, and an optimizer's copies at the old ones. A step refuses that for
@@ -48,35 +50,53 @@ class TrainState:
     """
 
     step: jax.Array
-    params: Any
-    optimizer_state: Any
-    model_state: Any
+    params: Params
+    optimizer_state: optax.OptState
+    model_state: ModelState
     loss_scale: LossScale | None
     key: jax.Array
     skipped: SkippedSteps
-    ema: Any = None
-    ema_model_state: Any = None
+    ema: Params | None = None
+    ema_model_state: ModelState | None = None
 
     @property
-    def evaluation_params(self) -> Any:
+    def evaluation_params(self) -> Params:
         """The parameters to evaluate: the moving average where there is one, frozen ones as they are."""
         return self.params if self.ema is None else merge_leaves(self.ema, self.params)
 
     @property
-    def evaluation_model_state(self) -> Any:
+    def evaluation_model_state(self) -> ModelState:
         """The model_state that belongs to `evaluation_params`: its average where parameters have one.
 
         Batch statistics of the raw parameters would not fit the activations of averaged ones.
         """
         if self.ema is None or self.ema_model_state is None:
             return self.model_state
+        return averaged_model_state(self.ema_model_state, self.model_state)
 
-        def chosen(average: Any, leaf: Any) -> Any:
-            if average is None:
-                return leaf
-            return average if average.dtype == leaf.dtype else average.astype(leaf.dtype)
 
-        return jax.tree.map(chosen, self.ema_model_state, self.model_state, is_leaf=lambda leaf: leaf is None)
+@dataclass(frozen=True)
+class EvaluationState:
+    """What evaluation reads of a train state, for parameters that no state holds.
+
+    Attributes:
+        evaluation_params: the parameters to evaluate.
+        evaluation_model_state: the model_state that belongs to them.
+    """
+
+    evaluation_params: Params
+    evaluation_model_state: ModelState
+
+
+def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:
+    """A model_state with its average, in its own dtypes, in place of the leaves that have one (not None)."""
+
+    def chosen(average: Any, leaf: Any) -> Any:
+        if average is None:
+            return leaf
+        return average if average.dtype == leaf.dtype else average.astype(leaf.dtype)
+
+    return jax.tree.map(chosen, average, model_state, is_leaf=lambda leaf: leaf is None)
 
 
 def floating_leaves(tree: Any) -> Any:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.layout.sharding import Layout
-from jaxtrain.layout.zero import stage_over_data, zero_axes
+from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.models.tasks import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
-from jaxtrain.precision.policy import LossScaling, Policy, cast_floats
+from jaxtrain.precision.policy import LossScaling, cast_floats
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves
 
@@ -24,7 +24,6 @@ Metrics = dict[str, jax.Array]
 class StepSettings:
     """What a step does besides model, task and optimizer; see `make_train_step` for each."""
 
-    policy: Policy
     accumulation_steps: int
     clip_norm: float | None
     ema_decay: float | None
@@ -96,8 +95,9 @@ def update_state(
     before = (constrain_gradients(gradients.tree, layout, settings.zero), state.optimizer_state)
     before = (*before, constrain_gradients(trained, layout, settings.zero), (finite, scale, clip, loss))
     if settings.offload_optimizer:
-        also = zero_axes(settings.parallelism.zero)
-        trained, optimizer_state = update_on_host(advance, *before, optimizer=optimizer, layout=layout, also=also)
+        trained, optimizer_state = update_on_host(
+            advance, *before, optimizer=optimizer, layout=layout, also=layout.state_axes
+        )
     else:
         trained, optimizer_state = advance(*before)
     averages = (state.ema, state.ema_model_state)

@@ -56,7 +56,7 @@ def test_quantized_layers_that_are_not_there(cli, image_run):
 
 def test_reads_the_moving_average_and_the_statistics(image_run):
     opened = open_run(image_run)
-    assert opened.step.abstract_state.ema is not None
+    assert opened.config.optimizer.ema_decay is not None
     assert opened.model_state
     assert opened.state.evaluation_params is opened.params
     assert opened.checkpoint_step == 2

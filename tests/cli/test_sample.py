@@ -27,8 +27,7 @@ def test_greedy_is_the_argmax_of_full_forward_passes(cli, text_run):
 
     @jax.jit
     def forward(params, tokens):
-        with run.step.context():
-            return run.step.apply_model(params, run.model_state, tokens, key=None, train=False)[0]
+        return run.sharded_model.apply(params, run.model_state, tokens, key=None, train=False)[0]
 
     for _ in range(count):
         # No cache; the padding stands behind the text, where causal attention does not look.

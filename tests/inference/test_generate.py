@@ -30,7 +30,7 @@ def make_step(policy: str | Policy = "fp32") -> jt.TrainStep:
 
 
 def generate(
-    step: jt.TrainStep, params: Any, *prompts: str, sampling: jt.Sampling = GREEDY, seed: int = 0
+    step: jt.TrainStep | jt.ShardedModel, params: Any, *prompts: str, sampling: jt.Sampling = GREEDY, seed: int = 0
 ) -> list[str]:
     return jt.generate_text(step, params, ByteTokenizer(), prompts, new_tokens=8, sampling=sampling, seed=seed)
 
@@ -62,21 +62,19 @@ def test_the_next_token_is_the_likeliest_after_the_prompt_without_padding(step, 
     assert generate(step, params, prompt)[0].startswith(prompt)
 
 
-def test_a_policy_of_ones_own_is_the_one_that_generates(params, monkeypatch):
+def test_a_policy_of_ones_own_is_the_one_that_generates(params):
     """Under a name that is not in the table, and under one that is."""
     for name in ("mine", "fp32"):
-        step = make_step(dataclasses.replace(POLICIES["bf16"], name=name))
-        decoder, dtypes = step.model.decoder, []
+        sharded = make_step(dataclasses.replace(POLICIES["bf16"], name=name)).sharded_model
+        decoder, dtypes = sharded.model.decoder, []
         assert decoder is not None
 
         def init_cache(batch: int, length: int, dtype: Any, decoder: Any = decoder, dtypes: Any = dtypes) -> Any:
             dtypes.append(dtype)
             return decoder.init_cache(batch, length, dtype)
 
-        monkeypatch.setattr(
-            step, "model", dataclasses.replace(step.model, decoder=dataclasses.replace(decoder, init_cache=init_cache))
-        )
-        assert generate(step, params, "hello")[0].startswith("hello")
+        watched = dataclasses.replace(sharded.model, decoder=dataclasses.replace(decoder, init_cache=init_cache))
+        assert generate(dataclasses.replace(sharded, model=watched), params, "hello")[0].startswith("hello")
         assert dtypes == [jnp.bfloat16]
 
 

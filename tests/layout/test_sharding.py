@@ -11,7 +11,6 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import (
     Layout,
-    check_replicated,
     constrain,
     gather_parameters,
     logical_spec,
@@ -19,7 +18,9 @@ from jaxtrain.layout.sharding import (
     parameter_shardings,
     parameter_spec,
     use_layout,
+    with_parameters,
 )
+from jaxtrain.models.sharded import check_replicated
 
 TABLE = {
     "embedding": ("vocab", "embed"),
@@ -169,7 +170,7 @@ BIG, SMALL = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((
 
 def guard(params, allowed, **degrees):
     where = layout({}, **degrees)
-    check_replicated(params, parameter_shardings(params, where), where.mesh, allowed)
+    check_replicated(params, with_parameters(where, params), allowed)
 
 
 @pytest.mark.parametrize(

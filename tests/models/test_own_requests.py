@@ -199,11 +199,11 @@ def test_what_would_do_nothing_is_refused(model: Model, options: dict[str, Any],
 
 def test_layers_in_float32_beside_others_are_noted() -> None:
     step = step_of(from_linen(LinenNet(None, jnp.float32), ROWS), policy="bf16")
-    step.lower(BATCH)
+    step.compile(BATCH)
     # 16 x 4 of 8 x 16 + 16 x 4 multiply-adds of a row.
     assert step.choices == ("matmuls: 33% of the multiply-adds in float32, as layers of LinenNet ask",)
     step = step_of(PLAIN, policy="bf16")
-    step.lower(BATCH)
+    step.compile(BATCH)
     assert step.choices == ()
 
 

@@ -33,7 +33,7 @@ def lines(loss: Any, degrees: dict[str, int], capfd: pytest.CaptureFixture[str])
     mesh = make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
     step = make_train_step(model, Task("sum", loss), optax.sgd(0.1), mesh=mesh, accumulation_steps=2)
     batch = {"inputs": ROWS, "targets": ROWS}
-    step.lower(batch)
+    step.compile(batch)
     capfd.readouterr()
     _, metrics = jax.block_until_ready(step(step.init(0), batch))
     jax.effects_barrier()

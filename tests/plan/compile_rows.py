@@ -23,6 +23,7 @@ from jaxtrain.parallel.programs import collectives, crosses
 from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.choices import record_choices
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import make_train_step
 
@@ -51,7 +52,8 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
     step = make_train_step(model, language_modeling(), optax.adamw(1e-3), mesh=mesh, **options)
     shape = jax.ShapeDtypeStruct((row.get("rows", ROWS), length), np.int32)
     began = time.monotonic()
-    lowered = step.lower({"inputs": shape, "targets": shape})
+    with record_choices() as choices:
+        lowered = step.lower({"inputs": shape, "targets": shape})
     lowered_at = time.monotonic()
     compiled = compile_for(devices[0], lowered)
     seconds = time.monotonic() - lowered_at
@@ -76,7 +78,7 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
             {f"{one.kind} {axis}" for one in found for axis in mesh.shape if crosses(one, mesh, axis)}
         ),
         "permutes_in_branches": [one.line for one in found if one.kind == "collective-permute" and one.in_branch],
-        "choices": list(step.choices),
+        "choices": choices,
         "kernel_calls": text.count("tpu_custom_call") + text.count("__cudnn$fmha"),
         "fp8_products": {name: [found.native, found.emulated] for name, found in fp8_products(text).items()},
         "lower_seconds": lowered_at - began,

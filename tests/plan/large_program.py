@@ -17,6 +17,7 @@ from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.choices import record_choices
 from jaxtrain.train.assemble import build_step
 
 LENGTH = 8192
@@ -30,7 +31,8 @@ def inspect(name: str, overrides: list[str]) -> dict[str, Any]:
     config = load_config("llama3_8b", overrides=[f"data.sequence_length={LENGTH}", *ROWS, *overrides]).config
     workload = describe_workload(config)
     step = build_step(config, input_shape=workload.input_shape, vocab_size=workload.vocab_size, devices=devices)
-    lowered = step.lower(batch_shapes(workload))
+    with record_choices() as choices:
+        lowered = step.lower(batch_shapes(workload))
     compiles = devices[0].platform == "gpu"
     # libtpu cannot print so large a program (0.0.51: a check of async-update fails), so that what it is given is read.
     text = compile_for(devices[0], lowered).as_text() if compiles else lowered.as_text()
@@ -39,7 +41,7 @@ def inspect(name: str, overrides: list[str]) -> dict[str, Any]:
     dims = [tuple(int(n) for n in re.split("[,x]", brackets or tensor)) for brackets, tensor in shapes]
     vocabulary = workload.vocab_size
     return {
-        "choices": list(step.choices),
+        "choices": choices,
         "kernels": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text) + re.findall(r"@(tpu_\w+)", text))),
         # Of the size of all scores of a head, and of all logits of a sequence.
         "squares": [shape for shape in dims if shape.count(LENGTH) > 1],

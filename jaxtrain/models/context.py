@@ -11,16 +11,16 @@ from jaxtrain.precision.policy import Policy
 
 
 @contextlib.contextmanager
-def step_context(layout: Layout, policy: Policy, *, required_of: str | None = None) -> Iterator[None]:
-    """Layout and number formats for whatever is traced inside.
+def model_context(layout: Layout, policy: Policy, *, required_of: str | None = None) -> Iterator[None]:
+    """Gives layout and number formats to whatever is traced inside.
 
     Args:
-        layout: of the step.
+        layout: of the model.
         policy: its number formats.
         required_of: name of the model, where it is an error that none of its layers uses the policy's linear format.
 
     Raises:
-        ConfigError: so.
+        ConfigError: no layer used the linear format, and `required_of` is given.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(use_layout(layout))

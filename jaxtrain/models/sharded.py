@@ -1,0 +1,234 @@
+"""A model on a mesh: where each of its parameters is, and how it is applied in the compute dtype."""
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
+from jaxtrain.layout.sharding import (
+    Layout,
+    current_layout,
+    gather_parameters,
+    parameter_shardings,
+    path_name,
+    with_parameters,
+)
+from jaxtrain.models.context import model_context
+from jaxtrain.models.model import Apply, Model, ModelState, Params, PartsApply, key_for
+from jaxtrain.precision.policy import Policy, cast_floats
+from jaxtrain.precision.quantized import QuantizedKernel
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedModel:
+    """A model, the mesh that it is on, and the number formats that it computes in.
+
+    Made by `jaxtrain.shard_model`. Training, evaluation and generation apply a model through this record, and none of
+    them needs the others: nothing here knows a task or an optimizer.
+
+    Attributes:
+        model: the pure functions.
+        layout: mesh and rules; its `parameters` hold the specs of every parameter: as stored, as gathered for compute,
+            and of its optimizer state.
+        policy: number formats.
+        init: `Model.init` for use inside a program.
+        abstract_params: the parameters as `ShapeDtypeStruct`s in the dtypes that they are stored in, with their
+            shardings: the target to restore into.
+        abstract_model_state: what changes without a gradient, in the same form; it is replicated.
+    """
+
+    model: Model
+    layout: Layout
+    policy: Policy
+    init: Callable[[jax.Array], tuple[Params, ModelState]]
+    abstract_params: Params
+    abstract_model_state: ModelState
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the layout."""
+        return self.layout.mesh
+
+    def drawn_shapes(self) -> tuple[Params, ModelState]:
+        """What `init` gives, as shapes, in the dtypes that the model draws."""
+        return jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def context(self, *, required: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Layout and number formats for whatever is traced inside.
+
+        Args:
+            required: whether it is an error that no layer uses the policy's linear format.
+        """
+        return model_context(self.layout, self.policy, required_of=self.model.name if required else None)
+
+    def apply(
+        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        """The model in the compute dtype, its parameters gathered from their `fsdp` shards.
+
+        To be traced under `jit`, with `params` sharded as `abstract_params`. Outside `context` it enters that itself.
+
+        Args:
+            params: as `abstract_params`, or quantized.
+            model_state: as `abstract_model_state`.
+            inputs: array or tree [batch, ...].
+            key: of the model's random numbers; None: no randomness.
+            train: whether dropout and batch statistics behave as in training.
+
+        Returns:
+            Outputs, and the model_state after this batch.
+        """
+        return self._apply(self.model.apply, params, model_state, inputs, key=key, train=train)
+
+    def apply_deferred(
+        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        """`apply` with `DeferredLogits` in place of logits, where the model has them; for a task that takes them."""
+        apply = self.model.apply
+        if isinstance(apply, PartsApply):
+            apply = apply.deferred
+        return self._apply(apply, params, model_state, inputs, key=key, train=train)
+
+    def _apply(
+        self,
+        apply: Apply,
+        params: Params,
+        model_state: ModelState,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+    ) -> tuple[Any, ModelState]:
+        compute = self.policy.compute_dtype
+        # Inside a step the layout of the trace may leave out axes that the step handles itself.
+        with contextlib.nullcontext() if current_layout() is not None else self.context():
+            params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
+            key = key_for(self.model.apply, key)
+            return apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
+
+
+def stored_params(params: Params, policy: Policy, trainable: Callable[[str], bool] | None) -> Params:
+    """Parameters in the dtypes that they are stored in.
+
+    Args:
+        params: as `Model.init` or a user gives them.
+        policy: trained parameters are stored in its param dtype.
+        trainable: parameter path -> whether it is trained; None: all are. Frozen ones keep the dtype that they came
+            in: they may be quantized.
+    """
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        trained = trainable is None or trainable(path_name(path))
+        return cast_floats(leaf, policy.param_dtype) if trained else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+
+
+def place_model(
+    model: Model,
+    layout: Layout,
+    policy: Policy,
+    *,
+    trainable: Callable[[str], bool] | None = None,
+    max_replicated_fraction: float,
+) -> ShardedModel:
+    """A model with the specs of its parameters on a layout; nothing is allocated.
+
+    Args:
+        model: from `from_nnx`, `from_linen`, `from_functions`, or a shipped one.
+        layout: mesh and rules, without specs of parameters.
+        policy: number formats.
+        trainable: see `stored_params`.
+        max_replicated_fraction: share of the parameter bytes that may be replicated although `fsdp` > 1.
+
+    Raises:
+        ConfigError: a row of the axes table that matches no parameter, sizes that do not divide by the mesh, or too
+            many replicated bytes.
+    """
+
+    # Traced once for its shapes and for every program that creates parameters.
+    init = jax.jit(lambda key: model.init(key), inline=True)
+    drawn, model_state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    params = jax.eval_shape(lambda params: stored_params(params, policy, trainable), drawn)
+    _check_table(params, model)
+    layout = with_parameters(layout, params)
+    _check_tensor(params, model, layout)
+    shardings = parameter_shardings(params, layout)
+    check_replicated(params, layout, max_replicated_fraction)
+    replicated = NamedSharding(layout.mesh, PartitionSpec())
+    return ShardedModel(
+        model,
+        layout,
+        policy,
+        init,
+        abstract_params=jax.tree.map(with_sharding, params, shardings),
+        abstract_model_state=jax.tree.map(lambda leaf: with_sharding(leaf, replicated), model_state),
+    )
+
+
+def with_sharding(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape with a sharding."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _check_table(params: Params, model: Model) -> None:
+    """Raise where a row of the axes table matches no parameter."""
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if isinstance(model.axes, FamilyTable):
+        return
+    for row in model.axes:
+        if row not in paths and not ("*" in row and any(fnmatch.fnmatchcase(path, row) for path in paths)):
+            raise ConfigError(
+                f"axes of the model {model.name}: {row!r} matches no parameter; there are {listed(paths)}"
+            )
+
+
+def _check_tensor(params: Params, model: Model, layout: Layout) -> None:
+    """Raise where `tensor` > 1 although no parameter is sharded over it."""
+    tensor = layout.mesh.shape["tensor"]
+    specs = layout.parameters.values()
+    if tensor == 1 or any("tensor" in entry_axes(entry) for one in specs for entry in one.stored):
+        return
+    sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    largest = max(sizes, key=lambda path: sizes[path], default="")
+    names = ", ".join(name for name, axes in layout.rules.items() if "tensor" in axes and "activation" not in name)
+    raise ConfigError(
+        f"parallel.tensor={tensor}, but no parameter of the model {model.name} is sharded over it; give the model "
+        f"axes, such as {{{largest!r}: ...}} with the names {names}, or use parallel.tensor=1"
+    )
+
+
+def listed(paths: Iterable[str]) -> str:
+    """The first paths, for an error message."""
+    paths = list(paths)
+    return ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+
+
+def check_replicated(params: Params, layout: Layout, max_fraction: float) -> None:
+    """Raise where more than `max_fraction` of the parameter bytes are replicated on every `fsdp` shard.
+
+    Args:
+        params: arrays or shapes.
+        layout: with the specs of these parameters.
+        max_fraction: 0 to 1.
+
+    Raises:
+        ConfigError: names the largest of them.
+    """
+    if layout.mesh.shape["fsdp"] == 1:
+        return
+    sizes = {
+        path_name(path): leaf.size * leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    replicated = {
+        path: sizes[path]
+        for path, specs in layout.parameters.items()
+        if not any("fsdp" in entry_axes(entry) for entry in specs.stored)
+    }
+    check_replicated_share(replicated, sum(sizes.values()), layout.mesh.shape["fsdp"], max_fraction)

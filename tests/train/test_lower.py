@@ -1,0 +1,85 @@
+"""Lowering, compiling and running: what a step remembers of each."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.runtime.choices import note_choice, record_choices
+
+
+def rows(count: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(count)
+    return {
+        "inputs": rng.normal(size=(count, 8)).astype(np.float32),
+        "targets": (np.arange(count) % 4).astype(np.int32),
+    }
+
+
+def make() -> jt.TrainStep:
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        note_choice("rows", str(x.shape[0]), [])
+        return jnp.tanh(x) @ params["kernel"]
+
+    model = jt.from_functions(lambda key: {"kernel": jax.random.normal(key, (8, 4))}, apply)
+    mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
+    return jt.make_train_step(model, jt.classification(), optax.adam(0.1), mesh=mesh)
+
+
+def losses(step: jt.TrainStep, batch: dict[str, np.ndarray]) -> list[float]:
+    state, found = step.init(0), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "called"])
+def test_lowering_changes_nothing_of_a_step(compiled: bool) -> None:
+    """Neither numbers nor choices nor what a wrong batch is refused with."""
+    plain, lowered = make(), make()
+    if compiled:
+        plain.compile(rows(8))
+        lowered.compile(rows(8))
+    for count in (16, 8, 32):
+        lowered.lower(rows(count))
+    attributes = [dict(vars(step)) for step in (plain, lowered)]
+    assert attributes[0].keys() == attributes[1].keys()
+    before = vars(lowered).copy()
+    lowered.lower(rows(64))
+    assert all(vars(lowered)[name] is value for name, value in before.items())
+    assert losses(plain, rows(8)) == losses(lowered, rows(8))
+    assert plain.choices == lowered.choices == ("rows: 8",)
+    if compiled:
+        messages = []
+        for step in (plain, lowered):
+            with pytest.raises(jt.ConfigError, match=r"inputs \(16, 8\).*was compiled for inputs \(8, 8\)") as caught:
+                step(step.init(0), rows(16))
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_what_is_chosen_is_reported_each_time_that_a_step_is_lowered() -> None:
+    step = make()
+    for count in (8, 16, 8):
+        with record_choices() as choices:
+            step.lower(rows(count))
+        assert choices == [f"rows: {count}"]
+    assert step.choices == ()
+
+
+def test_a_step_runs_the_program_that_it_was_given() -> None:
+    """Shapes are those of the program, whatever was lowered last."""
+    step, expected = make(), losses(make(), rows(8))
+    with record_choices() as choices:
+        compiled = step.lower(rows(8)).compile()
+    step.lower(rows(16))
+    step.use(compiled, choices=choices)
+    assert losses(step, rows(8)) == expected
+    assert step.choices == ("rows: 8",)
+    with pytest.raises(jt.ConfigError, match="was compiled for"):
+        step(step.init(0), rows(16))
