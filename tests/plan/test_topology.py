@@ -212,6 +212,6 @@ def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, me
 
 
 def test_every_gpu_type_is_described():
-    targets = {path.name for path in (resources.files("jaxtrain.plan") / "targets").iterdir()}
+    targets = {path.name for path in (resources.files("jaxtrain.plan.compilers") / "targets").iterdir()}
     assert targets == {f"{kind}.txtpb" for kind in GPU_TYPES}
     assert not set(GPU_TYPES) & set(TPU_TYPES)
