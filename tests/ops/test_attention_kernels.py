@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +114,7 @@ def test_parts_of_the_rows_give_the_numbers_of_all_at_once(case):
     whole, parts = (
         outputs_and_gradients(functools.partial(blockwise_attention, block=48, parts=parts), case) for parts in (1, 2)
     )
-    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    chex.assert_trees_all_equal(parts, whole)
     assert_same(parts, case)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -128,13 +129,13 @@ def test_a_checkpoint_moves_between_host_and_device(alone, tmp_path):
         checkpointer.save(4, state, metadata={})
         back, same = (checkpointer.restore(step.abstract_state) for step in (plain, moved))
     for restored, step in ((back, plain), (same, moved)):
-        jax.tree.map(np.testing.assert_array_equal, host(restored), saved)
+        chex.assert_trees_all_equal(host(restored), saved)
         kinds = jax.tree.map(lambda leaf: leaf.sharding.memory_kind, restored)
         assert kinds == jax.tree.map(lambda sharding: sharding.memory_kind, step.state_shardings)
     with Checkpointer(tmp_path / "from device") as checkpointer:
         checkpointer.save(4, back, metadata={})
         to_host = checkpointer.restore(moved.abstract_state)
-    jax.tree.map(np.testing.assert_array_equal, host(to_host), saved)
+    chex.assert_trees_all_equal(host(to_host), saved)
     assert_equal(train(moved, to_host)[0], train(plain, back)[0])
 
 

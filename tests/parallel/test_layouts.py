@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-import jax
+import chex
 import numpy as np
 import pytest
 from layouts import EVERY_MODEL, EXPERTS, PLAIN, TRANSFORMERS, Layout, distance, reference, run
@@ -34,7 +34,7 @@ def check(name: str, row: str, where: Layout, accumulation: int, remat: str = "n
     alone = reference(name, accumulation)
     start = None if remat == "full" and row in OWN_INIT else alone.state
     outcome = run(name, where, accumulation, remat, start=start)
-    jax.tree.map(np.testing.assert_array_equal, outcome.state.params, alone.state.params)
+    chex.assert_trees_all_equal(outcome.state.params, alone.state.params)
     np.testing.assert_allclose(outcome.losses, alone.losses, rtol=LOSS_TOLERANCE)
     assert distance(outcome.params, alone.params) < PARAMETER_TOLERANCE
     assert distance(outcome.model_state, alone.model_state) < PARAMETER_TOLERANCE

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def test_moving_average_of_parameters(decay: float) -> None:
             expected = jax.tree.map(lambda e, p, kept=kept: kept * e + (1 - kept) * p, expected, host(state.params))
             updates += 1
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), host(state.ema), expected)
-    jax.tree.map(np.testing.assert_array_equal, host(state.evaluation_params), host(state.ema))
+    chex.assert_trees_all_equal(host(state.evaluation_params), host(state.ema))
 
 
 def test_the_moving_average_is_evaluated_with_the_average_of_the_statistics() -> None:

@@ -1,5 +1,6 @@
 """What counts in a loss: own weights, ignored targets, the filling of a last batch, on every way to evaluate."""
 
+import chex
 import grain
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def test_negative_targets_are_ignored_as_weight_0_is(logits, layout):
     assert float(found["weight"]) == (~ignored).sum()
     # One program, and the ignored targets differ in nothing that it adds up.
     assert float(found["loss"]) == float(wanted["loss"])
-    jax.tree.map(np.testing.assert_array_equal, state.params, same.params)
+    chex.assert_trees_all_equal(state.params, same.params)
 
 
 def test_classes_below_0_are_ignored():
@@ -193,10 +194,10 @@ def test_nested_rows_go_through_batches(shuffle):
             lambda leaf: (leaf.shape, leaf.dtype), batches.spec()
         )
         found.append(jax.device_get(batch))
-    jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
+    chex.assert_trees_all_equal(found[0], found[1])
     if not shuffle:
         expected = jax.tree.map(lambda column: column[[4, 5, 0, 0]], columns)
-        jax.tree.map(np.testing.assert_array_equal, expected, {k: found[0][k] for k in expected})
+        chex.assert_trees_all_equal(expected, {k: found[0][k] for k in expected})
 
 
 def test_packed_rows_train_on_a_mesh_as_on_one_device():
