@@ -169,9 +169,10 @@ class Checkpointer:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array is compared with
-        its digest afterwards. Without `step`, a damaged newest step is renamed and the one before it is used. A save
-        that follows the restore of a complete state continues from it, and then abandons the steps after `step`. To
-        read an earlier step while training continues, open a second Checkpointer with `read_only=True`.
+        its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and the
+        step before it is used. After a complete state was restored, the next save starts a new line from it: once that
+        save is complete, the steps later than the restored one are moved aside. To read an earlier step during
+        training, use a second Checkpointer with `read_only=True`.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays whose shape, dtype and sharding to use.

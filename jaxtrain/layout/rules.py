@@ -169,14 +169,14 @@ def parameter_entries(
     """Returns the mesh axes that shard each dim of a parameter as it is stored.
 
     A parameter with a row in the table is sharded as the row says. One without a row is sharded over `fsdp` in its
-    largest dim that divides. `fsdp` decides only where bytes are stored, not what is computed, so where the row's dim
-    does not divide by it, another dim is sharded over it. A stack of layers is sharded over `pipe` by layers; every
-    other parameter is stored sharded over `pipe` in any dim that divides.
+    largest dim that divides. `fsdp` only decides where bytes are stored, so if the row's dim does not divide by
+    `fsdp`, another dim is sharded over it. For any other axis that is an error. Parameters of the layer stack are
+    sharded over `pipe` in their layer dim; every other parameter over `pipe` in any dim that divides, or not at all.
 
     Args:
         path: Path of the parameter, such as `blocks/attention/query/kernel`.
         shape: Shape of the parameter.
-        degrees: Size of each mesh axis; 1 for an axis whose communication the traced code writes itself.
+        degrees: Size of each mesh axis; 1 for an axis that the code around handles itself (a manual region).
         axes: The model's axes table.
         rules: Logical name -> mesh axes.
         stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.

@@ -115,23 +115,23 @@ class Model:
 
     Attributes:
         name: for people.
-        init: key -> (params, model_state), fp32; traced under `jit` with output shardings, so that no
-            parameter is replicated on the way.
+        init: key -> (params, model_state) in fp32. It is traced under `jit` with output shardings, so every parameter
+            is created in its shards.
         apply: (params, model_state, inputs, *, key, train) -> (outputs, model_state). `model_state` holds what
             changes without a gradient (batch statistics); params come in the compute dtype.
         axes: parameter path (or pattern with `*`) -> logical axis names, one for each dim; paths left out are sharded
             by the default rule.
-        gathers_itself: top-level sub-trees of params that `apply` gathers from their shards layer by layer; the step
-            gathers the rest up front.
+        gathers_itself: top-level sub-trees of params whose shards `apply` gathers itself, one layer at a time; the step
+            gathers all others before `apply`.
         decoder: generation, for models that have it.
         parts: the model partitioned for a pipeline; None: it runs with parallel.pipe=1 only.
         has_experts: whether it has parameters that the `expert` axis can shard.
-        linears: paths of the kernels that `quantize` may store in 8 bits: those of `Linear` layers; with each the
-            numbers of its input and of its output dims, which are the last ones that it has.
+        linears: path of each kernel that `quantize` may store in 8 bits -> (how many of its last dims are inputs, how
+            many are outputs).
         vocab_size: number of ids that integer inputs (or their entry `tokens`) may hold; None: not known, or no ids.
         num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.
-        remat: what the backward pass keeps, where the model was built with a policy.
-        rebuild: how it is built with a policy; None: it cannot apply one.
+        remat: the remat policy that the model was built with; None: none.
+        rebuild: builds the model again with another remat policy; None: not possible.
     """
 
     name: str

@@ -29,18 +29,18 @@ from jaxtrain.precision.quantized import QuantizedKernel
 class ShardedModel:
     """A model, the mesh that it is on, and the number formats that it computes in.
 
-    Made by `jaxtrain.shard_model`. Training, evaluation and generation apply a model through this record, and none of
-    them needs the others: nothing here knows a task or an optimizer.
+    Made by `jaxtrain.shard_model`. Training, evaluation and generation all apply a model through this record. It knows
+    no task and no optimizer.
 
     Attributes:
         model: the pure functions.
         layout: mesh and rules; its `parameters` hold the specs of every parameter: as stored, as gathered for compute,
             and of its optimizer state.
         policy: number formats.
-        init: `Model.init` for use inside a program.
+        init: `Model.init`, to be called inside a jitted function.
         abstract_params: the parameters as `ShapeDtypeStruct`s in the dtypes that they are stored in, with their
-            shardings: the target to restore into.
-        abstract_model_state: what changes without a gradient, in the same form; it is replicated.
+            shardings: pass them to `Checkpointer.restore` as its target.
+        abstract_model_state: the same for `model_state` (values that change without a gradient); it is replicated.
     """
 
     model: Model
@@ -141,7 +141,7 @@ def place_model(
     """A model with the specs of its parameters on a layout; nothing is allocated.
 
     Args:
-        model: from `from_nnx`, `from_linen`, `from_functions`, or a shipped one.
+        model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
         layout: mesh and rules, without specs of parameters.
         policy: number formats.
         trainable: see `stored_params`.

@@ -46,19 +46,19 @@ class LogitsLoss:
 
 @dataclass(frozen=True)
 class Task:
-    """What outputs are compared with.
+    """How the outputs of a model are compared with a batch: the loss and its metrics.
 
     Attributes:
         name: for people and for `run.json`.
-        loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); metrics are name -> (sum,
-            weight) pairs of their own, scalars or vectors. A batch with `targets` always has `weights`, 1 where the
-            rows have none of their own. The weight is a constant: no gradient flows through it. A `LogitsLoss`
-            gets deferred logits.
+        loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); each metric is name ->
+            (sum, weight) of its own, both scalars or vectors. A batch with `targets` always has `weights`; rows without
+            weights count 1. No gradient flows through the weight. If the loss is a `LogitsLoss`, it receives
+            `DeferredLogits` in place of logits.
         batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest replicated.
-        reads_weights: whether the loss multiplies by the batch's `weights`. Where it does not, evaluation hands it the
-            real rows of the last batch only, without those that fill it up.
-        num_classes: outputs -> number of ids that `targets` may hold; None: targets are not ids. Ids at or above it
-            are refused where a batch is read.
+        reads_weights: whether the loss uses the batch's `weights`. If not, evaluation removes the padding rows of the last
+            batch before it calls the loss.
+        num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
+            refused when it is read.
     """
 
     name: str

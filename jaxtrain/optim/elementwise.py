@@ -10,12 +10,11 @@ class ElementwiseTransformation(optax.GradientTransformationExtraArgs):
 
 
 def elementwise(transformation: optax.GradientTransformation) -> ElementwiseTransformation:
-    """Declare that every number of an update depends on the same number of gradient, state and parameter only.
+    """Declare that an update computes every element only from the same element of gradient, state and parameter.
 
-    Numbers without a dimension (a count, a learning rate, the loss) may be read besides. Norms, means, sums over rows,
-    matrix products and random numbers drawn for an array break the promise. With `offload_optimizer` of
-    `make_train_step` a declared transformation is updated slice by slice; of any other one, whole arrays pass by the
-    device.
+    It may also read scalars (a count, a learning rate, the loss). It must not use norms, means, sums over rows, matrix
+    products, or random numbers drawn for a whole array. With `offload_optimizer` of `make_train_step` a declared
+    optimizer is updated slice by slice; for any other one whole arrays are copied to the device.
 
     Args:
         transformation: its state holds scalars, and arrays that have a parameter's path and shape.

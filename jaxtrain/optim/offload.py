@@ -2,9 +2,9 @@
 
 An update that treats every number on its own (AdamW, Lion, momentum) is the same for an array and for its slices, so
 large arrays pass in a loop over slices of their first dim, in place, and only a few slices are on the device at once.
-Without the loop compilers bring all of the state before they update any of it (seen with libtpu 0.0.51 and with XLA's
-GPU compiler of jax 0.10.2). Such an update declares itself (`optim/elementwise.py`); every other one (Adafactor's sums
-over rows, norms, what is not known) gets whole arrays.
+Without this loop, compilers copy the whole state to the device before they update any of it (seen with libtpu 0.0.51
+and with XLA's GPU compiler of jax 0.10.2). Only an update that is declared elementwise (`optim/elementwise.py`) runs in
+slices; for any other (Adafactor's sums over rows, norms, unknown ones) whole arrays are copied.
 """
 
 from collections.abc import Callable
@@ -84,16 +84,16 @@ def update_on_host(
     layout: Layout,
     also: tuple[str, ...],
 ) -> tuple[Tree, Tree]:
-    """Run `advance` with the arrays of the optimizer state on the host before and after.
+    """Run `advance`; the arrays of the optimizer state are in host memory before and after.
 
     Args:
-        advance: the update by `optimizer`; where that is elementwise it is called on parts of the trees and on slices.
+        advance: the update by `optimizer`. If it is elementwise, it is called several times, each time on a part.
         gradients, params: of the trainable parameters, on the device, sharded as the optimizer state is.
         optimizer_state: arrays on the host, scalars on the device.
-        scalars: a tree of scalars that `advance` reads besides.
+        scalars: a tree of scalars that `advance` also reads.
         optimizer: declares whether slices may be advanced alone.
         layout: of the step.
-        also: mesh axes that optimizer state is sharded over besides its parameter's.
+        also: mesh axes over which optimizer state is sharded in addition to those of its parameter.
 
     Returns:
         Parameters on the device, and optimizer state with its arrays on the host.

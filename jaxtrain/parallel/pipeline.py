@@ -1,9 +1,9 @@
 """One runner for every pipeline schedule: `jax.shard_map` over `pipe` and `data`, the other axes left to the compiler.
 
 The table of `schedules.py` says what each stage does in each tick. A tick is: store what arrived, at most one forward,
-at most one backward, then send activations up and gradients down. Only the work stands in conditionals, never the
-sending: a collective-permute in a branch that some stages do not take would wait for them forever. A backward
-computes its stage again from the saved input. The last stage does not run forward at all: its backward gives the loss.
+at most one backward, then send activations up and gradients down. Computing is inside `lax.cond`, sending never is: if only
+some stages ran a collective-permute, they would wait for the others forever. A backward first computes the forward of
+its stage again from the saved input. The last stage has no separate forward: its backward computes the loss too.
 
 To follow one microbatch: `_store_arrivals` and `_forward` on each stage in turn, `_backward_last` on the last one, then
 `_store_arrivals` and `_backward_middle` on each stage down to `_backward_first`; `_send` takes it from stage to stage.
@@ -115,11 +115,11 @@ def pipeline_gradients(
     Args:
         pipeline: schedule, layout and stack.
         code: what stages compute.
-        merge: (trained, fixed) -> parameters; both trees have None where the other has an array.
-        params: trained parameters in the compute dtype, those outside the stack replicated over `fsdp`.
+        merge: (trained, fixed) -> all parameters. Where one tree has an array, the other has None.
+        params: trained parameters in the compute dtype; those outside the layer stack are already gathered over `fsdp`.
         fixed: the frozen ones.
         batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
-        key: folded with the microbatch's index.
+        key: random key; the index of the microbatch is folded into it.
         scale: float32 [], loss scale.
         zero: ZeRO stage, see `DataReduction`.
 

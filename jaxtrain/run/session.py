@@ -28,13 +28,13 @@ from jaxtrain.train.state import TrainState
 
 @dataclass(frozen=True)
 class Session:
-    """The parts of a run; `prepare.prepare_run` makes them in their order.
+    """The parts of a run, made by `prepare.prepare_session`.
 
     Attributes:
         run: config, data, batches and the compiled step.
         run_dir: directory of the run, which this process holds.
-        start: steps done before this process.
-        state: after step `start`, on the mesh; the first step takes its buffers over.
+        start: number of steps that were done before this process started.
+        state: the state after step `start`, on the mesh; the first step donates it, so do not use it afterwards.
         metadata: what each checkpoint says of the run that wrote it.
         checkpointer: of the run directory.
         record: the files that grow with the run.

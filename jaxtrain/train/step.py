@@ -265,30 +265,31 @@ def make_train_step(
     """A train step for any model, task and optimizer, on any mesh.
 
     Args:
-        model: from `from_nnx`, `from_linen`, `from_functions`, or a shipped one.
+        model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
         task: what outputs are compared with.
-        optimizer: any optax transformation; its learning rate is inside it.
+        optimizer: any optax transformation, already made with its learning rate.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
         accumulation_steps: microbatches per step; results equal those of one large batch, except that batch
             statistics are those of each (global) microbatch.
         clip_norm: largest global norm of the gradient; None: no clipping.
-        ema_decay: keep a moving average of the parameters and of model_state (batch statistics), which is evaluated.
-            After t updates the decay is (1 + t) / (10 + t), at most this.
+        ema_decay: keep a moving average of the parameters and of model_state (batch statistics); evaluation uses the
+            average. The decay after t updates is min(ema_decay, (1 + t) / (10 + t)).
         trainable: parameter path -> whether it is trained, True for some and False for others; None: all are.
-        learning_rate: only reported, as `learning_rate` in the metrics.
+        learning_rate: the rate that the metrics show; it does not change the optimizer.
         loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes, beside or in place of those of `rules.DEFAULT_RULES`.
+        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name replaces
+            the default.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
-        compiler_options: over those of `jaxtrain/runtime/compiler_options.py`.
+        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler_options.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
 
     Returns:
         A `TrainStep`.
 
     Raises:
-        ConfigError: sizes that do not divide by the mesh, too many replicated bytes, or something that is asked of the
-            model and would do nothing.
+        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting that would have no
+            effect on this model.
 
     Example:
         >>> step = make_train_step(model, classification(), optax.adamw(1e-3))

@@ -87,11 +87,11 @@ def cross_entropy_sums(
     by: Logits | None = None,
     size: int | None = None,
 ) -> LossSums:
-    """Sum the weighted cross-entropy and the z-loss, the weight of which is `z_loss`.
+    """Sum the weighted cross-entropy, and add `z_loss` times the weighted sum of logsumexp^2.
 
-    The z-loss is z x logsumexp^2, which keeps logits from drifting (Chowdhery et al. 2022, section 5). Of deferred
-    logits no more than a block is ever in memory, unless they are small; on a mesh each device works on its own tokens
-    and ids, and the vocabulary's shards exchange two numbers per token.
+    The second term keeps logits from drifting (Chowdhery et al. 2022, section 5). If the logits are deferred, only one
+    block of them is in memory at a time (all, if they are small). On a mesh each device computes its own tokens and
+    ids; devices that share a vocabulary exchange two numbers per token.
 
     Args:
         logits: [B, L, V], or deferred; raised to float32.
@@ -101,7 +101,7 @@ def cross_entropy_sums(
         by, size: how deferred logits are partitioned into blocks, see `ops/loss/blocks.py`; None: from their sizes.
 
     Returns:
-        The sums over all devices.
+        The sums over the whole batch, the same on every device.
 
     Raises:
         ConfigError: blocks were asked for, and batch, sequence or vocabulary do not divide by the mesh.

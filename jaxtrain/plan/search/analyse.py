@@ -74,13 +74,16 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     """Memory, time and cost of a config on a target.
 
     Args:
-        config: the run; `auto` degrees take the target's devices.
+        config: the run; a degree `auto` is computed from the number of devices of the target.
         target: hardware and count.
-        terms: of the cost; None: the usual ones.
-        sizes: of data that takes the place of the config's.
+        terms: what the cost assumes (steps, electricity, interruptions); None: `Terms()`.
+        sizes: of rows from Python that replace the config's data; None: the config's data.
+
+    Returns:
+        An estimate; its time and cost are None where no peak is known for the number format.
 
     Raises:
-        ConfigError: a layout that the model or the batch cannot take, or sizes that only the data knows.
+        ConfigError: a layout that the model or the batch cannot take, or a size that is only known once the data is read.
     """
     if config.precision.policy == "fp8" and config.model.kind == "resnet":
         raise ConfigError(
