@@ -55,8 +55,8 @@ class Task:
             weights count 1. No gradient flows through the weight. If the loss is a `LogitsLoss`, it receives
             `DeferredLogits` in place of logits.
         batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest replicated.
-        reads_weights: whether the loss uses the batch's `weights`. If not, evaluation removes the padding rows of the last
-            batch before it calls the loss.
+        reads_weights: whether the loss uses the batch's `weights`. If not, evaluation removes the padding rows of the
+            last batch before it calls the loss.
         num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
             refused when it is read.
     """

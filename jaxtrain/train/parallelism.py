@@ -53,8 +53,8 @@ def make_layout(
         task: whose rows need a sequence where `context` > 1; None: not checked.
         mesh: from `make_mesh`.
         parallelism: its options.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name replaces
-            the default.
+        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
+            replaces the default.
 
     Raises:
         ConfigError: an axis or option that this model or task cannot use.
@@ -108,8 +108,8 @@ def shard_model(
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name replaces
-            the default.
+        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
+            replaces the default.
         parallelism: as for `make_train_step`; None: the defaults.
         trainable: parameter path -> whether it was trained; others keep the dtype of `model.init`. None: all were.
         task: see `make_layout`.

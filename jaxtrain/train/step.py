@@ -278,8 +278,8 @@ def make_train_step(
         trainable: parameter path -> whether it is trained, True for some and False for others; None: all are.
         learning_rate: the rate that the metrics show; it does not change the optimizer.
         loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name replaces
-            the default.
+        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
+            replaces the default.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
         compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler_options.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.

@@ -83,7 +83,7 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
         An estimate; its time and cost are None where no peak is known for the number format.
 
     Raises:
-        ConfigError: a layout that the model or the batch cannot take, or a size that is only known once the data is read.
+        ConfigError: a layout that the model or the batch cannot take, or a size that only the data gives.
     """
     if config.precision.policy == "fp8" and config.model.kind == "resnet":
         raise ConfigError(
