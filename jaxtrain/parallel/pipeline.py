@@ -2,8 +2,8 @@
 
 The table of `schedules.py` says what each stage does in each tick. A tick is: store what arrived, at most one forward,
 at most one backward, then send activations up and gradients down. Computing is inside `lax.cond`, sending never is: if
-only some stages ran a collective-permute, they would wait for the others forever. A backward first computes the forward of
-its stage again from the saved input. The last stage has no separate forward: its backward computes the loss too.
+only some stages ran a collective-permute, they would wait for the others forever. A backward first computes the forward
+of its stage again from the saved input. The last stage has no separate forward: its backward computes the loss too.
 
 To follow one microbatch: `_store_arrivals` and `_forward` on each stage in turn, `_backward_last` on the last one, then
 `_store_arrivals` and `_backward_middle` on each stage down to `_backward_first`; `_send` takes it from stage to stage.
