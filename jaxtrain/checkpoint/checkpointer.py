@@ -177,7 +177,7 @@ class Checkpointer:
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays whose shape, dtype and sharding to use.
             step: number of the step; None: the newest step that is intact.
-            prefix: path of the target inside the saved tree ("params"); the rest is not read. None: the complete tree.
+            prefix: path of the target inside the saved tree ("params/blocks"); the rest is not read. None: all of it.
 
         Returns:
             A tree like the target with the saved arrays, in the target's shardings.
@@ -186,6 +186,7 @@ class Checkpointer:
             CheckpointError: there is no such step, it belongs to another model, or no intact step is left.
         """
         self.wait()
+        prefix = None if prefix is None else tree.stored_name(prefix)
         wanted = tree.flatten(target, prefix=prefix)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
         damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read

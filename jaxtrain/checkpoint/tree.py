@@ -55,6 +55,11 @@ def shown_name(stored: str) -> str:
     return stored.replace(".", "/")
 
 
+def stored_name(shown: str) -> str:
+    """A tree path as people write it (`params/mlp/kernel`, or with dots) as the name that it is stored under."""
+    return shown.replace("/", ".")
+
+
 def part_of(stored: str) -> str:
     """The top-level part of the state that a stored name belongs to: `params`."""
     return stored.partition(".")[0]

@@ -138,7 +138,7 @@ _generators: weakref.WeakKeyDictionary[ShardedModel, dict[Hashable, Generator]] 
 
 
 def generate_text(
-    source: TrainStep | ShardedModel,
+    step: TrainStep | ShardedModel,
     params: Params,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
@@ -153,7 +153,7 @@ def generate_text(
     same `new_tokens` and the same `sampling` compiles nothing.
 
     Args:
-        source: a sharded model, or the train step that has one: model, number formats and layout.
+        step: a train step, or a sharded model: model, number formats and layout.
         params: as in the state, on any mesh; also quantized.
         tokenizer: turns the prompts into ids, and ids into text.
         prompts: a list of texts; all are continued in one batch.
@@ -168,7 +168,7 @@ def generate_text(
         ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
             `new_tokens` is below 1, or prompt and continuation exceed its positions.
     """
-    sharded_model = source.sharded_model if isinstance(source, TrainStep) else source
+    sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
     model = sharded_model.model
     if model.decoder is None:
         raise ConfigError(f"model {model.name} does not generate text")

@@ -1,5 +1,6 @@
 """The content of `run.json`: what ran, on which devices and with which versions."""
 
+import json
 import os
 import platform
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.runtime.files import strict_json, write_json_atomic
 
-__all__ = ["finished_info", "git_state", "package_versions", "run_info", "write_json_atomic"]
+__all__ = ["finished_info", "git_state", "package_versions", "read_run_info", "run_info", "write_json_atomic"]
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -126,3 +127,15 @@ def _devices() -> dict[str, str | int]:
 
 def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_run_info(run_dir: Path) -> dict[str, Any]:
+    """Read the run.json that earlier processes of a run left; empty where it is missing or damaged.
+
+    A run goes on without it: its numbers are in the checkpoint, and run.json is begun again.
+    """
+    try:
+        found = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -14,7 +14,8 @@ def elementwise(transformation: optax.GradientTransformation) -> ElementwiseTran
 
     It may also read scalars (a count, a learning rate, the loss). It must not use norms, means, sums over rows, matrix
     products, or random numbers drawn for a whole array. With `offload_optimizer` of `make_train_step` a declared
-    optimizer is updated slice by slice; for any other one whole arrays are copied to the device.
+    optimizer is updated slice by slice; for any other one whole arrays are copied to the device. Declare the outermost
+    transformation: a chain of declared ones is not declared itself.
 
     Args:
         transformation: its state holds scalars, and arrays that have a parameter's path and shape.

@@ -7,11 +7,12 @@ and with XLA's GPU compiler of jax 0.10.2). Only an update that is declared elem
 slices; for any other (Adafactor's sums over rows, norms, unknown ones) whole arrays are copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -57,20 +58,36 @@ def owners(optimizer_state: Tree, params: Tree) -> dict[str, str]:
     return found
 
 
-def passes_in_slices(optimizer: optax.GradientTransformation, optimizer_state: Tree, params: Tree) -> bool:
-    """Whether the arrays of an optimizer state may be updated slice by slice.
+def why_not_in_slices(optimizer: optax.GradientTransformation, optimizer_state: Tree, params: Tree) -> str | None:
+    """Return why the arrays of an optimizer state may not be updated slice by slice, or None where they may.
 
     Args:
         optimizer: declared `elementwise`, or not.
         optimizer_state: its state, arrays or shapes.
         params: the trainable parameters, arrays or shapes.
-
-    Returns:
-        Whether the update is declared, and every array of the state has a parameter's path and shape.
     """
+    if not isinstance(optimizer, ElementwiseTransformation):
+        return "its update is not declared elementwise"
     mirrored = owners(optimizer_state, params)
-    arrays = [path for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state) if leaf.ndim]
-    return isinstance(optimizer, ElementwiseTransformation) and all(path_name(path) in mirrored for path in arrays)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state):
+        if leaf.ndim and path_name(path) not in mirrored:
+            return f"{path_name(path)} of its state has no parameter's path and shape"
+    nothing = jax.tree.map(lambda _: None, params)
+    counts = _counts(optimizer_state, mirrored)
+    try:
+        _, moved = jax.eval_shape(lambda state: optimizer.update(nothing, state, nothing, value=jnp.float32(0)), counts)
+    except (TypeError, ValueError):
+        moved = None
+    if jax.tree.structure(moved) != jax.tree.structure(counts):
+        return "its update needs all parameters at once, as masks and labels by function do"
+    return None
+
+
+def _counts(optimizer_state: Tree, mirrored: Mapping[str, str]) -> Tree:
+    """What of an optimizer state belongs to no parameter, with None in place of the rest."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: None if path_name(path) in mirrored else leaf, optimizer_state
+    )
 
 
 def update_on_host(
@@ -102,9 +119,9 @@ def update_on_host(
         note_choice("optimizer state", "on the device: it has counts alone", [])
         return advance(gradients, optimizer_state, params, scalars)
     on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
-    if not passes_in_slices(optimizer, optimizer_state, params):
-        why = ("slices", "its update is not declared elementwise")
-        note_choice("optimizer state", "on the host, whole arrays pass by the device", [why, *on_cpu])
+    why = why_not_in_slices(optimizer, optimizer_state, params)
+    if why is not None:
+        note_choice("optimizer state", "on the host, whole arrays pass by the device", [("slices", why), *on_cpu])
         params, state = advance(gradients, _to_device(optimizer_state), params, scalars)
         return params, to_host(state)
 
@@ -132,9 +149,7 @@ def _stream(advance: Advance, gradients: Tree, optimizer_state: Tree, params: Tr
 
     # Scalars (counts) advance by themselves, once.
     nothing = _select(params, own, set())
-    old_counts = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: None if path_name(path) in mirrored else leaf, optimizer_state
-    )
+    old_counts = _counts(optimizer_state, mirrored)
     _, counts = advance(nothing, old_counts, nothing, scalars)
     new_params, new_state, before = nothing, counts, None
     for group in _groups(paths):

@@ -223,10 +223,6 @@ def _accumulate(
     return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
-def _as_dtype_of(new: jax.Array, old: jax.Array) -> jax.Array:
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
 def constrain_gradients(tree: Tree, layout: Layout, zero: int) -> Tree:
     """Shard gradients (or parameters) as the optimizer state is: over `data` too from ZeRO-1 on.
 

@@ -29,7 +29,7 @@ class Evaluator:
     """Means of loss and metrics over batches, with the parameters (or their moving average) of a state.
 
     Args:
-        source: a train step, or a sharded model.
+        step: a train step, or a sharded model.
         task: what outputs are compared with; None: that of the step.
         parallelism: schedule of the pipeline of a sharded model, as for `make_train_step`; None: the defaults.
         compiler_options: for a sharded model, over those of `jaxtrain/runtime/compiler_options.py`.
@@ -43,30 +43,30 @@ class Evaluator:
 
     def __init__(
         self,
-        source: TrainStep | ShardedModel,
+        step: TrainStep | ShardedModel,
         task: Task | None = None,
         *,
         parallelism: Parallelism | None = None,
         compiler_options: Mapping[str, Value] | None = None,
     ):
         self._initial_state: Callable[[], InitialState | None] = lambda: None
-        if isinstance(source, TrainStep):
+        if isinstance(step, TrainStep):
             if task is not None or parallelism is not None or compiler_options is not None:
                 raise ConfigError(
                     "Evaluator(step) takes task, parallelism and compiler options from the step; give it "
                     "step.sharded_model to choose them"
                 )
-            step = source
-            self._initial_state = lambda: step.initial_state
+            trained_by = step
+            self._initial_state = lambda: trained_by.initial_state
             self._sharded_model, self._task, self._pipeline = step.sharded_model, step.task, step.pipeline
             self.feed, options = step.feed, step.compiler_options
         else:
             check_task(task)
             assert task is not None
-            mesh = source.mesh
-            self._sharded_model, self._task = source, task
-            self._pipeline = make_pipeline(source.model, source.layout, parallelism or Parallelism(), 1)
-            self.feed = BatchFeed(source, task, microbatches(self._pipeline, 1))
+            mesh = step.mesh
+            self._sharded_model, self._task = step, task
+            self._pipeline = make_pipeline(step.model, step.layout, parallelism or Parallelism(), 1)
+            self.feed = BatchFeed(step, task, microbatches(self._pipeline, 1))
             options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
         self._jitted = jax.jit(self._sums, static_argnums=3, compiler_options={**options.used} or None)
         self._count = jax.jit(_rows_before_padding)

@@ -1,6 +1,5 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from jaxtrain.config import Loaded
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import finished_info, run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.train.assemble import Run
@@ -118,9 +117,10 @@ def open_record(
             earlier_seconds=0.0,
             draws_report=draws_report,
         )
-    writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
     info = _info(loaded, run, own)
-    before = _info_before(run_dir) if start else {}
+    before = read_run_info(run_dir) if start else {}
+    # Last, because whatever fails after it would leave them open.
+    writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
     info["created"] = before.get("created") or info["created"]
     return RunRecord(
         run_dir,
@@ -146,9 +146,3 @@ def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info
-
-
-def _info_before(run_dir: Path) -> dict[str, Any]:
-    """The run.json that earlier processes left, which says when the run began and how long they took."""
-    path = run_dir / "run.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
+from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes, recorded_parts
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
@@ -108,8 +109,7 @@ def set_aside(run_dir: Path) -> Path | None:
 
 def finished_row(run_dir: Path) -> dict[str, float | int | None]:
     """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
-    path = run_dir / "run.json"
-    final = json.loads(path.read_text(encoding="utf-8")).get("final") if path.exists() else None
+    final = read_run_info(run_dir).get("final")
     return {
         name: value for name, value in (final or {}).items() if name != "wall_seconds" and not name.startswith("eval_")
     }

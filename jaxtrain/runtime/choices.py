@@ -9,7 +9,7 @@ _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtr
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[str]]:
-    """Collects the lines of `note_choice` inside the context, each line once.
+    """Collects the lines of `note_choice` inside the context, each line once; a context around it gets them too.
 
     Yields:
         The list of lines, which grows while the context is open.
@@ -20,6 +20,9 @@ def record_choices() -> Iterator[list[str]]:
         yield notes
     finally:
         _notes.reset(token)
+        outer = _notes.get()
+        if outer is not None:
+            outer += [line for line in notes if line not in outer]
 
 
 def note_choice(operation: str, chosen: str, refused: list[tuple[str, str]]) -> None:

@@ -18,7 +18,7 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.elementwise import elementwise
-from jaxtrain.optim.offload import passes_in_slices
+from jaxtrain.optim.offload import why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
 from jaxtrain.optim.update_slices import num_slices
@@ -31,6 +31,10 @@ BATCH = {"inputs": RNG.normal(size=(8, 64)).astype(np.float32), "targets": np.ar
 UNDECLARED = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100), weight_decay=0.1)
 ADAMW = elementwise(UNDECLARED)
 ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+BY_LABELS = optax.multi_transform(
+    {"matrix": optax.adam(1e-2), "vector": optax.sgd(1e-2)},
+    lambda params: jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params),
+)
 
 
 def make(optimizer: Any, *, offload: bool, devices: int = 1, zero: int = 0, **degrees: int) -> TrainStep:
@@ -97,18 +101,20 @@ def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, 
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "why"),
     [
-        pytest.param(ADAFACTOR, id="sums over rows"),
-        pytest.param(UNDECLARED, id="not declared elementwise"),
+        pytest.param(ADAFACTOR, "not declared", id="sums over rows"),
+        pytest.param(UNDECLARED, "not declared", id="not declared elementwise"),
         # Its row and column sums mirror no parameter, whatever is said of it.
-        pytest.param(elementwise(ADAFACTOR), id="declared wrongly"),
+        pytest.param(elementwise(ADAFACTOR), "has no parameter's path", id="declared wrongly"),
+        # Its labels are made anew of the parameters of each update.
+        pytest.param(elementwise(BY_LABELS), "needs all parameters", id="declared, labels by function"),
     ],
 )
-def test_other_updates_get_whole_arrays(optimizer):
+def test_other_updates_get_whole_arrays(optimizer, why):
     state, choices = train(make(optimizer, offload=True))
     assert_equal(state, train(make(optimizer, offload=False))[0])
-    assert any("whole arrays pass" in line for line in choices)
+    assert any("whole arrays pass" in line and why in line for line in choices)
 
 
 @pytest.mark.parametrize(("devices", "degrees"), [(1, {}), (2, dict(data=2))])
@@ -178,7 +184,7 @@ def test_exactly_those_optimizers_are_declared_whose_slices_update_alone(group, 
     # Of numbers up to 32: the same operations, contracted alike, so equal but for a rounding of fp32.
     assert (difference <= 32 * 2.0**-23) == alone
     shapes = jax.eval_shape(optimizer.init, params)
-    assert passes_in_slices(optimizer, shapes, params) == updates_elementwise(config) == alone
+    assert (why_not_in_slices(optimizer, shapes, params) is None) == updates_elementwise(config) == alone
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,22 @@ def test_a_peak_that_runs_are_compared_with_stands_once(kind, entry):
     assert entry.peak_flops == {**device_peaks(kind), **{name: float(peak) for name, peak in written.items()}}
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "number_format", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", "bf16", 989.4),  # NVIDIA H100 datasheet: 1,979 with sparsity
+        ("NVIDIA A100-SXM4-80GB", "a100-80", "bf16", 312.0),  # NVIDIA A100 datasheet
+        ("NVIDIA A100-SXM4-80GB", "a100-80", "tf32", 156.0),
+        ("TPU v5 lite", "v5e", "bf16", 197.0),  # Google Cloud TPU documentation
+        ("TPU v5", "v5p", "bf16", 459.0),
+        ("TPU v6 lite", "v6e", "bf16", 918.0),
+    ],
+)
+def test_peaks_are_those_of_the_vendors(kind, name, number_format, tera):
+    assert device_peaks(kind)[number_format] == pytest.approx(tera * 1e12)
+    assert CATALOGUE[name].peak_flops[number_format] == pytest.approx(tera * 1e12)
+
+
 def test_kinds_of_device():
     assert len(PEAKS) >= 24
     kinds = [kind for entry in CATALOGUE.values() for kind in entry.device_kinds]

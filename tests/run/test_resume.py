@@ -1,6 +1,7 @@
 """Resume: 100 = 50 + restart + 50, bit for bit; on another mesh, within rounding; refused where it would be wrong."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -333,3 +334,12 @@ def test_metrics_have_the_keys_of_the_design(trained: Path) -> None:
     ]  # fmt: skip
     evaluated = [row for row in rows(trained) if "eval_loss" in row]
     assert [row["step"] for row in evaluated] == [3]
+
+
+@pytest.mark.parametrize("left", ["", "{broken", "[1]"], ids=["empty", "cut off", "another value"])
+def test_a_damaged_run_json_does_not_stop_a_resume(left, tmp_path):
+    folder = tmp_path / "run"
+    jt.run_config(TINY, overrides={"train.steps": 2}, run_dir=folder)
+    (folder / "run.json").write_text(left)
+    assert jt.run_config(TINY, overrides={"train.steps": 3}, run_dir=folder, resume="auto").step == 3
+    assert json.loads((folder / "run.json").read_text())["status"] == "done"
