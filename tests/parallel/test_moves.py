@@ -31,8 +31,10 @@ MOVES: dict[str, tuple[Layout, Layout, str, str]] = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("row", MOVES)
+PLAIN = "zero 1 to stages x tensor"
+
+
+@pytest.mark.parametrize("row", [PLAIN, *(pytest.param(row, marks=pytest.mark.long) for row in MOVES if row != PLAIN)])
 def test_state_and_next_losses_are_the_same(row: str, tmp_path: Path) -> None:
     """Every array bit for bit; the losses after the move are those of staying, within rounding (see test_layouts)."""
     before, after, name, optimizer = MOVES[row]

@@ -80,7 +80,10 @@ def alone() -> tuple[Any, Any, str]:
     return updated(layout(data=1))
 
 
-@pytest.mark.parametrize("row", ["fsdp=8", *(pytest.param(row, marks=pytest.mark.long) for row in list(ROWS)[1:])])
+PLAIN = ("fsdp=8", "pipe=2,expert=2,data=2")
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in PLAIN else pytest.mark.long) for row in ROWS])
 def test_updates_and_state_are_those_of_one_device(row: str, alone: tuple[Any, Any, str]) -> None:
     found, state, program = updated(ROWS[row])
     for (path, new), old in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(alone[1]), strict=True):
