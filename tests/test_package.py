@@ -118,3 +118,31 @@ def test_the_version_is_that_of_the_project():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"] == (
         jaxtrain.__version__
     )
+
+
+def undocumented_names(tree):
+    """Names under `Args:` of a docstring that are no parameters of what it documents."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        listed = re.search(r"^Args:\n((?:    .*\n?|\n)*)", ast.get_docstring(node) or "", re.MULTILINE)
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        functions = [one for one in inside if isinstance(one, ast.FunctionDef)]
+        function = next((one for one in functions if one.name == "__init__"), functions[0] if functions else None)
+        if listed is None or function is None:
+            continue
+        arguments = function.args
+        known = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        known |= {one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None}
+        for names in re.findall(r"^    ([A-Za-z_*][\w*, ]*): ", listed[1], re.MULTILINE):
+            yield from (one for one in names.replace("*", "").replace(" ", "").split(",") if one not in known)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_docstrings_name_parameters_that_exist(path):
+    assert list(undocumented_names(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+def test_a_wrong_docstring_is_noticed():
+    text = 'def f(x):\n    """Do.\n\n    Args:\n        x: one.\n        y: other.\n    """\n'
+    assert list(undocumented_names(ast.parse(text))) == ["y"]

@@ -10,6 +10,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.resnet import BatchNorm, Conv, resnet
+from jaxtrain.models.shipped.shapes import ConvShape
 
 IMAGES = np.random.default_rng(0).normal(2.0, 3.0, (4, 5, 6, 3)).astype(np.float32)
 
@@ -66,7 +67,7 @@ def test_convolution_by_hand(size, stride):
     for row, column in np.ndindex(height, width):
         patch = padded[:, row * stride : row * stride + size, column * stride : column * stride + size]
         expected[:, row, column] = np.einsum("bhwi,hwio->bo", patch, kernel)
-    model = from_nnx(lambda rngs: Conv(3, 2, size=size, stride=stride, rngs=rngs))
+    model = from_nnx(lambda rngs: Conv(ConvShape(size, 3, 2, stride), rngs=rngs))
     found, _ = jax.jit(lambda x: model.apply({"kernel": kernel}, {}, x, key=None, train=True))(IMAGES)
     # fp32 sums of up to 147 products of about 3.
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-4)

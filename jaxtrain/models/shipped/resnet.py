@@ -32,10 +32,7 @@ class Conv(nnx.Module):
     """A convolution without bias and with 'same' padding.
 
     Args:
-        inputs: input channels.
-        outputs: output channels.
-        size: side of the window; the kernel is float32 [size, size, inputs, outputs].
-        stride: step of the window in both directions.
+        shape: side of the window, channels in and out, stride; the kernel is float32 [size, size, inputs, outputs].
         rngs: random streams; `params` draws the kernel.
     """
 
@@ -93,10 +90,8 @@ class ResidualBlock(nnx.Module):
     """Two 3x3 convolutions, or 1x1, 3x3 and 1x1 ones (bottleneck), whose output is added to a shortcut.
 
     Args:
-        inputs: input channels.
-        width: channels of the 3x3 convolutions; a bottleneck has four times as many output channels.
-        stride: of the block.
-        config: the variant and the momentum of batch norm.
+        shape: its convolutions, and the projection of its shortcut.
+        momentum: of batch norm.
         rngs: random streams; `params` draws the kernels.
     """
 
