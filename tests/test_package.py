@@ -97,6 +97,11 @@ def test_light_imports(module):
     assert run(f"import sys, {module}; print('jax' in sys.modules, 'numpy' in sys.modules)") == "False False"
 
 
+def test_the_command_line_answers_help_without_the_schema():
+    program = "import sys, jaxtrain.cli; print('pydantic' in sys.modules, 'yaml' in sys.modules)"
+    assert run(program) == "False False"
+
+
 @pytest.mark.parametrize("public", [name for name in jaxtrain.__all__ if name != "__version__"])
 def test_public_names(public):
     value = getattr(jaxtrain, public)

@@ -1,6 +1,23 @@
-"""The config of a run as a typed tree, and the loader that reads it from YAML files and the command line."""
+"""The config of a run as a typed tree, and the loader that reads it from YAML files and the command line.
 
-from jaxtrain.config.load import Loaded, find_config, load_config, shipped_configs
-from jaxtrain.config.schema import Config
+The names are imported when first used: `--help` reads files of this folder and needs no schema.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtrain.config.load import Loaded, find_config, load_config, shipped_configs
+    from jaxtrain.config.schema import Config
 
 __all__ = ["Config", "Loaded", "find_config", "load_config", "shipped_configs"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'jaxtrain.config' has no attribute {name!r}")
+
+    home = "jaxtrain.config.schema" if name == "Config" else "jaxtrain.config.load"
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
