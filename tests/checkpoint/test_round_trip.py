@@ -71,6 +71,15 @@ def test_only_the_parameters_are_read(tmp_path):
     assert read == [["params.blocks.0", "params.blocks.1.scale", "params.mlp.bias", "params.mlp.kernel"], ["step"]]
 
 
+@pytest.mark.parametrize("prefix", ["optimizer_state/0/mu", "optimizer_state.0.mu"], ids=["as printed", "as stored"])
+def test_a_prefix_of_several_parts(tmp_path, prefix):
+    state = {"optimizer_state": [{"mu": {"kernel": jnp.arange(4.0)}, "nu": {"kernel": jnp.zeros(4)}}]}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, metadata={})
+        found = checkpointer.restore({"kernel": jax.ShapeDtypeStruct((4,), jnp.float32)}, prefix=prefix)
+    np.testing.assert_array_equal(found["kernel"], np.arange(4.0))
+
+
 def test_names_on_disk_are_the_dotted_paths(tmp_path):
     """Any reader of Orbax checkpoints finds them without this library."""
     state = make_state()
