@@ -121,8 +121,8 @@ class Model:
             changes without a gradient (batch statistics); params come in the compute dtype.
         axes: parameter path (or pattern with `*`) -> logical axis names, one for each dim; paths left out are sharded
             by the default rule.
-        gathers_itself: top-level sub-trees of params whose shards `apply` gathers itself, one layer at a time; the step
-            gathers all others before `apply`.
+        gathers_itself: sub-trees of params ("blocks") whose shards `apply` gathers itself, one layer at a time; the
+            step gathers all others before `apply`.
         decoder: generation, for models that have it.
         parts: the model partitioned for a pipeline; None: it runs with parallel.pipe=1 only.
         has_experts: whether it has parameters that the `expert` axis can shard.

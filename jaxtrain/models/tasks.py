@@ -1,4 +1,4 @@
-"""Tasks: how a loss is computed from outputs and batch. A task adds nothing to a model and knows no mesh.
+"""Tasks: how a loss is computed. A task adds nothing to a model and knows no mesh; `task_sums.py` computes it.
 
 A loss is a (weighted sum, weight) pair, normalised once by the global weight, so that accumulation, padding and
 every mesh give the same number. Shapes: B batch, L sequence, V vocabulary, C classes, O targets.
@@ -7,7 +7,7 @@ every mesh give the same number. Shapes: B batch, L sequence, V vocabulary, C cl
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,18 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
 
+if TYPE_CHECKING:
+    from jaxtrain.models.model_call import ModelCall
+
 Batch = Mapping[str, Any]
-Sums = dict[str, tuple[jax.Array, jax.Array]]
+# name -> (sum, weight), or (total, None) for what is not divided.
+Sums = dict[str, tuple[jax.Array, jax.Array | None]]
 # Weighted sum of the loss and its weight, float32 [], and metric sums.
 TaskSums = tuple[jax.Array, jax.Array, Sums]
+# A user's may return other forms, which `task_sums` brings into this one.
 Loss = Callable[[Any, Batch], TaskSums]
+Rows = Literal["separate", "global", "microbatch"]
+_ROWS = get_args(Rows)
 
 
 @dataclass(frozen=True)
@@ -45,34 +52,113 @@ class LogitsLoss:
 
 
 @dataclass(frozen=True)
+class CallingLoss:
+    """A loss that calls the model itself; made by `Task.calling`.
+
+    Attributes:
+        function: (apply, batch, key) -> what `Task.loss` returns; `apply` is a `ModelCall`.
+    """
+
+    function: Callable[["ModelCall", Batch, jax.Array], Any]
+
+    def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
+        raise ConfigError("the loss of Task.calling calls the model: it takes (apply, batch, key) and no outputs")
+
+
+@dataclass(frozen=True)
 class Task:
     """How the outputs of a model are compared with a batch: the loss and its metrics.
 
     Attributes:
         name: for people and for `run.json`.
-        loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); each metric is name ->
-            (sum, weight) of its own, both scalars or vectors. A batch with `targets` always has `weights`; rows without
-            weights count 1. No gradient flows through the weight. If the loss is a `LogitsLoss`, it receives
-            `DeferredLogits` in place of logits.
+        loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics), or (losses [B, ...], metrics),
+            which the weights of the batch weigh. Each metric is name -> (sum, weight) of its own, both scalars or
+            arrays; name -> (total, None), which is added up and not divided (counts, a confusion matrix); or, beside
+            losses per row, an array of their shape. A batch with `targets` always has `weights`; rows without weights
+            count 1. No gradient flows through the weight. If the loss is a `LogitsLoss`, it receives `DeferredLogits`
+            in place of logits.
         batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest replicated.
         reads_weights: whether the loss uses the batch's `weights`. If not, evaluation removes the padding rows of the
             last batch before it calls the loss.
         num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
             refused when it is read.
+        rows: what the loss of a row depends on. separate: on that row alone (with accumulation, a loss that mixes rows
+            is refused). global: on all rows of the batch, such as contrastive losses; with accumulation the model then
+            runs twice, once for the outputs of all rows and once for the gradients. microbatch: on the rows of the same
+            microbatch, so that accumulation changes the loss.
+
+    Example:
+        >>> def brier(outputs, batch):
+        ...     wanted = jax.nn.one_hot(batch["targets"], outputs.shape[-1])
+        ...     return jnp.sum((jax.nn.softmax(outputs) - wanted) ** 2, axis=-1), {}
+        >>> task = Task("brier", brier)
     """
 
     name: str
-    loss: Loss
+    loss: Loss | CallingLoss
     batch_axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     reads_weights: bool = False
     num_classes: Callable[[Any], int] | None = None
+    rows: Rows = "separate"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not callable(self.loss):
             raise ConfigError(
-                f"Task takes a name and a loss function, not {_shown(self.name)} and {_shown(self.loss)}; "
+                f"Task takes a name and a loss function, not {shown(self.name)} and {shown(self.loss)}; "
                 "write Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
             )
+        if self.rows not in _ROWS:
+            raise ConfigError(f"Task: rows={self.rows!r}; use {', '.join(_ROWS[:-1])} or {_ROWS[-1]}")
+        if not isinstance(self.batch_axes, Mapping):
+            raise ConfigError(
+                f"Task: batch_axes is {shown(self.batch_axes)}, not a mapping from entries of the batch to their axes; "
+                "write batch_axes={'inputs': ('batch', 'sequence')}"
+            )
+
+    @classmethod
+    def calling(
+        cls,
+        name: str,
+        loss: Callable[["ModelCall", Batch, jax.Array], Any],
+        *,
+        batch_axes: Mapping[str, tuple[str | None, ...]] | None = None,
+        reads_weights: bool = False,
+        rows: Rows = "separate",
+    ) -> "Task":
+        """A task whose loss calls the model itself, as often as it likes, also with other parameters.
+
+        Args:
+            name: for people and for `run.json`.
+            loss: (apply, batch, key) -> as `Task.loss`, or with the model_state as a further entry at the end where the
+                model has one (batch statistics). `apply(inputs, *, key, train, params, model_state)` gives the model's
+                outputs; see `ModelCall`, which also holds the parameters, their moving average and the step number.
+                `batch` is any dict of arrays; it needs no entry `inputs`. `key` is of the step and the microbatch; in
+                evaluation, of the batch's number. Its numbers are drawn for all rows at once, the same on every mesh.
+            batch_axes, reads_weights, rows: as in `Task`; with accumulation, `rows="global"` is refused.
+
+        Returns:
+            The task. It is refused on a mesh with `pipe` > 1, whose stages run a model once.
+
+        Raises:
+            ConfigError: no name or no function.
+
+        Example:
+            >>> def loss(apply, batch, key):
+            ...     noise = jax.random.normal(key, batch["inputs"].shape)
+            ...     return jnp.mean((apply(batch["inputs"] + noise) - noise) ** 2, axis=-1), {}
+            >>> task = Task.calling("denoise", loss)
+        """
+        if not isinstance(name, str) or not callable(loss):
+            raise ConfigError(
+                f"Task.calling takes a name and a loss function, not {shown(name)} and {shown(loss)}; "
+                "write Task.calling('name', loss) with loss(apply, batch, key) -> (sum, weight, metrics)"
+            )
+        return cls(name, CallingLoss(loss), batch_axes or {}, reads_weights, rows=rows)
+
+    @property
+    def calls_model(self) -> bool:
+        """Whether the loss calls the model itself."""
+        return isinstance(self.loss, CallingLoss)
 
     @property
     def evaluation(self) -> Loss:
@@ -85,77 +171,12 @@ class Task:
         return isinstance(self.loss, LogitsLoss)
 
 
-# What the step, a row of metrics.jsonl and the evaluator report by themselves.
-_RESERVED = (
-    *("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "learning_rate", "loss_scale"),
-    *("step", "tokens", "examples", "tokens_per_second", "examples_per_second", "step_seconds", "data_wait_seconds"),
-    *("model_flops_utilization", "device_memory_bytes", "perplexity"),
-)
-
-
-def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSums:
-    """Compute the loss of a task, its weight and its metrics, and check what the loss returned.
-
-    Args:
-        task: whose loss is computed.
-        outputs: of the model.
-        batch: its rows.
-        train: True in a train step, False in evaluation.
-
-    Returns:
-        Sum float32 [], weight float32 [], and (sum, weight) pairs.
-
-    Raises:
-        ConfigError: the loss returned something else.
-    """
-    found = (task.loss if train else task.evaluation)(outputs, _with_weights(batch))
-    wanted = f"the loss of task {task.name!r} must return (sum, weight, metrics)"
-    example = "return jnp.sum(losses), jnp.float32(losses.size), {}"
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        count = f"{len(found)} values" if isinstance(found, (tuple, list)) else _shown(found)
-        raise ConfigError(f"{wanted}, but it returned {count}; write `{example}`")
-    total, weight, metrics = found
-    for name, value in (("sum", total), ("weight", weight)):
-        if not _is_numeric(value) or jnp.shape(value) != ():
-            raise ConfigError(f"{wanted}, two numbers and a dict, but its {name} is {_shown(value)}; write `{example}`")
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(f"{wanted}, but its metrics are {_shown(metrics)}; write `{example}`")
-    for name, pair in metrics.items():
-        if name in _RESERVED:
-            raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which is reported already; rename it")
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(_is_numeric(value) for value in pair):
-            raise ConfigError(
-                f"metric {name!r} of task {task.name!r} must be a pair (sum, weight), not {_shown(pair)}; "
-                f"write {{{name!r}: (jnp.sum(values), jnp.float32(values.size))}}"
-            )
-    pairs = {name: (_as_array(value), _as_array(by)) for name, (value, by) in metrics.items()}
-    return jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32), pairs
-
-
 def divisor(weight: jax.Array) -> jax.Array:
     """Choose what a sum is divided by to be a mean: float32 [], the weight (a negative one too), or 1 where it is 0."""
     return jnp.where(weight != 0, weight, 1)
 
 
-def _with_weights(batch: Batch) -> Batch:
-    """Add `weights` of 1 to a batch without any, so that a loss finds them in training as in evaluation."""
-    targets = batch.get("targets")
-    if "weights" in batch or not isinstance(targets, (jax.Array, np.ndarray)) or not targets.ndim:
-        return batch
-    # As `data.Batches` has it: integer targets with more dimensions are one per token.
-    shape = targets.shape if jnp.issubdtype(targets.dtype, jnp.integer) else targets.shape[:1]
-    return {**batch, "weights": jnp.ones(shape, jnp.float32)}
-
-
-def _as_array(value: Any) -> jax.Array:
-    return jnp.asarray(value, jnp.float32)
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, (int, float, np.ndarray, np.generic, jax.Array))
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Show a value in an error message: its type and shape, never its numbers."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array {value.dtype.name}{list(value.shape)}"
@@ -221,7 +242,7 @@ def _checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.A
     elif isinstance(logits, (jax.Array, np.ndarray)):
         shape, dtype = logits.shape, logits.dtype
     else:
-        raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {_shown(logits)}")
+        raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {shown(logits)}")
     weights = target_weights(batch)
     targets = batch["targets"]
     if jnp.issubdtype(targets.dtype, jnp.integer):
@@ -330,7 +351,7 @@ def regression() -> Task:
 
     def loss(outputs: Any, batch: Batch) -> TaskSums:
         if not isinstance(outputs, (jax.Array, np.ndarray)):
-            raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {_shown(outputs)}")
+            raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {shown(outputs)}")
         weights, targets = _weights(batch), batch["targets"]
         if not jnp.issubdtype(targets.dtype, jnp.integer) and not jnp.issubdtype(targets.dtype, jnp.floating):
             raise ConfigError(f"regression needs real targets, but they are {targets.dtype.name}; give float32")

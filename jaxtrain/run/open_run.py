@@ -57,7 +57,7 @@ class OpenedRun:
         """What the evaluator reads."""
         from jaxtrain.train.state import EvaluationState
 
-        return EvaluationState(self.params, self.model_state)
+        return EvaluationState(self.params, self.model_state, self.checkpoint_step)
 
 
 def read_run(run_dir: str | Path) -> dict[str, Any]:

@@ -40,13 +40,21 @@ class BatchFeed:
         self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
         self._known_limits: dict[str, int] | None = None
 
+    def check(self, batch: Any) -> None:
+        """Raise where something is no batch that the task can take.
+
+        Raises:
+            ConfigError: what it is or holds.
+        """
+        check_batch(batch, needs_inputs=not self.task.calls_model)
+
     def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
 
         Raises:
             ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
         """
-        check_batch(batch)
+        self.check(batch)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
@@ -69,7 +77,7 @@ class BatchFeed:
             ConfigError: no dict with `inputs`, or sizes that do not divide.
             DataError: a host array with an id that the model does not have.
         """
-        check_batch(batch)
+        self.check(batch)
         batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
         shardings = self.shardings(batch)
         check_ids(batch, limits=self._limits(batch), where="the batch")
@@ -131,6 +139,8 @@ def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any])
         batch: arrays or shapes.
     """
     model = sharded_model.model
+    if task.calls_model:
+        return {}  # what the model is given is known inside the loss alone
     limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
     if task.num_classes is None:
         return limits

@@ -106,8 +106,8 @@ def check_data(data: Any) -> None:
         )
 
 
-def check_batch(batch: Any) -> None:
-    """Raise where a batch is no dict with `inputs`.
+def check_batch(batch: Any, *, needs_inputs: bool = True) -> None:
+    """Raise where a batch is no dict, is empty, or has no entry `inputs` that the model takes.
 
     Raises:
         ConfigError: what the batch is or holds.
@@ -117,7 +117,9 @@ def check_batch(batch: Any) -> None:
             f"the batch is {_name(batch)}, not a dict of arrays; "
             "write {'inputs': x, 'targets': y}, each with the rows as first dimension"
         )
-    if "inputs" not in batch:
+    if not batch:
+        raise ConfigError("the batch is an empty dict; give it arrays, each with the rows as first dimension")
+    if needs_inputs and "inputs" not in batch:
         found = ", ".join(map(str, batch)) or "nothing"
         raise ConfigError(f"the batch has no entry 'inputs', which the model takes; it holds {found}")
 

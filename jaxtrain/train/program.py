@@ -1,5 +1,6 @@
 """What a train step computes: pure functions of a state and a batch, without a device in sight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel, stored_params
-from jaxtrain.models.tasks import Batch, Task, divisor, task_sums
+from jaxtrain.models.task_sums import calling_sums, task_sums
+from jaxtrain.models.tasks import Batch, Task, TaskSums, divisor
 from jaxtrain.optim.offload import to_host
+from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
 from jaxtrain.parallel.gradients import Gradients, compute_gradients
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, cast_floats
@@ -89,7 +93,7 @@ def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[Tr
     sharded_model, settings = program.sharded_model, program.settings
     with sharded_model.context(required=True):
         count = sum(microbatches(program.pipeline, settings.accumulation_steps).values())
-        check_compute_dtype(sharded_model, state, batch["inputs"], count)
+        check_compute_dtype(sharded_model, _forward_of(program), state, batch, count)
         trained = select_leaves(state.params, settings.trainable)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         gradients = _gradients(program, state, trained, batch, scale)
@@ -105,19 +109,69 @@ def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[Tr
             )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Fixed:
+    """What the loss of a step reads besides the trained parameters and the model_state.
+
+    Attributes:
+        params: all parameters; the frozen ones are read.
+        average: moving averages of the parameters and of the model_state; None: the task does not read them.
+        step: int32 [], steps done; None: the task does not read it.
+    """
+
+    params: Params
+    average: tuple[Params, ModelState] | None
+    step: jax.Array | None
+
+
+def _fixed_of(program: StepProgram, state: TrainState) -> _Fixed:
+    if not program.task.calls_model:
+        return _Fixed(state.params, None, None)
+    averaged = program.settings.ema_decay is not None
+    average = (state.evaluation_params, state.evaluation_model_state) if averaged else None
+    return _Fixed(state.params, average, state.step)
+
+
+def _sums_of(
+    program: StepProgram, fixed: _Fixed, params: Params, model_state: ModelState, rows: Batch, key: jax.Array
+) -> tuple[TaskSums, ModelState]:
+    """The sums of a microbatch in a step, and the model_state after it."""
+    sharded_model, task = program.sharded_model, program.task
+    if task.calls_model:
+        assert fixed.step is not None
+        loss_key, call_key = jax.random.split(key)
+        call = ModelCall(sharded_model.apply, params, model_state, True, fixed.step, call_key, fixed.average)
+        with jax.named_scope("loss"):
+            return calling_sums(task, call, rows, loss_key)
+    apply = sharded_model.apply_deferred if task.takes_deferred_logits else sharded_model.apply
+    outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
+    with jax.named_scope("loss"):
+        return task_sums(task, outputs, rows, train=True), model_state
+
+
+def _forward_of(program: StepProgram) -> Callable[[TrainState, Batch], Any]:
+    """What a microbatch computes, to be traced for what it multiplies."""
+
+    def forward(state: TrainState, rows: Batch) -> Any:
+        if not program.task.calls_model:
+            inputs = rows["inputs"]
+            return program.sharded_model.apply(state.params, state.model_state, inputs, key=state.key, train=True)
+        return _sums_of(program, _fixed_of(program, state), state.params, state.model_state, rows, state.key)[0]
+
+    return forward
+
+
 def _gradients(program: StepProgram, state: TrainState, trained: Params, batch: Batch, scale: jax.Array) -> Gradients:
     """Gradients of the mean loss over the global batch, times the loss scale (float32 [])."""
     sharded_model, task, settings = program.sharded_model, program.task, program.settings
-    apply = sharded_model.apply_deferred if task.takes_deferred_logits else sharded_model.apply
 
     def loss(
-        trained: Params, fixed: tuple[Params, jax.Array], model_state: ModelState, rows: Batch, key: jax.Array
+        trained: Params, fixed: tuple[_Fixed, jax.Array], model_state: ModelState, rows: Batch, key: jax.Array
     ) -> tuple[jax.Array, Any]:
-        frozen, scale = fixed
-        params = merge_leaves(trained, frozen)
-        outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
-        with jax.named_scope("loss"):
-            loss_sum, weight, metrics = task_sums(task, outputs, rows, train=True)
+        read, scale = fixed
+        params = merge_leaves(trained, read.params)
+        (loss_sum, weight, metrics), model_state = _sums_of(program, read, params, model_state, rows, key)
         weight = jax.lax.stop_gradient(weight)
         return loss_sum / divisor(weight) * scale, (loss_sum, weight, model_state, metrics)
 
@@ -134,14 +188,29 @@ def _gradients(program: StepProgram, state: TrainState, trained: Params, batch: 
             scale=scale,
             zero=settings.zero,
         )
-    return compute_gradients(
-        loss,
-        trained,
-        (state.params, scale),
-        state.model_state,
-        batch,
-        step_key,
-        accumulation_steps=settings.accumulation_steps,
-        layout=sharded_model.layout,
-        zero=settings.zero,
-    )
+    arguments = (trained, (_fixed_of(program, state), scale), state.model_state, batch, step_key)
+    count, layout, zero = settings.accumulation_steps, sharded_model.layout, settings.zero
+    if task.rows == "global" and count > 1:
+        return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
+    # A shard of data holds some rows of a microbatch only.
+    on_shards = task.rows == "separate" and not task.calls_model
+    return compute_gradients(loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards)
+
+
+def _two_passes(program: StepProgram) -> TwoPasses:
+    """The outputs of a microbatch and the loss of all rows, for a task whose rows depend on one another."""
+    sharded_model, task = program.sharded_model, program.task
+
+    def outputs(
+        trained: Params, fixed: tuple[_Fixed, jax.Array], model_state: ModelState, inputs: Any, key: jax.Array
+    ) -> tuple[Any, ModelState]:
+        params = merge_leaves(trained, fixed[0].params)
+        return sharded_model.apply(params, model_state, inputs, key=key, train=True)
+
+    def loss(outputs: Any, fixed: tuple[_Fixed, jax.Array], batch: Batch) -> tuple[jax.Array, TaskSums]:
+        with jax.named_scope("loss"):
+            total, weight, metrics = task_sums(task, outputs, batch, train=True)
+        weight = jax.lax.stop_gradient(weight)
+        return total / divisor(weight) * fixed[1], (total, weight, metrics)
+
+    return TwoPasses(outputs, loss)

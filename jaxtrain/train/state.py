@@ -82,10 +82,12 @@ class EvaluationState:
     Attributes:
         evaluation_params: the parameters to evaluate.
         evaluation_model_state: the model_state that belongs to them.
+        step: steps that were done to get them.
     """
 
     evaluation_params: Params
     evaluation_model_state: ModelState
+    step: int = 0
 
 
 def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:

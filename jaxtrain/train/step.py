@@ -26,6 +26,7 @@ from jaxtrain.train.model_checks import check_trainable
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
 from jaxtrain.train.placement import state_on_host, state_shardings
 from jaxtrain.train.program import StepProgram, create_state, first_optimizer_state, take_step
+from jaxtrain.train.separate_rows import check_rows_of, check_separate_rows
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics, StepSettings
 
@@ -78,6 +79,7 @@ class TrainStep:
         # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
+        self._checked_rows = False
         self.choices: tuple[str, ...] = ()
         self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
         self.initial_state: given_state.InitialState | None = None
@@ -169,6 +171,7 @@ class TrainStep:
             dict(batch),
             self.batch_shardings(batch),
         )
+        check_separate_rows(self.program, batch)
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().lower(self.abstract_state, specs)
 
@@ -224,6 +227,9 @@ class TrainStep:
         if self._compiled is not None:
             new_state, self._last_metrics = self._compiled(state, batch)
         else:
+            if not self._checked_rows:
+                check_separate_rows(self.program, batch)
+                self._checked_rows = True
             with record_choices() as choices:
                 new_state, self._last_metrics = self._jitted(state, batch)
             self.choices = tuple(choices) or self.choices  # only a call that traces makes any
@@ -312,6 +318,7 @@ def make_train_step(
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,
     )
+    check_rows_of(task, accumulation_steps)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
     compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
     sharded_model = place_model(

@@ -159,5 +159,9 @@ def average_decay(decay: float, updates: jax.Array) -> jax.Array:
 
 
 def mean_metrics(sums: Sums) -> Metrics:
-    """name -> sum / weight, scalars or vectors; NaN where the weight is 0."""
-    return {name: jnp.where(weight != 0, total / divisor(weight), jnp.nan) for name, (total, weight) in sums.items()}
+    """name -> sum / weight, NaN where the weight is 0; totals, which have no weight, as they are."""
+
+    def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
+        return total if weight is None else jnp.where(weight != 0, total / divisor(weight), jnp.nan)
+
+    return {name: mean(total, weight) for name, (total, weight) in sums.items()}
