@@ -38,6 +38,7 @@ _HOMES = {
     "count_parameters": "jaxtrain.models.model",
     "elementwise": "jaxtrain.optim.elementwise",
     "embedding_lookup": "jaxtrain.ops.embedding",
+    "from_equinox": "jaxtrain.models.from_equinox",
     "from_functions": "jaxtrain.models.model",
     "ModelCall": "jaxtrain.models.model_call",
     "from_linen": "jaxtrain.models.from_linen",
