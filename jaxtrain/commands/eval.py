@@ -83,7 +83,7 @@ def _evaluate(run: OpenedRun) -> tuple[dict[str, Any], int]:
     count = min(len(batches), config.evaluation.max_batches or len(batches))
     loaded = prefetch(run.evaluator.feed.loader(batches), 0, count, depth=1)
     try:
-        metrics = flat_scalars(run.evaluator(run.state, (batch for batch, _ in loaded)))
+        metrics = flat_scalars(run.evaluator(run.state, loaded))
     finally:
         loaded.close()
     return metrics, min(count * size, len(run.data.validation))

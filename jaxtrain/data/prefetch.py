@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping
 from queue import SimpleQueue
 from typing import Any
@@ -28,10 +27,8 @@ def queue_depth(spec: Mapping[str, Any]) -> int:
     return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
 
 
-def prefetch(
-    load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2
-) -> Generator[tuple[Batch, float], None, None]:
-    """Yields batches start to stop - 1 in order, each with the seconds the consumer waited for it.
+def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2) -> Generator[Batch, None, None]:
+    """Yields batches start to stop - 1 in order; a thread loads the next ones meanwhile.
 
     Closing the iterator stops the thread after the load that is under way.
 
@@ -42,16 +39,14 @@ def prefetch(
         depth: Largest number of batches that are prepared ahead; 0 loads in the consumer, without a thread.
 
     Yields:
-        The batch, and the seconds that the consumer waited for it.
+        Batch `start`, `start + 1`, ..., `stop - 1`, as `load` returns them.
 
     Raises:
         Exception: Whatever `load` raised, when its batch would be next.
     """
     if depth == 0:
         for k in range(start, stop):
-            begin = time.perf_counter()
-            batch = load(k)
-            yield batch, time.perf_counter() - begin
+            yield load(k)
         return
 
     free = threading.Semaphore(depth)
@@ -74,12 +69,11 @@ def prefetch(
     thread.start()
     try:
         for _ in range(start, stop):
-            begin = time.perf_counter()
             batch, error = ready.get()
             if error is not None:
                 raise error
             free.release()
-            yield batch, time.perf_counter() - begin
+            yield batch
             # Released before the wait for the next one: a batch may be gigabytes of device memory.
             del batch
     finally:

@@ -42,7 +42,7 @@ class HeldOut:
         count = min(len(rows), config.evaluation.max_batches or len(rows))
         loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
         try:
-            self.metrics = flat_scalars(self._evaluator(state, (batch for batch, _ in loaded)))
+            self.metrics = flat_scalars(self._evaluator(state, loaded))
         finally:
             loaded.close()
         self._step = number

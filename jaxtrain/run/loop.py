@@ -43,7 +43,7 @@ class Hooks:
 def train_loop(
     step: TrainStep,
     state: TrainState,
-    batches: Iterator[tuple[Any, float]],
+    batches: Iterator[Any],
     *,
     first: int,
     last: int,
@@ -55,7 +55,7 @@ def train_loop(
     Args:
         step: compiled.
         state: after step `first - 1`; donated.
-        batches: pairs of a batch on the mesh and the seconds it was waited for.
+        batches: batches on the mesh; the seconds that each is waited for are reported as the step's data wait.
         first, last: step numbers.
         max_skipped_in_a_row: non-finite steps after which training is given up.
         hooks: what happens around the steps.
@@ -88,9 +88,12 @@ def train_loop(
 
     for number in range(first, last + 1):
         hooks.before_step(number)
-        batch, waited = next(batches)
+        asked = time.perf_counter()
+        batch = next(batches)
+        received = time.perf_counter()
+        waited = received - asked
         if pending is None:
-            clock = time.perf_counter()
+            clock = received
         state, metrics = step(state, batch)
         settle(waited)
         pending = Pending(number, metrics, waited)
