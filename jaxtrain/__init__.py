@@ -45,6 +45,7 @@ _HOMES = {
     "generate_text": "jaxtrain.inference.generate",
     "language_modeling": "jaxtrain.models.tasks",
     "load_config": "jaxtrain.config",
+    "lookahead": "jaxtrain.optim.lookahead",
     "make_mesh": "jaxtrain.layout.mesh",
     "make_stack": "jaxtrain.models.stack",
     "make_train_step": "jaxtrain.train.step",
