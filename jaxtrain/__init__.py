@@ -60,6 +60,7 @@ _HOMES = {
     "is_main_process": "jaxtrain.runtime.distributed",
     "language_modeling": "jaxtrain.models.tasks",
     "load_config": "jaxtrain.config",
+    "lookahead": "jaxtrain.optim.lookahead",
     "make_mesh": "jaxtrain.layout.mesh",
     "make_stack": "jaxtrain.models.stack",
     "make_train_step": "jaxtrain.train.step",

@@ -211,6 +211,31 @@ class Checkpointer:
             "restore the files from a copy, or start again in another run directory"
         )
 
+    def read(self, leaves: Mapping[str, Any], *, step: int) -> dict[str, Any]:
+        """Read single arrays of a step, each directly into its sharding, and compare each with its digest.
+
+        Args:
+            leaves: path ("params/head/kernel", as `ckpt show` prints it) -> `jax.ShapeDtypeStruct` with a sharding, in
+                the shape and dtype of `info(step).leaves`. Other arrays are not read.
+            step: number of the step.
+
+        Returns:
+            Path -> array.
+
+        Raises:
+            DamagedError: a file is missing, or an array differs from what was saved.
+            CheckpointError: there is no such step, or no such array in it.
+        """
+        self.wait()
+        info = self.info(step)
+        wanted = {tree.stored_name(path): leaf for path, leaf in leaves.items()}
+        found = {name: tree.describe(leaf, name) for name, leaf in wanted.items()}
+        differs = tree.difference({name: leaf for name, leaf in info.leaves.items() if name in wanted}, found)
+        if differs is not None:
+            raise CheckpointError(f"checkpoint {info.path}: {differs.phrase}")
+        read = arrays.read_verified(self._open(), info, wanted)
+        return {path: read[tree.stored_name(path)] for path in leaves}
+
     def check_like(self, target: Any) -> None:
         """Compare names, shapes and dtypes with the newest intact record, as `restore` does, without reading arrays.
 

@@ -10,6 +10,7 @@ import optax
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
+from jaxtrain.optim.evaluation import evaluation_weights
 from jaxtrain.precision.policy import LossScale
 
 
@@ -61,8 +62,14 @@ class TrainState:
 
     @property
     def evaluation_params(self) -> Params:
-        """The parameters to evaluate: the moving average where there is one, frozen ones as they are."""
-        return self.params if self.ema is None else merge_leaves(self.ema, self.params)
+        """The parameters to evaluate: the moving average where there is one, frozen ones as they are.
+
+        Without a moving average, the weights that the optimizer keeps for evaluation: the slow ones of
+        `jaxtrain.lookahead`, the averaged ones of `optax.contrib.schedule_free`.
+        """
+        if self.ema is None:
+            return evaluation_weights(self.optimizer_state, self.params)
+        return merge_leaves(self.ema, self.params)
 
     @property
     def evaluation_model_state(self) -> ModelState:

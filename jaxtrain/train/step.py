@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,13 +23,16 @@ from jaxtrain.runtime.compiler_options import CompilerOptions, Value, choose_opt
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
 from jaxtrain.train.checks import check_options, check_parts, random_key
+from jaxtrain.train.gradient_program import compile_gradients
 from jaxtrain.train.model_checks import check_trainable
+from jaxtrain.train.optimizer_arguments import check_optimizer_state
 from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
 from jaxtrain.train.placement import state_on_host, state_shardings
 from jaxtrain.train.program import StepProgram, create_state, first_optimizer_state, take_step
 from jaxtrain.train.separate_rows import check_rows_of, check_separate_rows
+from jaxtrain.train.start import accept_start
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.update import Metrics, StepSettings
+from jaxtrain.train.update import MeanGradients, Metrics, StepSettings
 
 
 class TrainStep:
@@ -67,12 +71,14 @@ class TrainStep:
 
         # One function for both uses: jax then traces it once.
         shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+        check_optimizer_state(shapes.optimizer_state)
         offload = program.settings.offload_optimizer
         self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
         self.state_on_host: TrainState = state_on_host(shapes, offload_optimizer=offload)
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
         self._initialize = jax.jit(create, out_shardings=self.state_shardings)
         self._jitted = self._make_jitted()
+        self._find_gradients = compile_gradients(program, self.state_shardings, compiler_options)
         self._compiled: jax.stages.Compiled | None = None
         self._compiled_for: given_state.LeafShapes = {}
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
@@ -105,7 +111,12 @@ class TrainStep:
         return self.sharded_model.policy
 
     def init(
-        self, seed: int | jax.Array, *, params: Params | None = None, model_state: ModelState | None = None
+        self,
+        seed: int | jax.Array,
+        *,
+        params: Params | str | Path | None = None,
+        model_state: ModelState | None = None,
+        skip: Sequence[str] = (),
     ) -> TrainState:
         """The state at step 0, created sharded: the same numbers on every mesh.
 
@@ -113,16 +124,27 @@ class TrainStep:
 
         Args:
             seed: an int or a typed key.
-            params: parameters to start from: a tree of jax or NumPy arrays like that of `model.init`, on any devices,
-                in the dtypes of `model.init` or of the state; None: what `model.init` draws.
-            model_state: batch statistics and the like to start from, in the same form; None: those of `model.init`.
+            params: parameters to start from; None: what `model.init` draws. A tree of jax or NumPy arrays like that of
+                `model.init`, on any devices, in the dtypes of `model.init` or of the state. Or the path of a run
+                ("runs/x"), of its `checkpoints` folder, or of one step in it ("runs/x/checkpoints/400"): its newest
+                intact step, or that one, is read straight into the shardings of this step. Of a run with a moving
+                average (`ema_decay`) the average is taken where a parameter has one, and its model_state comes along.
+            model_state: batch statistics and the like to start from, a tree like that of `model.init`; None: those of
+                the run in `params`, else those of `model.init`.
+            skip: patterns of paths of parameters (and of model_state), with `*`, that are not taken from what is given
+                but drawn: `["head/*"]` for another number of classes.
 
         Raises:
-            ConfigError: another structure, shape or dtype; names the first path that differs.
+            ConfigError: another structure, shape or dtype, or a pattern that matches nothing; names the first path
+                that differs, and the pattern to write.
+            CheckpointError: no checkpoint at that path, or none that is intact.
+
+        Example:
+            >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
         key = random_key(seed, self.abstract_state.key)
-        given = given_state.accept_parts(
-            params, model_state, drawn=self.sharded_model.drawn_shapes(), wanted=self.abstract_state
+        given = accept_start(
+            params, model_state, skip, drawn=self.sharded_model.drawn_shapes(), wanted=self.abstract_state
         )
         state = self._initialize(key, **given)
         self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
@@ -212,18 +234,11 @@ class TrainStep:
         Raises:
             ConfigError: a state or batch that was donated before, or that does not fit this step.
         """
-        state = given_state.accept_state(
-            state, wanted=self.abstract_state, initial=self.initial_state, last=self.last_state()
-        )
-        given_state.check_batch_not_deleted(batch)
-        if not is_placed(batch, self.mesh):
-            batch = self.place(batch)
+        state, batch = self._accept(state, batch)
         if self._compiled is not None:
             given_state.check_batch_shapes(batch, self._compiled_for)
         if self._compiled is None and self.pipeline is not None:
             self.compile(batch)  # checked, as a program compiled on the way would not be
-        if self._one_at_a_time:
-            jax.block_until_ready(self._last_metrics)
         if self._compiled is not None:
             new_state, self._last_metrics = self._compiled(state, batch)
         else:
@@ -235,6 +250,44 @@ class TrainStep:
             self.choices = tuple(choices) or self.choices  # only a call that traces makes any
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
+
+    def gradients(self, state: TrainState, batch: Batch) -> MeanGradients:
+        """The mean gradients of a batch, which the next step would give to the optimizer; nothing is updated.
+
+        They are those of the same random numbers, over all microbatches, without loss scale and before clipping.
+        Compiled at the first call for a shape of batch.
+
+        Args:
+            state: not donated; it stays valid.
+            batch: leaves [global batch, ...]; host arrays are placed on the mesh.
+
+        Returns:
+            Gradients like the trained parameters and sharded as they are, float32, with loss, weight and metrics.
+
+        Raises:
+            ConfigError: a state or batch that was donated before, or that does not fit this step.
+
+        Example:
+            >>> found = step.gradients(state, batch)
+            >>> norm = optax.tree.norm(found.tree)
+        """
+        state, batch = self._accept(state, batch)
+        found = self._find_gradients(state, batch)
+        if self._one_at_a_time:
+            jax.block_until_ready(found)
+        return found
+
+    def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """State and batch on the mesh, once they are known to fit and no other step is in flight that must not be."""
+        state = given_state.accept_state(
+            state, wanted=self.abstract_state, initial=self.initial_state, last=self.last_state()
+        )
+        given_state.check_batch_not_deleted(batch)
+        if not is_placed(batch, self.mesh):
+            batch = self.place(batch)
+        if self._one_at_a_time:
+            jax.block_until_ready(self._last_metrics)
+        return state, batch
 
     def _make_jitted(self) -> Any:
         program = self.program
