@@ -38,8 +38,8 @@ class Callback:
 
     They are called on every process, in the order in which the callbacks were given. Where processes would answer
     differently, process 0 decides. A run that a callback stopped is evaluated, saved and closed like one that is done,
-    and the same call goes on with it. An exception in a callback ends the run with that exception; with one process, the
-    state is saved first.
+    and the same call goes on with it. An exception in a callback ends the run with that exception; where the run has
+    one process, the state is saved first.
 
     Attributes:
         on_step: called after every `every` steps and after the last one. No step is under way meanwhile, so a device

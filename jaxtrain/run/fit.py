@@ -59,7 +59,7 @@ def fit(
     callbacks: Sequence[Callback | EarlyStopping] = (),
     progress: Progress | None = None,
 ) -> Result:
-    """Train your own model in a run directory: locked, logged, evaluated, saved, reported, and resumed by the same call.
+    """Train your own model as a run: locked, logged, evaluated, saved, reported, and resumed by the same call.
 
     Args:
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
@@ -200,7 +200,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _data(given: Any, validation: Any, *, seed: int, task: "Task") -> "Data":
-    from jaxtrain.data.given import data_of
+    from jaxtrain.data.sources.given import data_of
 
     return data_of(given, validation=validation, seed=seed, counts_tokens=task.name == "language_modeling")
 

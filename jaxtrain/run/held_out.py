@@ -29,7 +29,7 @@ class HeldOut:
         self.metrics: Scalars = {}
 
     def evaluate(self, number: int, state: TrainState) -> bool:
-        """Evaluate the state after step `number`; returns False where that was done, or there is nothing to do it on."""
+        """Evaluate the state after step `number`; returns False where that was done, or no rows are held out."""
         config = self._run.config
         if self._run.data.validation is None or self._step == number:
             return False

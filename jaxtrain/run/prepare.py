@@ -161,8 +161,8 @@ def _assembled(
         phase.note(opened.description[0] if opened.description else "")
     if config.evaluation.early_stopping is not None and opened.validation is None:
         raise ConfigError(
-            "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, or "
-            "from Python validation=0.1"
+            "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
+            "or from Python validation=0.1"
         )
     return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
 

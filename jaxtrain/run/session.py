@@ -22,7 +22,7 @@ from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
 from jaxtrain.run.sample import sample_text
 from jaxtrain.run.step_log import StepLog
-from jaxtrain.run.watch import EARLY_STOPPED, Watch
+from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState

@@ -113,8 +113,8 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:
         raise ConfigError(
-            f"task={config.task} needs an entry 'targets' in the rows of the data, which have none; give them, or bring "
-            "a task of your own (Python)"
+            f"task={config.task} needs an entry 'targets' in the rows of the data, which have none; give them, or "
+            "bring a task of your own (Python)"
         )
     if config.task == "classification" and integers is False:
         named = " (and data.task=classification if they name classes)" if config.data.kind == "table" else ""

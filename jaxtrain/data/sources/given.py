@@ -63,7 +63,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
     rows, identity, shown = _rows(given, "data")
     row = rows[0]
     inputs = row.get("inputs") if isinstance(row, Mapping) else None
-    shape = inputs.shape if isinstance(inputs, (np.ndarray, np.generic)) else ()
+    shape: tuple[int, ...] = tuple(inputs.shape) if isinstance(inputs, (np.ndarray, np.generic)) else ()
     is_tokens = counts_tokens and len(shape) > 0
     data = Data(
         train=rows,
@@ -71,7 +71,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         fingerprint=identity,
         vocab_size=None,
         num_outputs=None,
-        input_shape=tuple(shape),
+        input_shape=shape,
         unit="tokens" if is_tokens else "examples",
         units_per_row=shape[0] if is_tokens else 1,
         tokenizer=None,
@@ -232,8 +232,8 @@ def _check_same_entries(data: Data, rows: "grain.MapDataset") -> None:
     found = rows[0]
     if jax.tree.structure(found) != jax.tree.structure(wanted):
         raise DataError(
-            f"validation holds {', '.join(map(str, found))}, but data holds {', '.join(map(str, wanted))}; give both the "
-            "same entries"
+            f"validation holds {', '.join(_entries(found))}, but data holds {', '.join(_entries(wanted))}; give both "
+            "the same entries"
         )
 
 
