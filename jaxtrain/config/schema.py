@@ -259,7 +259,20 @@ class CheckpointConfig(Group):
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this step are never deleted; null: no such rule."""
     keep_best: bool = False
-    """Keep the checkpoint with the lowest eval_loss."""
+    """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
+
+
+class EarlyStoppingConfig(Group):
+    """When a run ends before its last step, because a metric of the evaluations gets no better."""
+
+    metric: str = "eval_loss"
+    """Metric of the evaluation, under its name in metrics.jsonl."""
+    patience: PositiveInt = 3
+    """Stop after this many evaluations in a row without a better value."""
+    min_delta: NonNegative = 0.0
+    """A value is better if it differs from the best one by more than this."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher values are better."""
 
 
 class EvaluationConfig(Group):
@@ -275,6 +288,14 @@ class EvaluationConfig(Group):
     """Length of that sample, in tokens."""
     sample_temperature: NonNegative = 0.8
     """Temperature of that sample; 0 takes the most likely token."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stop when a metric gets no better ({metric: eval_loss, patience: 3, min_delta: 0, mode: min}); null: never."""
+
+    @model_validator(mode="after")
+    def _stops_between_evaluations(self) -> Self:
+        if self.early_stopping is not None and self.every is None:
+            raise ValueError("early_stopping compares evaluations, and every is null; set every, such as 100")
+        return self
 
 
 class LoggingConfig(Group):

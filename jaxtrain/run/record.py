@@ -10,6 +10,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.run.own_parts import OwnParts
+from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.train.assemble import Run
 
 
@@ -70,7 +71,8 @@ class RunRecord:
         """Close the writers, write the end into run.json, draw the report; a second call does nothing.
 
         Args:
-            status: how the run ended: done, preempted, diverged, stopped or failed.
+            status: how the run ended: done, early stopped, stopped by a callback, preempted, diverged, stopped or
+                failed.
             final: the last metrics.
             progress: shows that the report is drawn.
         """
@@ -90,7 +92,7 @@ class RunRecord:
 
 
 def open_record(
-    loaded: Loaded, run: Run, run_dir: Path, *, start: int, own: OwnParts, began: float, main: bool
+    loaded: Loaded, run: Run, run_dir: Path, *, start: int, has_ended: bool, own: OwnParts, began: float, main: bool
 ) -> RunRecord:
     """Open the writers of a run and say what its run.json will hold; rows after the resumed step are dropped.
 
@@ -99,6 +101,7 @@ def open_record(
         run: assembled from it.
         run_dir: directory of the run.
         start: steps done before this process; 0 for a fresh run.
+        has_ended: whether no step is left to this process.
         own: the parts that came from Python, by name.
         began: `time.monotonic()` at the start of this process's work on the run.
         main: whether this process writes.
@@ -126,7 +129,7 @@ def open_record(
         run_dir,
         writers=writers,
         info=info,
-        was_done=start >= config.train.steps and before.get("status") == "done",
+        was_done=has_ended and before.get("status") in ("done", EARLY_STOPPED),
         began=began,
         earlier_seconds=(before.get("final") or {}).get("wall_seconds") or 0.0,
         draws_report=draws_report,

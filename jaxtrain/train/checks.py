@@ -25,6 +25,15 @@ def check_parts(model: Any, task: Any, optimizer: Any) -> None:
     """
     check_model(model)
     check_task(task)
+    check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise where something is no optax transformation.
+
+    Raises:
+        ConfigError: what was given, and how to make an optimizer of it.
+    """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"the optimizer is {_name(optimizer)}, not an optax transformation; {_optimizer_hint(optimizer)}"

@@ -193,7 +193,7 @@ class TrainStep:
             dict(batch),
             self.batch_shardings(batch),
         )
-        check_separate_rows(self.program, batch)
+        self._check_rows(batch)
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().lower(self.abstract_state, specs)
 
@@ -242,9 +242,7 @@ class TrainStep:
         if self._compiled is not None:
             new_state, self._last_metrics = self._compiled(state, batch)
         else:
-            if not self._checked_rows:
-                check_separate_rows(self.program, batch)
-                self._checked_rows = True
+            self._check_rows(batch)
             with record_choices() as choices:
                 new_state, self._last_metrics = self._jitted(state, batch)
             self.choices = tuple(choices) or self.choices  # only a call that traces makes any
@@ -272,10 +270,17 @@ class TrainStep:
             >>> norm = optax.tree.norm(found.tree)
         """
         state, batch = self._accept(state, batch)
+        self._check_rows(batch)
         found = self._find_gradients(state, batch)
         if self._one_at_a_time:
             jax.block_until_ready(found)
         return found
+
+    def _check_rows(self, batch: Mapping[str, Any]) -> None:
+        """Raise where microbatches would change the loss in silence; tried once."""
+        if not self._checked_rows:
+            check_separate_rows(self.program, batch)
+            self._checked_rows = True
 
     def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """State and batch on the mesh, once they are known to fit and no other step is in flight that must not be."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import grain
 
     from jaxtrain.data.rows import Rows
+    from jaxtrain.data.stream import BatchStream
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Data:
     """Training and validation rows, and what the rest of a run needs to know about them.
 
     Attributes:
-        train: The training rows, finite and in their own order; `train[i]` is a dict of NumPy arrays.
+        train: The training rows, finite and in their own order; `train[i]` is a dict of NumPy arrays. Or batches
+            without an index, which `jaxtrain.fit` makes of an iterable.
         validation: The rows kept for evaluation; None: there are none.
         fingerprint: JSON values that identify the rows; they depend on the content of the data and not on its path.
         vocab_size: Number of token ids; None for sources other than tokens.
@@ -47,7 +49,7 @@ class Data:
             that other rows are read in the same way. None for sources that need none.
     """
 
-    train: "grain.MapDataset"
+    train: "grain.MapDataset | BatchStream"
     validation: "grain.MapDataset | None"
     fingerprint: dict[str, Any]
     vocab_size: int | None
