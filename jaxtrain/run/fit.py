@@ -49,6 +49,7 @@ def fit(
     offload_optimizer: bool = False,
     params: "Params | Any" = None,
     model_state: "ModelState | Any" = None,
+    skip: Sequence[str] = (),
     seed: int = 0,
     run_dir: str | Path | None = None,
     resume: str | None = None,
@@ -82,7 +83,7 @@ def fit(
         trainable: parameter path -> whether it is trained; None: all are.
         learning_rate: the rate that the metrics show, a number or a schedule; it does not change the optimizer.
         rules, parallelism, compiler_options, offload_optimizer: see `make_train_step`.
-        params, model_state: what training starts from, as for `TrainStep.init`; None: what the model draws.
+        params, model_state, skip: what training starts from, as for `TrainStep.init`; None: what the model draws.
         seed: of the parameters, the order of the rows, dropout, and the rows that a share takes.
         run_dir: where everything is written; None: runs/run.
         resume: None goes on with the run that the directory holds if it trains the same (more steps are allowed) and
@@ -144,6 +145,7 @@ def fit(
         mesh=mesh,
         params=params,
         model_state=model_state,
+        skip=skip,
     )
     return train_loaded(
         _loaded(given, overrides),

@@ -184,7 +184,8 @@ def _compiled_state(
     """Compile the step, and create the state or restore it from the newest intact checkpoint."""
 
     def create() -> TrainState:
-        return run.step.init(run.config.seed, params=own_step.params, model_state=own_step.model_state)
+        given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
+        return run.step.init(run.config.seed, **given)
 
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.

@@ -1,6 +1,6 @@
 """What a step takes from Python where its config has a place for it, or none."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class OwnStep:
         trainable: parameter path -> whether it is trained.
         rules: logical axes -> mesh axes, added to the default rules.
         mesh: in place of one over all devices.
-        params, model_state: what training starts from, in place of what the model draws; see `TrainStep.init`.
+        params, model_state, skip: what training starts from, in place of what the model draws; see `TrainStep.init`.
     """
 
     optimizer: optax.GradientTransformation | None = None
@@ -30,3 +30,4 @@ class OwnStep:
     mesh: Mesh | None = None
     params: Params | Any = None
     model_state: ModelState | Any = None
+    skip: Sequence[str] = ()

@@ -63,7 +63,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
     rows, identity, shown = _rows(given, "data")
     row = rows[0]
     inputs = row.get("inputs") if isinstance(row, Mapping) else None
-    shape: tuple[int, ...] = tuple(inputs.shape) if isinstance(inputs, (np.ndarray, np.generic)) else ()
+    shape: tuple[int, ...] = np.shape(inputs) if isinstance(inputs, (np.ndarray, np.generic)) else ()
     is_tokens = counts_tokens and len(shape) > 0
     data = Data(
         train=rows,
