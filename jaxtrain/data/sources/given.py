@@ -132,7 +132,7 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
             raise ConfigError(f"{name} is a tuple of {len(given)}, not a pair (inputs, targets); give {_FORMS}")
         given = {"inputs": given[0], "targets": given[1]}
     if isinstance(given, Mapping):
-        columns = host_arrays(_lists_as_arrays(given), where=f"{name}")
+        columns = host_arrays(given, where=name)
         rows = _not_empty(ArrayRows(columns), name)
         return rows, {"kind": "arrays", "num_rows": len(rows), "sha256": _digest(columns)}, _line(rows, "arrays")
     if isinstance(given, ArrayRows):
@@ -151,10 +151,6 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
         return rows, identity, _line(rows, type(given).__name__) + drawn
     shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)
     raise ConfigError(f"{name} is {shown}; give {_FORMS}")
-
-
-def _lists_as_arrays(columns: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: np.asarray(value) if isinstance(value, list) else value for name, value in columns.items()}
 
 
 def _dataset_rows(dataset: IndexedDataset, name: str) -> "grain.MapDataset":
