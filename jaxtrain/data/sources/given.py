@@ -64,7 +64,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
     row = rows[0]
     inputs = row.get("inputs") if isinstance(row, Mapping) else None
     shape: tuple[int, ...] = np.shape(inputs) if isinstance(inputs, (np.ndarray, np.generic)) else ()
-    is_tokens = counts_tokens and len(shape) > 0
+    is_tokens = counts_tokens and shape != ()
     data = Data(
         train=rows,
         validation=None,
