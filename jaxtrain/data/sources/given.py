@@ -73,7 +73,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         num_outputs=None,
         input_shape=shape,
         unit="tokens" if is_tokens else "examples",
-        units_per_row=shape[0] if is_tokens else 1,
+        units_per_row=next(iter(shape), 1) if is_tokens else 1,
         tokenizer=None,
         description=(shown,),
     )
