@@ -378,13 +378,15 @@ def _gather(x: jax.Array, gathered: NamedSharding, stored: NamedSharding, *, sum
     pipeline stage must not do.
     """
 
-    @jax.custom_vjp
-    def gather(x: jax.Array) -> jax.Array:
+    def place(x: jax.Array) -> jax.Array:
         # As stored first, or the compiler gathers what x was cast from: twice the bytes, and a copy in float32.
         return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), gathered)
 
+    gather = jax.custom_vjp(place)
+
+    # `place` and not `gather`, so that a gradient can be differentiated forward (the curvature that Sophia takes).
     def forward(x: jax.Array) -> tuple[jax.Array, None]:
-        return gather(x), None
+        return place(x), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
         if sum_first:

@@ -1,6 +1,5 @@
 """What an optimizer is given besides gradients, state and parameters, and which optimizers a step refuses."""
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,8 +12,9 @@ from jaxtrain.models.model import Params
 
 # Trained parameters, float32 -> mean loss of the step's batch, float32 [].
 MeanLoss = Callable[[Params], jax.Array]
-# Python's words for a keyword that a function wants and does not get, or gets and does not want.
-_OTHER_ARGUMENTS = re.compile(r"(missing \d+ required keyword-only argument|got an unexpected keyword argument).*")
+# Python's words for a keyword that a function gets and does not know, or wants and does not get.
+_UNWANTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+_MISSING = re.compile(r"missing \d+ required keyword-only argument")
 
 
 def extra_arguments(value: jax.Array, grad: Params, mean_loss: MeanLoss) -> dict[str, Any]:
@@ -53,20 +53,22 @@ def update_optimizer(
     Raises:
         ConfigError: its `update` wants an argument that a step does not have.
     """
-    update = optax.with_extra_args_support(optimizer).update
-    parameters = inspect.signature(update).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    given = {name: value for name, value in extra.items() if takes_any or name in parameters}
-    try:
-        return update(gradients, optimizer_state, params, **given)
-    except TypeError as error:
-        found = _OTHER_ARGUMENTS.search(str(error))
-        if found is None:
-            raise
-        raise ConfigError(
-            f"the optimizer's update is {found[0]}; a train step gives {', '.join(extra)}: write "
-            "update(updates, state, params=None, **extra_args), and bind what else it needs when it is made"
-        ) from None
+    update, given = optax.with_extra_args_support(optimizer).update, dict(extra)
+    while True:
+        try:
+            return update(gradients, optimizer_state, params, **given)
+        except TypeError as error:
+            # Some of optax, also deep inside a chain, take one of these names and no other.
+            unwanted = _UNWANTED.search(str(error))
+            if unwanted is not None and unwanted[1] in given:
+                del given[unwanted[1]]
+                continue
+            if _MISSING.search(str(error)) is None:
+                raise
+            raise ConfigError(
+                f"the optimizer cannot be updated: {error}; a train step gives {', '.join(extra)}: bind what else it "
+                "needs when it is made"
+            ) from None
 
 
 def check_optimizer_state(optimizer_state: Any) -> None:
