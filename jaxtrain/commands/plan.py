@@ -102,7 +102,7 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
             check_exact(one)
     batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
     _answer(estimates, found, batches, impossible, wanted)
-    _write(estimates, loaded, wanted)
+    _write(estimates, found, loaded, wanted)
     lines = dict.fromkeys(line for one in estimates if (line := how_to_check(one)) is not None)
     for line in lines:
         print_remark(f"jaxtrain: {line}")
@@ -268,12 +268,14 @@ def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _write(estimates: Sequence[Estimate], loaded: Loaded, wanted: Wanted) -> None:
+def _write(
+    estimates: Sequence[Estimate], found: Sequence[tuple[Target, Found]], loaded: Loaded, wanted: Wanted
+) -> None:
     if wanted.html is not None:
         from jaxtrain.plan.report.page import write_page
 
         try:
-            write_page(estimates, Path(wanted.html))
+            write_page(estimates, Path(wanted.html), searches=found)
         except OSError as error:
             raise ConfigError(f"--html {wanted.html}: {error.strerror}; give a file in a folder that exists") from None
         print_remark(f"wrote {wanted.html}")

@@ -11,6 +11,8 @@ from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import StepTime, Traffic
 
 _UNKNOWN = "not known"
+# What cannot run takes no time and costs nothing; `plan --json` has the figures that it would have with more memory.
+_NONE = "none: it does not fit"
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ def _verdict(estimate: Estimate, units: _Units) -> str:
 
 def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     time = estimate.time
+    if estimate.fits is False:
+        return {"step time": _Fact(_NONE)}
     if time is None:
         reason = f"{_UNKNOWN}: no peak for {estimate.config.precision.policy} on this hardware"
         return {"step time": _Fact(reason)}
@@ -305,6 +309,8 @@ def _traffic(traffic: Traffic, units: _Units) -> str:
 
 def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     cost = estimate.cost
+    if estimate.fits is False:
+        return {"time to train": _Fact(_NONE)}
     if cost is None:
         return {"cost": _Fact(f"{_UNKNOWN}" + ("" if estimate.time else " without a step time"))}
     rows = {
