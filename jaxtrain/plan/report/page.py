@@ -29,10 +29,10 @@ def write_page(estimates: Sequence[Estimate], path: Path, *, searches: Sequence[
     """
     if not estimates:
         raise ValueError("a page needs an estimate")
-    body = [_header(estimates), _cards(estimates), _advice(estimates), *_pictures(estimates)]
+    body = [_header(estimates), _cards(estimates), _advice(estimates)]
     if searches:
         body.append(f"<section><h2>Candidates of the search</h2>{candidates(searches, estimates)}</section>")
-    body.append(_table(estimates))
+    body += [*_pictures(estimates), _table(estimates)]
     body += [_lines(title, lines) for title, lines in remarks(estimates) if title != "advice"]
     body += [_assumed_figures(estimates), _configs(estimates)]
     page = (

@@ -44,7 +44,8 @@ def memory_bars(estimates: Sequence[Estimate]) -> str:
     shades = colors(names)
 
     def words(count: float) -> str:
-        return f"{count / part_size:,.2f} {part_unit}"
+        small = 0 < count / part_size < 0.005
+        return f"< 0.01 {part_unit}" if small else f"{count / part_size:,.2f} {part_unit}"
 
     bars = []
     for name, one in zip(labels(estimates), estimates, strict=True):

@@ -68,7 +68,7 @@ def _row(place: str, one: Estimate, found: Found, cells: tuple[str, str], mark: 
         over = " over" if used > 100 else ""
         share = (
             f'<span class="meter{over}"><i style="width:{min(used, 100):.1f}%"></i></span>'
-            f"{used:.0f} % of {format_bytes(memory.usable_bytes)}"
+            f"{used:.1f} % of {format_bytes(memory.usable_bytes)}"
         )
     columns = (
         place,

@@ -97,7 +97,8 @@ def size_text(count: float) -> str:
     """Bytes in binary units with three digits: `0.81 GiB`, `1.27 MiB`."""
     scaled, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if scaled < 1000:
+        # As in the table: 0.81 GiB and not 831 MiB.
+        if scaled < 102.4:
             break
         scaled, unit = scaled / 1024, larger
     return f"{scaled:.0f} B" if unit == "B" else f"{digits(scaled)} {unit}"

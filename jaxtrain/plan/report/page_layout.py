@@ -21,17 +21,19 @@ _MOST_COLORS = 8
 
 
 def layout_pictures(estimates: Sequence[Estimate]) -> str:
-    """The layouts of all estimates, the first two open and the others folded.
+    """The layouts of all estimates: the first two different ones open, the others folded.
 
     Args:
         estimates: one or more.
     """
-    parts = []
-    for index, (name, one) in enumerate(zip(labels(estimates), estimates, strict=True)):
+    parts, seen = [], set()
+    for name, one in zip(labels(estimates), estimates, strict=True):
         if len(estimates) == 1:
             parts.append(_layout(one))
         else:
-            is_open = " open" if index < _OPEN else ""
+            key = (one.target.name, _mesh(one))
+            is_open = " open" if key not in seen and len(seen) < _OPEN else ""
+            seen.add(key)
             summary = f"<summary><b>{text(name)}</b>: {text(_mesh(one))}</summary>"
             parts.append(f"<details{is_open}>{summary}{_layout(one)}</details>")
     return "".join(parts)
@@ -50,8 +52,11 @@ def _layout(one: Estimate) -> str:
     # Hosts hold the devices evenly, also where the last island is not full.
     grid = device_grid(one.degrees, -(-one.target.num_devices // max(1, one.target.num_hosts)) or island)
     colored = next((axis for axis in AXES if 1 < one.degrees.get(axis, 1) <= _MOST_COLORS), None)
-    lead = "" if len(grid.first_group) < 2 else " The devices of the last axis named are neighbours."
-    intro = f"<p>{text(_mesh(one))} on {text(_places(one.target))}.{lead}{text(_grouped(one, grid))}</p>"
+    mesh = _mesh(one)
+    sentences = [f"{mesh} on {_places(one.target)}." if grid.first_group else f"{mesh.capitalize()}."]
+    if len(grid.first_group) > 1:
+        sentences.append("Devices with consecutive numbers differ in the last axis first.")
+    intro = f"<p>{text(' '.join([*sentences, *_grouped(one, grid)]))}</p>"
     keys = []
     if colored is not None:
         numbers = range(one.degrees[colored])
@@ -69,12 +74,12 @@ def _place(target: Target) -> str:
     return {"tpu": "slice", "cpu": "machine"}.get(target.hardware.kind, "host")
 
 
-def _grouped(one: Estimate, grid: Grid) -> str:
+def _grouped(one: Estimate, grid: Grid) -> list[str]:
     if grid.devices_per_box == 1:
-        return ""
+        return []
     place = _place(one.target)
     several = f", {grid.islands_per_box} {place}s," if grid.islands_per_box > 1 else ""
-    return f" Each box is {grid.devices_per_box} devices{several} with consecutive numbers."
+    return [f"Each box is {grid.devices_per_box} devices{several} with consecutive numbers."]
 
 
 def _coordinate(axis: str) -> str:
@@ -190,7 +195,7 @@ def _link(target: Target, is_crossed: bool) -> str:
         figure, rate = "network_bandwidth", hardware.network_bandwidth
     source = hardware.sources.get(figure, "")
     if is_crossed:
-        where, name = f"Between {place}s", "network"
+        where, name = f"Between {place}s", "the network"
     else:
         where = f"Inside a {place}" if target.num_hosts > 1 else f"Inside the {place}"
         found = re.search(r"NVLink|Infinity Fabric|ICI|PCIe", source)
@@ -201,12 +206,12 @@ def _link(target: Target, is_crossed: bool) -> str:
             if hardware.kind == "tpu"
             else "memory"
             if hardware.kind == "cpu"
-            else "fast link"
+            else "the fast link"
         )
     if not rate:
-        return f"{where}, over the {name}; its rate is not known."
+        return f"{where}, over {name}; its rate is not known."
     assumed = ", assumed" if source.startswith("assumed") else ""
-    return f"{where}, over the {name}: {rate_text(rate, 'B/s')} per device in one direction{assumed}."
+    return f"{where}, over {name}: {rate_text(rate, 'B/s')} per device in one direction{assumed}."
 
 
 def _sends(traffic: Traffic, one: Estimate) -> str:

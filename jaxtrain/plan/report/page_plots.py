@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxtrain.metrics.format import format_count
 from jaxtrain.plan.report.page_bars import is_timed
-from jaxtrain.plan.report.page_html import PALETTE, block_colors, legend, rate_text, seconds_text, text
+from jaxtrain.plan.report.page_html import PALETTE, block_colors, legend, rate_text, seconds_text, swatch, text
 from jaxtrain.plan.report.rows import dollars, hours, labels
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import BlockTime
@@ -20,9 +20,11 @@ from jaxtrain.plan.time.step import peak_rate
 
 # In units of the picture. It is shown in 0.75 to 1.2 times this size, so that its text is readable on a phone too.
 _WIDTH, _HEIGHT = 480.0, 300.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 12.0, 46.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 14.0, 12.0, 46.0
 # Between the numbers under the points of a roofline, as a share of the width.
 _GAP = 0.045
+# Rooflines beyond this many are folded.
+_OPEN = 2
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,15 @@ def roofline_pictures(estimates: Sequence[Estimate]) -> str | None:
         keys = []
         for number, block in enumerate(ordered, 1):
             rate = rate_text(block.flops / block.seconds, "FLOP/s")
-            said = f"{block.name}: {block.intensity:,.3g} FLOPs per byte, {rate}, {seconds_text(block.seconds)}"
+            said = f"{block.name}: {_intensity(block.intensity)} FLOPs per byte, {rate}, {seconds_text(block.seconds)}"
             keys.append((f'<i class="number" style="--c:{shades[block.name]}">{number}</i>', said))
         picture = _roof(ordered, peak, bandwidth, shades)
-        # In words, the number of each point and what it stands for.
         found.append(f"<div><p><b>{text(name)}</b>: {text(roof)}</p><figure>{picture}</figure>{legend(keys)}</div>")
-    return f'<div class="plots">{"".join(found)}</div>' if found else None
+    if not found:
+        return None
+    first = f'<div class="plots">{"".join(found[:_OPEN])}</div>'
+    rest = f'<div class="plots">{"".join(found[_OPEN:])}</div>'
+    return first + (f"<details><summary>{len(found) - _OPEN} more</summary>{rest}</details>" if found[_OPEN:] else "")
 
 
 def _roof(blocks: Sequence[BlockTime], peak: float, bandwidth: float, shades: dict[str, str]) -> str:
@@ -72,7 +77,7 @@ def _roof(blocks: Sequence[BlockTime], peak: float, bandwidth: float, shades: di
     ridge = peak / bandwidth
     low, high = min(blocks[0].intensity, ridge) / 3, max(blocks[-1].intensity, ridge) * 3
     top = 2 * max(peak, *rates)
-    bottom = min(*rates, low * bandwidth, top / 50) / 3
+    bottom = min(*rates, low * bandwidth) / 4
     frame = _Frame((low, high), (bottom, top))
     drawn = [_axes(frame, "FLOPs per byte moved to and from memory", "FLOP/s of one device", _count, _rate)]
     corners = ((low, low * bandwidth), (ridge, peak), (high, peak))
@@ -89,13 +94,17 @@ def _roof(blocks: Sequence[BlockTime], peak: float, bandwidth: float, shades: di
         color = shades[block.name]
         drawn.append(f'<path class="leader" stroke="{color}" d="M{below:.1f} {foot - 11}L{x:.1f} {y:.1f}"/>')
         said = (
-            f"{block.name}: {block.intensity:,.3g} FLOPs per byte, {rate_text(rate, 'FLOP/s')} at the assumed "
+            f"{block.name}: {_intensity(block.intensity)} FLOPs per byte, {rate_text(rate, 'FLOP/s')} at the assumed "
             f"efficiency, {seconds_text(block.seconds)} per step"
         )
         place = f'cx="{x:.1f}" cy="{y:.1f}" r="5"'
         drawn.append(f'<circle class="point" stroke="{color}" {place}><title>{text(said)}</title></circle>')
         drawn.append(f'<text x="{below:.1f}" y="{foot}" text-anchor="middle">{number}</text>')
     return _svg("Blocks of a step under the roofline", drawn)
+
+
+def _intensity(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -146,7 +155,7 @@ def cost_picture(estimates: Sequence[Estimate]) -> str | None:
         for price in prices:
             drawn.append(_price(frame, price, name, color))
             said.append(f"{price.kind} {dollars(price.usd)} in {hours(price.hours)}{_ends(price)}")
-        keys.append((f'<i class="number" style="--c:{color}"></i>', f"{name}: {'; '.join(said)}"))
+        keys.append((swatch(color), f"{name}: {'; '.join(said)}"))
     marks = [
         ('<i class="mark round"></i>', "on demand; dashed: from the lowest to the highest step time"),
         ('<i class="mark diamond"></i>', "spot, with lost work, saves and restarts, at the likely step time"),
@@ -155,7 +164,7 @@ def cost_picture(estimates: Sequence[Estimate]) -> str | None:
 
 
 def _usd(value: float) -> str:
-    return dollars(value) if value < 10_000 else f"${_count(value)}"
+    return dollars(value).removesuffix(".00") if value < 10_000 else f"${_count(value)}"
 
 
 def _prices(one: Estimate) -> list[_Price]:

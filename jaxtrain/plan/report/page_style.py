@@ -53,9 +53,8 @@ ul { margin: 0; padding-left: 1.2rem; } li { margin: .25rem 0; overflow-wrap: an
   font-style: normal; font-size: .75rem; min-width: 1.3rem; text-align: center; border: 2px solid var(--c);
   border-radius: 1rem; line-height: 1.1rem; align-self: flex-start; margin-top: .1rem;
 }
-.number:empty { min-width: .9rem; height: .9rem; margin-top: .2rem; }
 .plots .legend, .wide-plot + .legend { flex-direction: column; }
-.wide-plot { max-width: 46rem; }
+.wide-plot { max-width: 36rem; }
 svg text { font-size: 12.5px; fill: var(--ink); }
 svg .grid { stroke: var(--line); } svg .ridge { stroke: var(--soft); stroke-dasharray: 4 4; }
 svg .roof { fill: none; stroke: var(--ink); stroke-width: 1.6; }
@@ -86,7 +85,8 @@ svg.small { max-width: 100%; }
 .wide .section { padding-top: 1.1rem; }
 .wide .share { text-align: right; min-width: 4rem; }
 .candidates { margin: .5rem 0 .7rem; } .candidates table { width: 100%; }
-.candidates th, .candidates td { min-width: 0; padding-right: .9rem; } .candidates td:nth-child(2) { min-width: 13rem; }
+.candidates th, .candidates td { min-width: 0; padding-right: .9rem; white-space: nowrap; }
+.candidates td:nth-child(2) { min-width: 13rem; white-space: normal; }
 .candidates tr.chosen { background: var(--panel); } .candidates tr.over td { color: var(--soft); }
 .meter {
   display: inline-block; width: 4.5rem; height: .6rem; margin: 0 .35rem; background: var(--line); border-radius: 2px;
