@@ -247,29 +247,32 @@ def fetches(page: str) -> list[str]:
     return [link for link in links if not link.startswith(("#", "data:"))]
 
 
-# Pictures: memory always, the others where there is something to draw.
+# Bars of memory, bars of compilers, bars of time, roofs, points of cost: memory always, the others where there is
+# something to draw.
 @pytest.mark.parametrize(
     ("case", "pictures"),
     [
-        ("one", 4),
-        ("with the compiler", 4),
-        ("nothing known", 1),
-        ("one known of two", 4),
-        ("thirteen parts", 4),
-        ("empty memory", 4),
-        ("ten", 4),
-        ("no prices", 3),
-        ("no link", 2),
+        ("one", (1, 0, 1, 1, 2)),
+        ("with the compiler", (1, 1, 1, 1, 2)),
+        ("nothing known", (1, 0, 0, 0, 0)),
+        ("one known of two", (2, 0, 1, 1, 2)),
+        # 91 GiB of 80: no time and no cost of what does not fit.
+        ("thirteen parts", (1, 0, 0, 0, 0)),
+        ("empty memory", (1, 0, 1, 1, 2)),
+        ("ten", (10, 0, 10, 10, 20)),
+        ("no prices", (1, 0, 1, 1, 0)),
+        ("no link", (1, 0, 0, 1, 0)),
     ],
 )
 def test_page_has_its_pictures_and_fetches_nothing(case, pictures, tmp_path):
     path = tmp_path / "plan.html"
     write_page(CASES[case], path)
     page = path.read_text(encoding="utf-8")
-    assert page.count("<svg") == pictures
+    marks = ("data-memory=", "data-compiled=", "data-time=", 'class="roof"', "data-hours=")
+    assert tuple(page.count(mark) for mark in marks) == pictures
     assert fetches(page) == []
     assert "http" not in page
-    assert "<script" not in page
+    assert page.count("<script>") == 1, "the hover values"
     assert len(set(re.findall(r'\bid="([^"]+)"', page))) == len(re.findall(r'\bid="([^"]+)"', page))
     for name in labels(CASES[case]):
         assert name in page
@@ -282,7 +285,7 @@ def test_page_escapes_what_others_wrote(tmp_path):
     config = made.config.model_copy(update={"name": evil})
     write_page([dataclasses.replace(made, memory=memory, config=config)], tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert "<script" not in page
+    assert "<script>alert" not in page
     # Title, heading, row and picture of the part, peak, note, advice.
     assert page.count("&lt;script&gt;") >= 7
     assert "$x_1$" in page

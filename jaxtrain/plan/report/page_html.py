@@ -98,7 +98,7 @@ def size_text(count: float) -> str:
     scaled, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         # As in the table: 0.81 GiB and not 831 MiB.
-        if scaled < 102.4:
+        if scaled < (1000 if unit == "B" else 102.4):
             break
         scaled, unit = scaled / 1024, larger
     return f"{scaled:.0f} B" if unit == "B" else f"{digits(scaled)} {unit}"

@@ -156,10 +156,13 @@ def cost_picture(estimates: Sequence[Estimate]) -> str | None:
             drawn.append(_price(frame, price, name, color))
             said.append(f"{price.kind} {dollars(price.usd)} in {hours(price.hours)}{_ends(price)}")
         keys.append((swatch(color), f"{name}: {'; '.join(said)}"))
-    marks = [
-        ('<i class="mark round"></i>', "on demand; dashed: from the lowest to the highest step time"),
-        ('<i class="mark diamond"></i>', "spot, with lost work, saves and restarts, at the likely step time"),
-    ]
+    kinds = {price.kind for price in every}
+    marks = []
+    if "on demand" in kinds:
+        marks.append(('<i class="mark"></i>', "on demand; dashed: from the lowest to the highest step time"))
+    if "spot" in kinds:
+        words = "spot, with lost work, saves and restarts, at the likely step time"
+        marks.append(('<i class="mark diamond"></i>', words))
     return f'<figure class="wide-plot">{_svg("Cost against time", drawn)}</figure>{legend([*keys, *marks])}'
 
 
