@@ -5,13 +5,15 @@ A bar of formulas is pale with a dashed edge, what a compiler found is solid. No
 
 import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxtrain.plan.report.page_html import (
     PALETTE,
     axis,
     block_colors,
     colors,
+    digits,
     hover,
     legend,
     seconds_text,
@@ -73,22 +75,15 @@ def _reach(estimate: Estimate) -> int:
     return max(estimate.memory.total_bytes, estimate.memory.capacity_bytes or 0, _peak(estimate), 1)
 
 
-def _memory_bar(name: str, one: Estimate, most: int, shades: dict[str, str], words) -> str:
+def _memory_bar(name: str, one: Estimate, most: int, shades: Mapping[str, str], words: Callable[[float], str]) -> str:
     memory, total = one.memory, one.memory.total_bytes
-    parts = []
-    left = 0
-    for part, count in memory.parts.items():
-        if count:
-            said = f"{part}: {words(count)}, {100 * count / total:.1f} % of {words(total)}, by formulas"
-            value = f'data-part="{text(part)}" data-bytes="{count}"'
-            parts.append(_segment(left / most, count / most, shades[part], said, value))
-            left += count
+    parts = _memory_parts(one, most, shades, words)
+    taken = max(total, _peak(one))
     enlarged = ""
-    if 0 < total < _LITTLE * most:
-        again = [part.replace("data-bytes=", "data-again=") for part in parts]
-        factor = most / total
-        track = f'<div class="track thin"><div class="zoom" style="--z:{factor:.4f}">{"".join(again)}</div></div>'
-        enlarged = f'<p class="unit">the same, {factor:,.3g} times as wide:</p>{track}'
+    if 0 < taken < _LITTLE * most:
+        again = f'<div class="track thin">{"".join(_memory_parts(one, taken, shades, words))}</div>'
+        again = re.sub("data-(bytes|compiled)=", "data-again=", again + _compiled(one, taken, words))
+        enlarged = f'<p class="unit">the same, {digits(most / taken)} times as wide:</p>{again}'
     if memory.capacity_bytes is not None:
         usable = memory.capacity_bytes - memory.reserved_bytes
         if memory.reserved_bytes:
@@ -98,15 +93,32 @@ def _memory_bar(name: str, one: Estimate, most: int, shades: dict[str, str], wor
         said = f"capacity of the device: {memory.capacity_bytes / 2**30:,.2f} GiB"
         place = f"left:{100 * memory.capacity_bytes / most:.3f}%"
         parts.append(f'<span class="capacity" style="{place}" {hover(said)}></span>')
-    compiled = ""
-    if one.exact is not None:
-        said = f"peak by the hardware's own compiler: {words(one.exact.peak_bytes)}"
-        value = f'data-compiled="{one.exact.peak_bytes}" style="width:{100 * one.exact.peak_bytes / most:.3f}%"'
-        compiled = f'<div class="track thin"><span class="compiled" {value} {hover(said)}></span></div>'
     kind = {True: "good", False: "bad", None: "plain"}[one.fits]
     head = f'<b>{text(name)}</b> <span class="{kind}">{text(verdict(one))}</span>'
     track = f'<div class="track">{"".join(parts)}</div>'
-    return f'<div class="bar" data-memory="{text(name)}"><p>{head}</p>{track}{compiled}{enlarged}</div>'
+    return (
+        f'<div class="bar" data-memory="{text(name)}"><p>{head}</p>{track}{_compiled(one, most, words)}{enlarged}</div>'
+    )
+
+
+def _memory_parts(one: Estimate, reach: int, shades: Mapping[str, str], words: Callable[[float], str]) -> list[str]:
+    """The parts of memory beside each other, on a scale that ends at `reach` bytes."""
+    left, parts, total = 0, [], one.memory.total_bytes
+    for part, count in one.memory.parts.items():
+        if count:
+            said = f"{part}: {words(count)}, {100 * count / total:.1f} % of {words(total)}, by formulas"
+            value = f'data-part="{text(part)}" data-bytes="{count}"'
+            parts.append(_segment(left / reach, count / reach, shades[part], said, value))
+            left += count
+    return parts
+
+
+def _compiled(one: Estimate, reach: int, words: Callable[[float], str]) -> str:
+    if one.exact is None:
+        return ""
+    said = f"peak by the hardware's own compiler: {words(one.exact.peak_bytes)}"
+    value = f'data-compiled="{one.exact.peak_bytes}" style="width:{100 * one.exact.peak_bytes / reach:.3f}%"'
+    return f'<div class="track thin"><span class="compiled" {value} {hover(said)}></span></div>'
 
 
 def _segment(left: float, width: float, color: str, said: str, value: str, kind: str = "") -> str:
@@ -181,7 +193,7 @@ def range_text(time: StepTime) -> str:
     return f"{seconds_text(time.seconds)} ({seconds_text(time.low_seconds)} to {seconds_text(time.high_seconds)})"
 
 
-def _time_bar(name: str, time: StepTime, reach: float, shades: dict[str, str], others: Sequence[str]) -> str:
+def _time_bar(name: str, time: StepTime, reach: float, shades: Mapping[str, str], others: Sequence[str]) -> str:
     whole, left, parts = _whole(time), 0.0, []
     bounds = {block.name: f", bound by {block.bound}" for block in time.blocks}
     for part, taken in time_parts(time).items():

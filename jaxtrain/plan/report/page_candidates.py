@@ -53,7 +53,7 @@ def _table(target: Target, found: Found, estimates: Sequence[Estimate]) -> str:
     reasons = "".join(f"<li>{text(line)}</li>" for line in why_not(found))
     return (
         f"<p><b>{text(target.name)}</b>: {len(found.ranked):,} of {found.tried:,} layouts fit, "
-        f"{len(found.too_large):,} are too large, {len(found.refused):,} cannot be.</p>"
+        f"{len(found.too_large):,} are too large, {len(found.refused):,} are impossible.</p>"
         f'<div class="wide candidates"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
         f"<ul>{reasons}</ul>"

@@ -144,16 +144,19 @@ def cost_picture(estimates: Sequence[Estimate]) -> str | None:
     ends = [price.span or (1.0, 1.0) for _, prices in shown for price in prices]
     every = [price for _, prices in shown for price in prices]
     factors = [(price, factor) for price, span in zip(every, ends, strict=True) for factor in span]
+    longest = max(price.hours for price in every)
+    # No tick of a short run is 0.0002 hours.
+    unit, per_hour = ("seconds", 3600) if longest < 1 / 30 else ("minutes", 60) if longest < 2 else ("hours", 1)
     frame = _Frame(
-        _limits([price.hours * factor for price, factor in factors]),
+        _limits([per_hour * price.hours * factor for price, factor in factors]),
         _limits([price.usd * factor for price, factor in factors]),
     )
-    drawn = [_axes(frame, "hours to train", "US dollars", lambda value: f"{value:,.4g}", _usd)]
+    drawn = [_axes(frame, f"{unit} to train", "US dollars", lambda value: f"{value:,.4g}", _usd)]
     keys = []
     for (name, prices), color in zip(shown, itertools.cycle(PALETTE)):
         said = []
         for price in prices:
-            drawn.append(_price(frame, price, name, color))
+            drawn.append(_price(frame, per_hour, price, name, color))
             said.append(f"{price.kind} {dollars(price.usd)} in {hours(price.hours)}{_ends(price)}")
         keys.append((swatch(color), f"{name}: {'; '.join(said)}"))
     kinds = {price.kind for price in every}
@@ -192,14 +195,14 @@ def _ends(price: _Price) -> str:
     )
 
 
-def _price(frame: _Frame, price: _Price, name: str, color: str) -> str:
-    x, y = frame.across(price.hours), frame.up(price.usd)
+def _price(frame: _Frame, per_hour: int, price: _Price, name: str, color: str) -> str:
+    x, y = frame.across(per_hour * price.hours), frame.up(price.usd)
     said = f"<title>{text(f'{name}, {price.kind}: {dollars(price.usd)} in {hours(price.hours)}{_ends(price)}')}</title>"
     value = f'data-hours="{price.hours!r}" data-usd="{price.usd!r}" data-of="{text(name)}"'
     if price.span is None:
         return f'<path class="point" stroke="{color}" d="M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z" {value}>{said}</path>'
     low, high = price.span
-    ends = [(frame.across(price.hours * factor), frame.up(price.usd * factor)) for factor in (low, high)]
+    ends = [(frame.across(per_hour * price.hours * factor), frame.up(price.usd * factor)) for factor in (low, high)]
     line = "L".join(f"{across:.1f} {up:.1f}" for across, up in ends)
     return (
         f'<path class="span" stroke="{color}" d="M{line}"/>'

@@ -31,7 +31,6 @@ ul { margin: 0; padding-left: 1.2rem; } li { margin: .25rem 0; overflow-wrap: an
 .track { position: relative; height: 1.7rem; background: var(--panel); border-radius: 3px; overflow: hidden; }
 .track.thin { height: .8rem; margin-top: 3px; }
 .track span { position: absolute; top: 0; bottom: 0; }
-.zoom { position: absolute; top: 0; bottom: 0; left: 0; width: calc(var(--z) * 100%); }
 .capacity { width: 3px; margin-left: -3px; }
 .whisker, .swatch.range { position: relative; height: .9rem; }
 .whisker span { position: absolute; top: .4rem; border-top: 2px dashed var(--ink); }
@@ -60,12 +59,12 @@ svg .grid { stroke: var(--line); } svg .ridge { stroke: var(--soft); stroke-dash
 svg .roof { fill: none; stroke: var(--ink); stroke-width: 1.6; }
 svg .point { fill: var(--page); stroke-width: 2.2; } svg .leader { fill: none; opacity: .7; }
 svg .span { fill: none; stroke-width: 1.8; stroke-dasharray: 5 4; }
-.hosts { display: flex; flex-wrap: wrap; gap: .6rem; margin: .6rem 0; }
-.host { border: 1.5px solid var(--soft); border-radius: .5rem; padding: .35rem; max-width: 100%; }
+.hosts { display: flex; flex-wrap: wrap; gap: .45rem; margin: .6rem 0; }
+.host { border: 1.5px solid var(--soft); border-radius: .5rem; padding: .3rem; max-width: 100%; }
 .host > span { display: block; font-size: .78rem; color: var(--soft); margin-bottom: .2rem; }
 .cells { display: grid; grid-template-columns: repeat(var(--n), auto); gap: 3px; }
 .cell {
-  min-width: 1.9rem; padding: .1rem .2rem; text-align: center; font-size: .74rem; border-radius: 3px;
+  min-width: 1.7rem; padding: .1rem .15rem; text-align: center; font-size: .74rem; border-radius: 3px;
   font-variant-numeric: tabular-nums; border: 1.5px solid var(--c, var(--soft));
   background: color-mix(in srgb, var(--c, transparent) 30%, transparent);
 }
@@ -83,10 +82,10 @@ svg.small { max-width: 100%; }
 .wide th { min-width: 11rem; }
 .wide thead th, .wide .section { color: var(--ink); font-weight: 600; }
 .wide .section { padding-top: 1.1rem; }
-.wide .share { text-align: right; min-width: 4rem; }
+.wide .share { text-align: right; min-width: 3.5rem; padding-right: 0; white-space: nowrap; }
 .candidates { margin: .5rem 0 .7rem; } .candidates table { width: 100%; }
 .candidates th, .candidates td { min-width: 0; padding-right: .9rem; white-space: nowrap; }
-.candidates td:nth-child(2) { min-width: 13rem; white-space: normal; }
+.candidates td:nth-child(2) { min-width: 17rem; white-space: normal; }
 .candidates tr.chosen { background: var(--panel); } .candidates tr.over td { color: var(--soft); }
 .meter {
   display: inline-block; width: 4.5rem; height: .6rem; margin: 0 .35rem; background: var(--line); border-radius: 2px;
@@ -100,6 +99,7 @@ details { margin: .5rem 0; } summary { cursor: pointer; margin-bottom: .4rem; ov
 }
 @media (max-width: 40rem) {
   .mesh-axis { grid-template-columns: 1fr; }
+  .candidates td:nth-child(2) { min-width: 11rem; }
   .wide th { min-width: 7rem; } .wide td { min-width: 6rem; padding-right: .8rem; }
 }
 @media print { .track, .cell, .swatch { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }

@@ -284,7 +284,7 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     rate = estimate.tokens_per_second or estimate.rows_per_second
     if rate is not None:
         devices = estimate.target.num_devices
-        each = f" ({format_count(rate / devices)} a device)" if devices > 1 else ""
+        each = f" ({format_count(rate / devices)} per device)" if devices > 1 else ""
         rows[f"{estimate.workload.unit}/s"] = _Fact(format_count(rate) + each)
     rows["MFU"] = _Fact(_utilization(time))
     rows["bound by"] = _Fact(time.bound)
@@ -292,7 +292,8 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     if units.is_single:
         # Side by side they would be as many rows again; the page has them as bars.
         for block in time.blocks:
-            text = f"{ms(block.seconds):>12}, bound by {block.bound}, {_three_digits(block.intensity)} FLOPs a byte"
+            work = f"{_three_digits(block.intensity)} FLOPs per byte" if block.flops else "only moves data"
+            text = f"{ms(block.seconds):>12}, bound by {block.bound}, {work}"
             rows[block.name] = _Fact(text, block.seconds / whole if whole else None)
     for traffic in time.traffic:
         label = f"traffic over {traffic.axis}"
