@@ -246,7 +246,10 @@ def _answer(
         print_json(answer)
         return
     for target, one in found:
-        print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the fastest:")
+        if one.ranked:
+            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the fastest:")
+        else:
+            print_text(f"{target.name}: none of {one.tried} layouts fits; below is the one that needs the least memory")
         for place, each in enumerate(one.ranked[:10], 1):
             shown = _ranked(each, one.vary)
             print_text(f"  {place:>2}. {shown['step']:>10}  {shown['memory']:>10}  {shown['layout']}")

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from jaxtrain.cli import main
 from jaxtrain.config.load import load_config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.plan.catalogue.hardware import catalogue, parse_targets
@@ -191,6 +192,14 @@ def test_candidates_that_all_are_too_large_have_no_cost(tmp_path):
     assert "$" not in page
     assert "chosen" not in page
     assert "does not fit" in page
+
+
+def test_a_search_in_which_nothing_fits_ranks_nothing(capsys):
+    assert main(["plan", "llama3_8b", "--on", "rtx4090x2", "--analytic", "--search", "--vary", "mesh"]) == 0
+    out = capsys.readouterr().out
+    assert re.match(r"rtx4090x2: none of \d+ layouts fits; below is the one that needs the least memory\n", out)
+    assert "the fastest" not in out
+    assert "$" not in out
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,9 @@ def _cards(estimates: Sequence[Estimate]) -> str:
         cards = [(f"{sum(one.fits is True for one in estimates)} of {len(estimates)}", "fit")]
         if fitting:
             name, cost = min(fitting, key=lambda item: item[1].hours)
-            cards.append((hours(cost.hours).replace(" hours", " h"), f"fastest that fits: {name}"))
+            cards.append(
+                (hours(cost.hours).replace(" hours", " h").replace(" minutes", " min"), f"fastest that fits: {name}")
+            )
         rents = [(name, cost.on_demand_usd) for name, cost in fitting if cost.on_demand_usd is not None]
         if rents:
             name, usd = min(rents, key=lambda item: item[1])
@@ -106,7 +108,9 @@ def _single_cards(estimate: Estimate) -> list[tuple[str, str]]:
         if time.model_flops_utilization is not None:
             cards.append((f"{100 * time.model_flops_utilization:.1f} %", "model FLOPs utilization"))
     if cost is not None:
-        cards.append((hours(cost.hours).replace(" hours", " h"), f"to train {cost.steps:,} steps"))
+        cards.append(
+            (hours(cost.hours).replace(" hours", " h").replace(" minutes", " min"), f"to train {cost.steps:,} steps")
+        )
         if cost.on_demand_usd is not None:
             cards.append((dollars(cost.on_demand_usd), "whole run, on demand"))
         if cost.spot is not None and cost.spot.is_sensible:
