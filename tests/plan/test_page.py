@@ -194,6 +194,29 @@ def test_candidates_that_all_are_too_large_have_no_cost(tmp_path):
     assert "does not fit" in page
 
 
+def test_a_layout_that_the_compiler_finds_too_large_has_no_cost(tmp_path, monkeypatch, capsys):
+    def compiler(estimate, report):
+        # Too large for all layouts that keep activations.
+        peak = 2**30 if estimate.config.remat.policy == "full" else 2**40
+        return dataclasses.replace(estimate, exact=ExactMemory(2**28, peak, None, None, 1.0))
+
+    monkeypatch.setattr("jaxtrain.commands.plan.with_compiler", compiler)
+    path = tmp_path / "plan.html"
+    words = ["plan", "gpt2_124m", "--on", "h100", "--search", "--vary", "remat", "--html", str(path)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert out.count("too large by the compiler, 1.0 TiB: ") == 2
+    page = path.read_text(encoding="utf-8").split("Candidates of the search")[1].split("</table>")[0]
+    rows = {row.split("remat=")[1].split(",")[0]: row for row in page.split("<tr")[2:] if "remat=" in row}
+    assert "<b>chosen</b>" in rows["full"]
+    assert "$" in rows["full"]
+    for policy in ("none", "dots"):
+        assert "does not fit, by the compiler" in rows[policy]
+        assert "1.0 TiB" in rows[policy]
+        assert "$" not in rows[policy]
+        assert " ms" not in rows[policy]
+
+
 def test_a_search_in_which_nothing_fits_ranks_nothing(capsys):
     assert main(["plan", "llama3_8b", "--on", "rtx4090x2", "--analytic", "--search", "--vary", "mesh"]) == 0
     out = capsys.readouterr().out

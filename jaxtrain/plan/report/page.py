@@ -19,19 +19,26 @@ from jaxtrain.plan.search.layouts import Found
 from jaxtrain.runtime.files import write_text_atomic
 
 
-def write_page(estimates: Sequence[Estimate], path: Path, *, searches: Sequence[tuple[Target, Found]] = ()) -> None:
+def write_page(
+    estimates: Sequence[Estimate],
+    path: Path,
+    *,
+    searches: Sequence[tuple[Target, Found]] = (),
+    rejected: Sequence[Estimate] = (),
+) -> None:
     """Writes estimates as one page: pictures, candidates of a search, the table, advice and notes, configs.
 
     Args:
         estimates: one or more.
         path: of the HTML file, written whole or not at all.
         searches: targets with what a search found for them.
+        rejected: layouts of the searches that fit by formulas and that the compiler found too large.
     """
     if not estimates:
         raise ValueError("a page needs an estimate")
     body = [_header(estimates), _cards(estimates), _advice(estimates)]
     if searches:
-        body.append(f"<section><h2>Candidates of the search</h2>{candidates(searches, estimates)}</section>")
+        body.append(f"<section><h2>Candidates of the search</h2>{candidates(searches, estimates, rejected)}</section>")
     body += [*_pictures(estimates), _table(estimates)]
     body += [_lines(title, lines) for title, lines in remarks(estimates) if title != "advice"]
     body += [_assumed_figures(estimates), _configs(estimates)]
@@ -78,9 +85,7 @@ def _cards(estimates: Sequence[Estimate]) -> str:
         cards = [(f"{sum(one.fits is True for one in estimates)} of {len(estimates)}", "fit")]
         if fitting:
             name, cost = min(fitting, key=lambda item: item[1].hours)
-            cards.append(
-                (hours(cost.hours).replace(" hours", " h").replace(" minutes", " min"), f"fastest that fits: {name}")
-            )
+            cards.append((_short_hours(cost.hours), f"fastest that fits: {name}"))
         rents = [(name, cost.on_demand_usd) for name, cost in fitting if cost.on_demand_usd is not None]
         if rents:
             name, usd = min(rents, key=lambda item: item[1])
@@ -91,6 +96,10 @@ def _cards(estimates: Sequence[Estimate]) -> str:
             cards.append((dollars(usd), f"cheapest that fits, spot: {name}"))
     items = "".join(f"<div><dd>{text(value)}</dd><dt>{text(label)}</dt></div>" for value, label in cards)
     return f'<dl class="cards">{items}</dl>'
+
+
+def _short_hours(count: float) -> str:
+    return hours(count).replace(" hours", " h").replace(" minutes", " min")
 
 
 def _single_cards(estimate: Estimate) -> list[tuple[str, str]]:
@@ -108,9 +117,7 @@ def _single_cards(estimate: Estimate) -> list[tuple[str, str]]:
         if time.model_flops_utilization is not None:
             cards.append((f"{100 * time.model_flops_utilization:.1f} %", "model FLOPs utilization"))
     if cost is not None:
-        cards.append(
-            (hours(cost.hours).replace(" hours", " h").replace(" minutes", " min"), f"to train {cost.steps:,} steps")
-        )
+        cards.append((_short_hours(cost.hours), f"to train {cost.steps:,} steps"))
         if cost.on_demand_usd is not None:
             cards.append((dollars(cost.on_demand_usd), "whole run, on demand"))
         if cost.spot is not None and cost.spot.is_sensible:

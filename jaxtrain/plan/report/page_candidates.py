@@ -15,14 +15,17 @@ _FITTING = 20
 _TOO_LARGE = 5
 
 
-def candidates(searches: Sequence[tuple[Target, Found]], estimates: Sequence[Estimate]) -> str:
+def candidates(
+    searches: Sequence[tuple[Target, Found]], estimates: Sequence[Estimate], rejected: Sequence[Estimate] = ()
+) -> str:
     """A table per target.
 
     Args:
         searches: targets with what was found for them.
         estimates: those that the page shows in full; the first of a target that may fit is the chosen one.
+        rejected: those that fit by formulas and that the compiler found too large.
     """
-    return "".join(_table(target, found, estimates) for target, found in searches)
+    return "".join(_table(target, found, [*estimates, *rejected]) for target, found in searches)
 
 
 def _table(target: Target, found: Found, estimates: Sequence[Estimate]) -> str:
@@ -40,7 +43,7 @@ def _table(target: Target, found: Found, estimates: Sequence[Estimate]) -> str:
         cost = one.cost
         whole = "not known" if cost is None else f"{hours(cost.hours)}, {dollars(cost.on_demand_usd)}"
         cells = (step, whole) if same is None or same.fits is not False else ("", "")
-        rows.append(_row(f"{place}", one, found, cells, mark, kind))
+        rows.append(_row(f"{place}", same or one, found, cells, mark, kind))
     if len(found.ranked) > _FITTING:
         rows.append(f'<tr><td></td><td colspan="5">{len(found.ranked) - _FITTING:,} more fit</td></tr>')
     for one in found.too_large[:_TOO_LARGE]:
@@ -52,7 +55,7 @@ def _table(target: Target, found: Found, estimates: Sequence[Estimate]) -> str:
     head = "".join(f"<th>{text(one)}</th>" for one in heads)
     reasons = "".join(f"<li>{text(line)}</li>" for line in why_not(found))
     return (
-        f"<p><b>{text(target.name)}</b>: {len(found.ranked):,} of {found.tried:,} layouts fit, "
+        f"<p><b>{text(target.name)}</b>: {len(found.ranked):,} of {found.tried:,} layouts fit by formulas, "
         f"{len(found.too_large):,} are too large, {len(found.refused):,} are impossible.</p>"
         f'<div class="wide candidates"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
@@ -61,20 +64,22 @@ def _table(target: Target, found: Found, estimates: Sequence[Estimate]) -> str:
 
 
 def _row(place: str, one: Estimate, found: Found, cells: tuple[str, str], mark: str, kind: str) -> str:
-    memory = one.memory
-    share = ""
-    if memory.usable_bytes:
-        used = 100 * memory.total_bytes / memory.usable_bytes
+    peak, room, share = one.memory.total_bytes, one.memory.usable_bytes, ""
+    if one.exact is not None:
+        peak, room = one.exact.peak_bytes, one.exact.capacity_bytes or room
+    if room:
+        used = 100 * peak / room
         over = " over" if used > 100 else ""
         share = (
             f'<span class="meter{over}"><i style="width:{min(used, 100):.1f}%"></i></span>'
-            f"{used:.1f} % of {format_bytes(memory.usable_bytes)}"
+            f"{used:.1f} % of {format_bytes(room)}"
+            f"{', by the compiler' if one.exact is not None else ''}"
         )
     columns = (
         place,
         text(describe_layout(one.config, found.vary)),
         text(cells[0]),
-        f"{format_bytes(memory.total_bytes)} {share}",
+        f"{format_bytes(peak)} {share}",
         text(cells[1]),
         f"<b>{text(mark)}</b>" if mark else "",
     )
