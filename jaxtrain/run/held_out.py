@@ -1,5 +1,7 @@
 """Evaluation of a run on its held-out rows: when it is due, what is shown and recorded of it."""
 
+from typing import TYPE_CHECKING
+
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
@@ -7,6 +9,9 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.record import RunRecord
 from jaxtrain.train.assemble import Run, reading_threads
 from jaxtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    import grain
 
 
 class HeldOut:
@@ -29,11 +34,20 @@ class HeldOut:
 
     def evaluate(self, number: int, state: TrainState) -> None:
         """Evaluate the state after step `number`, unless that was done already."""
-        config, data = self._run.config, self._run.data
+        data = self._run.data
         if data.validation is None or self._step == number:
             return
+        with self._record.spent.measure("evaluation"):
+            self.metrics = self._evaluated(state, data.validation)
+        self._step = number
+        self._record.scalars(number, self.metrics)
+        shown = "  ".join(shown_metrics(self.metrics))
+        self._progress.message(f"step {number}: {shown}")
+
+    def _evaluated(self, state: TrainState, validation: "grain.MapDataset") -> Scalars:
+        config = self._run.config
         rows = Batches(
-            data.validation,
+            validation,
             config.train.global_batch_size,
             seed=config.seed,
             shuffle=False,
@@ -42,13 +56,9 @@ class HeldOut:
         count = min(len(rows), config.evaluation.max_batches or len(rows))
         loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
         try:
-            self.metrics = flat_scalars(self._evaluator(state, (batch for batch, _ in loaded)))
+            return flat_scalars(self._evaluator(state, (batch for batch, _ in loaded)))
         finally:
             loaded.close()
-        self._step = number
-        self._record.scalars(number, self.metrics)
-        shown = "  ".join(shown_metrics(self.metrics))
-        self._progress.message(f"step {number}: {shown}")
 
     def loss_after(self, number: int) -> float | None:
         """The eval_loss after step `number`; None where the last evaluation was of another step."""

@@ -1,7 +1,6 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from jaxtrain.errors import DivergedError, PreemptedError
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.tasks import Task
 from jaxtrain.run.banner import banner_lines
@@ -66,9 +66,10 @@ def prepare_session(
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
-    began = time.monotonic()
+    spent = TimeSpent()
     own = own_parts(model=model, task=task, data=data)
-    run = _assembled(loaded, model=model, task=task, data=data, progress=progress)
+    with spent.measure("reading data"):
+        run = _assembled(loaded, model=model, task=task, data=data, progress=progress)
     metadata = run_metadata(run, own)
     checkpointer = _checkpointer(run, run_dir, progress)
     with closing_on_failure(lambda status: checkpointer.close()):
@@ -80,7 +81,7 @@ def prepare_session(
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
         progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))
-        state = _compiled_state(run, checkpointer, progress, is_resumed=resumed is not None)
+        state = _compiled_state(run, checkpointer, progress, spent, is_resumed=resumed is not None)
         start = 0 if resumed is None else int(state.step)
         if resumed is None and main:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
@@ -90,7 +91,7 @@ def prepare_session(
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if start >= run.config.train.steps else {}
         meter = run_meter(run, own_model=model is not None)
-        record = open_record(loaded, run, run_dir, start=start, own=own, began=began, main=main)
+        record = open_record(loaded, run, run_dir, start=start, own=own, spent=spent, main=main)
         return Session(
             run=run,
             run_dir=run_dir,
@@ -145,16 +146,19 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
     )
 
 
-def _compiled_state(run: Run, checkpointer: Checkpointer, progress: Progress, *, is_resumed: bool) -> TrainState:
+def _compiled_state(
+    run: Run, checkpointer: Checkpointer, progress: Progress, spent: TimeSpent, *, is_resumed: bool
+) -> TrainState:
     """Compile the step, and create the state or restore it from the newest intact checkpoint."""
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(run.step.init, run.config.seed)
-        _compile(run, progress)
+        with spent.measure("compiling"):
+            _compile(run, progress)
         if created is None:
-            with progress.phase("restoring checkpoint"):
+            with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 return checkpointer.restore(run.step.abstract_state)
-        with progress.phase("creating state"):
+        with progress.phase("creating state"), spent.measure("creating state"):
             return jax.block_until_ready(created.result())
 
 

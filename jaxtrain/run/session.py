@@ -16,6 +16,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import Hooks, train_loop
+from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
@@ -77,9 +78,16 @@ def train_session(session: Session) -> Result:
         raise PreemptedError(
             f"stopped after step {done} of {last}; saved in {session.run_dir / 'checkpoints'}: run again to go on"
         )
+    spent = session.record.spent
     session.held_out.evaluate(done, state)
     _save(session, done, state)
-    sample = sample_text(session.run, state, session.progress)
+    if session.record.draws_report:
+        with spent.measure("saving"):
+            session.checkpointer.wait()  # what follows may fail, and the run is saved whatever it does
+        with spent.measure("evaluation"):
+            session.record.held_out(held_out_details(session.run, state, done, session.progress))
+    with spent.measure("sampling"):
+        sample = sample_text(session.run, state, session.progress)
     if sample is not None:
         session.record.sample(last, sample)
     if session.start >= last:
@@ -93,7 +101,8 @@ def train_session(session: Session) -> Result:
 
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
-    session.checkpointer.close()
+    with session.record.spent.measure("saving"):
+        session.checkpointer.close()
     session.record.close(status, _final_metrics(session), session.progress)
 
 
@@ -159,7 +168,10 @@ def _is_due(number: int, every: int | None) -> bool:
 
 
 def _save(session: Session, number: int, state: TrainState) -> None:
-    session.checkpointer.save(number, state, metadata=session.metadata, eval_loss=session.held_out.loss_after(number))
+    record, loss = session.record, session.held_out.loss_after(number)
+    with record.spent.measure("saving"):
+        session.checkpointer.save(number, state, metadata=session.metadata, eval_loss=loss)
+    record.keep_time()
 
 
 def _final_metrics(session: Session) -> dict[str, float | int | None]:
