@@ -137,7 +137,7 @@ def _confusions(run: Run, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mistakes(run: Run, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The wrong rows of the largest losses, with a picture where inputs are images; only the main process reads them."""
+    """The wrong rows of the largest losses, with a picture where inputs are images; the main process reads them."""
     wrong = np.flatnonzero(found["targets"] != found["predicted"])
     losses = np.nan_to_num(found["losses"][wrong], nan=np.inf)
     worst = wrong[np.argsort(-losses, kind="stable")[:_MOST_MISTAKES]]
@@ -159,8 +159,9 @@ def _mistakes(run: Run, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _picture(run: Run, row: int) -> bytes | None:
-    if len(run.data.input_shape) not in (2, 3):
+    validation = run.data.validation
+    if validation is None or len(run.data.input_shape) not in (2, 3):
         return None
-    assert run.data.validation is not None
-    inputs = run.data.validation[row]["inputs"]
+    found: Any = validation[row]
+    inputs = found["inputs"]
     return thumbnail(np.asarray(inputs)) if isinstance(inputs, (np.ndarray, jax.Array)) else None

@@ -72,6 +72,9 @@ def _log_scale(low: float, high: float) -> Scale:
     first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
     every = max(1, math.ceil((last - first + 1) / _MOST_TICKS))
     values = [10.0**power for power in range(first, last + 1, every)]
+    if len(values) < 3:
+        between = (factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5))
+        values = [value for value in between if low <= value <= high]
     return Scale(low, high, True, tuple((value, _tick(value, high)) for value in values))
 
 

@@ -116,8 +116,8 @@ def _worst(found: Mapping[str, Any], names: Sequence[str] | None) -> str:
     if not items:
         return ""
     return (
-        '<h3>Worst mistakes</h3><p class="soft">The wrong predictions of the largest loss; rows are numbered within the '
-        f'held-out rows, from 0.</p><ul class="mistakes">{"".join(items)}</ul>'
+        '<h3>Worst mistakes</h3><p class="soft">The wrong predictions of the largest loss; rows are '
+        f'numbered within the held-out rows, from 0.</p><ul class="mistakes">{"".join(items)}</ul>'
     )
 
 

@@ -31,7 +31,9 @@ def header(run: RunFiles) -> str:
     facts.append(moment(info.get("created")))
     kind = status_kind(run.status)
     line = " · ".join(text(fact) for fact in facts if fact)
-    return f'<header><h1>{text(run.name)} <span class="status {kind}">{text(run.status)}</span></h1><p>{line}</p></header>'
+    return (
+        f'<header><h1>{text(run.name)} <span class="status {kind}">{text(run.status)}</span></h1><p>{line}</p></header>'
+    )
 
 
 def status_kind(status: str) -> str:
@@ -109,8 +111,8 @@ def _ending(run: RunFiles) -> Iterator[tuple[str, str]]:
     elif run.status == "diverged":
         yield (
             "bad",
-            f"The run diverged at {reached}: its gradients were not finite in too many steps in a row. A lower "
-            "optimizer.learning_rate, more warmup_steps or a lower optimizer.clip_norm may help.",
+            "The run diverged: its gradients were not finite in too many steps in a row. The last row is of "
+            f"{reached}. A lower optimizer.learning_rate, more warmup_steps or a lower optimizer.clip_norm may help.",
         )
     elif run.status == "failed":
         yield "bad", f"The run failed after {reached}; the same command goes on from its newest checkpoint."
@@ -120,7 +122,7 @@ def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
     best = run.best()
     if best is None:
         if "loss" in run.series:
-            yield "", "No held-out rows were evaluated, so the report cannot say how the model does on rows it has not seen."
+            yield "", "No held-out rows were evaluated: how the model does on rows that it has not seen is not known."
         return
     steps, values = run.series["eval_loss"]
     last_step, last = int(steps[-1]), float(values[-1])

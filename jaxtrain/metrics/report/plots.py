@@ -23,6 +23,8 @@ _NUM_COLORS = 8
 # Told apart without colours, too: by eye on paper, or by those who see no colours.
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 4", "8 2 2 2 2 2")
 _NUM_TITLES = 24
+# Names on the picture have a rim of the page's colour, because curves pass behind them.
+_ON_CURVES = "fill:var(--ink);stroke:var(--page);stroke-width:3.5;paint-order:stroke;stroke-linejoin:round"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Plot:
         best: (step, value) that is marked as the best; None: no mark.
         resumed: steps after which the run was resumed, drawn as short ticks.
         with_dashes: whether curves differ in their dashes besides their colours.
+        looks: number of the colour and dash of each curve, from 0; None: in order.
     """
 
     title: str
@@ -65,6 +68,7 @@ class Plot:
     best: tuple[float, float] | None = None
     resumed: Sequence[int] = ()
     with_dashes: bool = False
+    looks: Sequence[int] | None = None
 
 
 def draw_svg(plot: Plot, *, prefix: str) -> str:
@@ -77,19 +81,17 @@ def draw_svg(plot: Plot, *, prefix: str) -> str:
     legend, top = _legend(plot)
     steps = np.concatenate([curve.steps for _, curve in plot.curves])
     first, last = float(steps.min()), float(steps.max())
-    x = make_scale(0.0 if first <= max(0.1 * last, 1.0) else first, last, is_whole=True)
+    x = make_scale(0.0 if first <= max(0.5 * last, 1.0) else first, last, is_whole=True)
     y = _vertical(plot)
     left = 12 + max(_LETTER * len(label) for _, label in y.ticks)
     box = (left, float(top), float(_WIDTH - _RIGHT), float(_HEIGHT - _BOTTOM))
     frame = _Frame(box, x, y)
-    parts = [
-        _grid(plot, frame),
-        f'<clipPath id="{prefix}-box"><rect x="{box[0]:.1f}" y="{box[1] - 2:.1f}" width="{box[2] - box[0]:.1f}" '
-        f'height="{box[3] - box[1] + 4:.1f}"/></clipPath><g clip-path="url(#{prefix}-box)">{_lines(plot, frame)}</g>',
-        _marks(plot, frame),
-        legend,
-        _titles(plot, frame),
-    ]
+    clip = (
+        f'<clipPath id="{prefix}-box"><rect x="{box[0] - 4:.1f}" y="{box[1] - 4:.1f}" '
+        f'width="{box[2] - box[0] + 8:.1f}" height="{box[3] - box[1] + 8:.1f}"/></clipPath>'
+    )
+    lines = f'{clip}<g clip-path="url(#{prefix}-box)">{_lines(plot, frame)}</g>'
+    parts = [_grid(plot, frame), lines, _marks(plot, frame), legend, _titles(plot, frame)]
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(plot.title)} over steps" '
         f'data-plot="{text(_values(plot, frame))}">{"".join(parts)}</svg>'
@@ -126,6 +128,12 @@ def _is_near(value: float, high: float) -> bool:
     return value <= 1.6 * high
 
 
+def _numbered(plot: Plot) -> list[tuple[int, str, Curve]]:
+    """Each curve with the number of its look."""
+    looks = range(len(plot.curves)) if plot.looks is None else plot.looks
+    return [(number, name, curve) for number, (name, curve) in zip(looks, plot.curves, strict=True)]
+
+
 def _color(number: int) -> str:
     return f"var(--series-{number % _NUM_COLORS + 1})"
 
@@ -138,9 +146,9 @@ def _dash(plot: Plot, number: int) -> str:
 def _legend(plot: Plot) -> tuple[str, int]:
     """The unit and the names of the curves above the picture, in as many lines as they take; and its height."""
     parts = [f'<text x="2" y="13" style="fill:var(--soft)">{text(plot.y_label)}</text>']
-    items = [(name, number) for number, (name, _) in enumerate(plot.curves)] if len(plot.curves) > 1 else []
-    if plot.smoothed and not items:
-        items = [(plot.curves[0][0], 0)]
+    # One curve needs no name, unless its look tells which run it is of.
+    is_named = len(plot.curves) > 1 or plot.looks is not None
+    items = [(name, number) for number, name, _ in _numbered(plot)] if is_named else []
     sizes = [28 + _LETTER * len(name) for name, _ in items]
     x, line = _LETTER * len(plot.y_label) + 20, 0
     if sum(sizes) > _WIDTH - x:
@@ -158,7 +166,7 @@ def _legend(plot: Plot) -> tuple[str, int]:
 
 
 def _grid(plot: Plot, frame: _Frame) -> str:
-    left, top, right, bottom = frame.box
+    left, _, right, bottom = frame.box
     parts = []
     for value, label in frame.y_scale.ticks:
         y = float(frame.y(np.array(value)))
@@ -187,7 +195,7 @@ def _grid(plot: Plot, frame: _Frame) -> str:
 def _lines(plot: Plot, frame: _Frame) -> str:
     over = dict(plot.smoothed)
     parts = []
-    for number, (name, curve) in enumerate(plot.curves):
+    for number, name, curve in _numbered(plot):
         color = _color(number)
         if curve.is_thinned:
             outline = [*_points(frame, curve.steps, curve.high), *_points(frame, curve.steps[::-1], curve.low[::-1])]
@@ -217,15 +225,14 @@ def _marks(plot: Plot, frame: _Frame) -> str:
         name = f"{reference.name}: {rounded(reference.value)}"
         if _is_near(reference.value, high):
             y = float(frame.y(np.array(reference.value)))
-            parts.append(
-                f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" style="stroke:var(--ink);stroke-dasharray:5 4;opacity:.75"/>'
-            )
+            style = "stroke:var(--ink);stroke-dasharray:5 4;opacity:.75"
+            parts.append(f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" style="{style}"/>')
             # Below its line: above it there may be no room, and the curves begin near a uniform guess.
             y += 14
         else:
             y, name = top + 10, f"{name} (above the picture)"
         parts.append(
-            f'<text x="{right - 2:.0f}" y="{y:.1f}" text-anchor="end" style="fill:var(--ink)">{text(name)}</text>'
+            f'<text x="{right - 2:.0f}" y="{y:.1f}" text-anchor="end" style="{_ON_CURVES}">{text(name)}</text>'
         )
     if plot.best is not None:
         x, y = (float(value) for value in (frame.x(np.array(plot.best[0])), frame.y(np.array(plot.best[1]))))
@@ -233,7 +240,7 @@ def _marks(plot: Plot, frame: _Frame) -> str:
         above = y - 9 if y > top + 30 else y + 20
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" style="fill:none;stroke:var(--ink);stroke-width:1.6"/>'
-            f'<text x="{at:.1f}" y="{above:.1f}" text-anchor="{anchor}" style="fill:var(--ink);font-weight:600">'
+            f'<text x="{at:.1f}" y="{above:.1f}" text-anchor="{anchor}" style="{_ON_CURVES};font-weight:600">'
             f"best {rounded(plot.best[1])}</text>"
         )
     return "".join(parts)
@@ -257,7 +264,7 @@ def _short(pixel: float) -> str:
 def _values(plot: Plot, frame: _Frame) -> str:
     """What the script needs to show values: the frame, the scales and the points, as JSON."""
     curves = []
-    for number, (name, curve) in enumerate(plot.curves):
+    for number, name, curve in _numbered(plot):
         one = {"n": name, "c": number % _NUM_COLORS + 1, "s": _digits(curve.steps, 7), "v": _digits(curve.values)}
         if curve.is_thinned:
             one |= {"l": _digits(curve.low), "h": _digits(curve.high)}

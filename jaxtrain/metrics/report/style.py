@@ -83,7 +83,7 @@ svg[data-plot] { touch-action: pan-y; cursor: crosshair; }
 .bar span { min-width: 1px; border-right: 1px solid var(--page); }
 .bar-key { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 15rem), 1fr)); gap: .15rem 1.2rem;
   margin: 0; padding: 0; list-style: none; font-size: .88rem; font-variant-numeric: tabular-nums; }
-.bar-key i, .runs i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; margin-right: .45rem; }
+.bar-key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; margin-right: .45rem; }
 .matrix { border-collapse: separate; border-spacing: 2px; width: auto; font-size: .82rem; }
 .matrix th { width: auto; border: 0; padding: .1rem .35rem; text-align: center; white-space: nowrap;
   color: var(--soft); max-width: 9rem; overflow: hidden; text-overflow: ellipsis; }
@@ -95,6 +95,8 @@ svg[data-plot] { touch-action: pan-y; cursor: crosshair; }
 .mistakes li { background: var(--panel); border-radius: .5rem; padding: .6rem; overflow-wrap: anywhere; }
 .mistakes img { width: 5rem; height: 5rem; object-fit: contain; image-rendering: pixelated; display: block;
   margin-bottom: .4rem; border-radius: .2rem; background: #000; }
+.runs { list-style: none; margin: 1rem 0 0; padding: 0; } .runs li { margin: .4rem 0; overflow-wrap: anywhere; }
+.swatch { display: inline-block; width: 2.6rem; height: .65rem; margin-right: .6rem; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem; }
 .beside > div { min-width: 0; }
 @media print {

@@ -58,7 +58,7 @@ def time_bar(run: RunFiles) -> str:
 
 def checkpoints(run: RunFiles) -> str:
     """List the checkpoints of a run: step, size, held-out loss, and why each is kept."""
-    from jaxtrain.checkpoint.directory import read_info, steps_to_keep
+    from jaxtrain.checkpoint.directory import read_info
     from jaxtrain.checkpoint.going_back import live_steps
 
     folder = Path(run.run_dir) / "checkpoints"
@@ -80,9 +80,8 @@ def checkpoints(run: RunFiles) -> str:
         losses[step] = info.eval_loss
         loss = "-" if info.eval_loss is None else f"{info.eval_loss:.4g}"
         rows.append((step, loss, format_bytes(info.num_bytes), moment(info.saved_at)))
-    best = next(iter(steps_to_keep(losses, keep_last=1, keep_every=None, keep_best=True) - {max(losses, default=-1)}), None)
-    if best is None and losses and losses[max(losses)] is not None:
-        best = max(losses)
+    scored = {step: loss for step, loss in losses.items() if loss is not None}
+    best = min(scored, key=lambda step: (scored[step], step)) if len(scored) > 1 else None
 
     def reason(step: int) -> str:
         reasons = []
@@ -109,7 +108,7 @@ def settings(run: RunFiles) -> str:
         return ""
     every = {key: value_text(value) for key, value in flat(config).items()}
     try:
-        keys = [key for group in describe(load_config(config)).__iter__() for key in group.keys]
+        keys = [key for group in describe(load_config(config)) for key in group.keys]
     except ConfigError:
         # Another version wrote it, and this one does not know its keys.
         return section("Settings", facts(every, keep_empty=True))
@@ -182,9 +181,7 @@ def _parameter(path: str, described: object) -> tuple[str, str, str, int, str] |
     return path, " x ".join(map(str, shape)) or "scalar", found[1], math.prod(shape), found[3] or ""
 
 
-def _parameter_table(
-    rows: list[tuple[str, str, str, int, str]], total: int, *, with_sharding: bool
-) -> str:
+def _parameter_table(rows: list[tuple[str, str, str, int, str]], total: int, *, with_sharding: bool) -> str:
     header = ("path", "shape", "dtype", "numbers", "share")
     cells = [(path, shape, dtype, f"{count:,}", _share(count, total)) for path, shape, dtype, count, _ in rows]
     if with_sharding:
@@ -196,7 +193,8 @@ def _parameter_table(
 
 
 def _share(count: int, total: int) -> str:
-    return f"{100 * count / total:.1f} %" if total else "-"
+    share = 100 * count / total if total else 0.0
+    return "<0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"
 
 
 def about(run: RunFiles) -> str:
