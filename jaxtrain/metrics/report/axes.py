@@ -10,6 +10,8 @@ from jaxtrain.metrics.format import format_count
 
 _LOG_RATIO = 50
 _MOST_TICKS = 6
+# Beyond these, differences of values are infinite or zero.
+_LARGEST, _SMALLEST = 1e300, 1e-300
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ class Scale:
             with np.errstate(divide="ignore", invalid="ignore"):
                 shares = np.log(np.maximum(values, self.low) / self.low) / math.log(self.high / self.low)
         else:
-            # Halved, because the difference of two values near the largest float would be infinite.
-            shares = (values / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
+            shares = (np.clip(values, -_LARGEST, _LARGEST) - self.low) / (self.high - self.low)
         return np.clip(shares, -1.0, 2.0)
 
 
@@ -49,22 +50,25 @@ def make_scale(
         from_zero: whether a linear axis begins at zero.
         is_whole: whether values are whole numbers (steps); the axis then ends at its last value.
     """
+    low, high = max(-_LARGEST, min(low, _LARGEST)), max(-_LARGEST, min(high, _LARGEST))
     if may_be_log and low > 0 and high > _LOG_RATIO * low:
         return _log_scale(low, high)
     if from_zero:
         low = min(low, 0.0)
-    if high <= low:
+    if high - low < _SMALLEST:
         room = 0.5 if is_whole else 0.1 * abs(high) or 1.0
         low, high = (0.0 if low == 0.0 else low - room), high + room
     spacing = _spacing(low, high, is_whole=is_whole)
     if not is_whole:
         # The values do not touch the edges.
-        room = 0.04 * (high / 2 - low / 2) * 2
+        room = 0.04 * (high - low)
         low, high = (low if from_zero and low >= 0 else low - room), high + room
     first = math.ceil(low / spacing - 1e-9)
     values = [index * spacing for index in range(first, math.floor(high / spacing + 1e-9) + 1)]
     largest = max(abs(low), abs(high))
-    return Scale(low, high, False, tuple((value, _tick(value, largest)) for value in values[: 2 * _MOST_TICKS]))
+    # As many digits as tell neighbouring ticks apart.
+    digits = max(4, 1 + math.ceil(math.log10(largest / spacing)))
+    return Scale(low, high, False, tuple((value, _tick(value, largest, digits)) for value in values[: 2 * _MOST_TICKS]))
 
 
 def _log_scale(low: float, high: float) -> Scale:
@@ -80,16 +84,19 @@ def _log_scale(low: float, high: float) -> Scale:
 
 def _spacing(low: float, high: float, *, is_whole: bool) -> float:
     """The distance of ticks: 1, 2 or 5 times a power of ten, so that there are at most five or six of them."""
-    rough = max(high / 5 - low / 5, 1e-300)
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     spacing = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     return max(1.0, spacing) if is_whole else spacing
 
 
-def _tick(value: float, largest: float) -> str:
-    """The text of a tick: counts with a suffix on axes from 10,000 on, else up to four digits."""
-    if largest < 10_000:
-        return f"{value:.4g}"
+def _tick(value: float, largest: float, digits: int = 4) -> str:
+    """The text of a tick: counts with a suffix on axes from 10,000 on, else up to `digits` digits."""
+    if largest < 10_000 or 0 < abs(value) < 1:
+        return f"{value:.{digits}g}"
+    if digits > 4:
+        # A suffix leaves three digits.
+        return f"{value:,.0f}" if value.is_integer() and largest < 1e15 else f"{value:.{digits}g}"
     if largest >= 1e15:
         return f"{value:.2g}"
     # 2k and not 2.00k, because ticks are round numbers.

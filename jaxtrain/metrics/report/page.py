@@ -1,9 +1,11 @@
 """`report.html`: one page about a run that needs no network and no other file."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from jaxtrain.metrics.report import classes, headline, tables
 from jaxtrain.metrics.report.curves import Curve, curve, last_text, smoothed, thin
@@ -132,7 +134,7 @@ def _plots(run: RunFiles) -> list[Plot]:
             smoothed=_smoothed(series, {"train": "accuracy"}),
         ),
         Plot("Learning rate", "learning rate", _lines(series, {"learning rate": "learning_rate"})),
-        Plot("Throughput", rate_unit, _lines(series, rates), from_zero=True),
+        Plot("Throughput", rate_unit, _lines(series, rates), from_zero=True, smoothed=_smoothed(series, rates)),
         Plot(
             "Gradient norm",
             "global norm before clipping",
@@ -140,7 +142,7 @@ def _plots(run: RunFiles) -> list[Plot]:
             may_be_log=True,
             smoothed=_smoothed(series, {"gradient norm": "grad_norm"}),
         ),
-        _time_plot(series),
+        _time_plot(series, resumed),
     ]
     return [replace(plot, resumed=resumed) for plot in plots if plot.curves]
 
@@ -171,13 +173,20 @@ def _smoothed(series: Series, names: Mapping[str, str]) -> list[tuple[str, Curve
     return found
 
 
-def _time_plot(series: Series) -> Plot:
-    times = {"step": "step_seconds", "data wait": "data_wait_seconds"}
-    times = {label: series[name] for label, name in times.items() if name in series}
-    if all(len(steps) > 2 for steps, _ in times.values()):
-        # The first step warms everything up; several times slower, it would press the others against the axis.
-        times = {label: (steps[1:], values[1:]) for label, (steps, values) in times.items()}
+def _time_plot(series: Series, resumed: Sequence[int]) -> Plot:
+    names = {"step": "step_seconds", "data wait": "data_wait_seconds"}
+    times = {label: series[name] for label, name in names.items() if name in series}
+    # The first step of a process warms everything up; several times slower, it would press the others against the axis.
+    first = [0, *resumed]
+    for label, (steps, values) in times.items():
+        is_warm = np.ones(len(steps), bool)
+        for start in first:
+            is_warm[np.searchsorted(steps, start, side="right") :][:1] = False
+        if is_warm.sum() > 1:
+            times[label] = (steps[is_warm], values[is_warm])
     in_milliseconds = max((float(values.max()) for _, values in times.values()), default=0.0) < 1
     factor, unit = (1e3, "milliseconds") if in_milliseconds else (1.0, "seconds")
     lines = [(label, thin(steps, factor * values)) for label, (steps, values) in times.items()]
-    return Plot("Step time and data wait", unit, lines, from_zero=True)
+    even = {label: smoothed(values) for label, (_, values) in times.items()}
+    over = [(label, thin(times[label][0], factor * values)) for label, values in even.items() if values is not None]
+    return Plot("Step time and data wait", unit, lines, from_zero=True, smoothed=over)

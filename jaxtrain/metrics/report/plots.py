@@ -269,14 +269,14 @@ def _values(plot: Plot, frame: _Frame) -> str:
         if curve.is_thinned:
             one |= {"l": _digits(curve.low), "h": _digits(curve.high)}
         curves.append(one)
-    widest = max(curve["s"] for curve in curves)
-    spacing = (widest[-1] - widest[0]) / max(1, 2 * (len(widest) - 1))
+    # A value of another curve is shown with its step while it is nearer than half the distance of that curve's points.
+    near = max((curve["s"][-1] - curve["s"][0]) / max(1, 2 * (len(curve["s"]) - 1)) for curve in curves)
     content = {
         "box": [round(pixel, 1) for pixel in frame.box],
         "x": [frame.x_scale.low, frame.x_scale.high],
         "y": [frame.y_scale.low, frame.y_scale.high],
         "log": frame.y_scale.is_log,
-        "near": spacing,
+        "near": near,
         "curves": curves,
     }
     return json.dumps(content, separators=(",", ":"), allow_nan=False)

@@ -63,7 +63,8 @@ REPORT_STYLE = """
 .words .good { border-color: var(--good); color: inherit; } .words .bad { border-color: var(--bad); color: inherit; }
 .wide { overflow-x: auto; }
 .grid th { width: auto; color: var(--soft); font-weight: 600; white-space: nowrap; }
-.grid td { overflow-wrap: break-word; } .grid .number { text-align: right; white-space: nowrap; }
+.grid td { overflow-wrap: break-word; }
+.grid td:not(.number) { min-width: 6.5rem; } .grid .number { text-align: right; white-space: nowrap; }
 .grid th, .grid td { padding-right: 1rem; } .grid th:last-child, .grid td:last-child { padding-right: 0; }
 details { margin: .6rem 0; } summary { cursor: pointer; padding: .2rem 0; color: var(--soft); }
 .prompt { color: var(--series-2); } .sample { color: var(--ink); }
@@ -87,9 +88,11 @@ svg[data-plot] { touch-action: pan-y; cursor: crosshair; }
 .matrix { border-collapse: separate; border-spacing: 2px; width: auto; font-size: .82rem; }
 .matrix th { width: auto; border: 0; padding: .1rem .35rem; text-align: center; white-space: nowrap;
   color: var(--soft); max-width: 9rem; overflow: hidden; text-overflow: ellipsis; }
-.matrix th[scope="row"] { text-align: right; } .matrix .axis { text-align: left; font-size: .8rem; }
+.matrix th[scope="row"] { text-align: right; }
 .matrix td { border: 0; border-radius: .2rem; min-width: 2.1rem; padding: .25rem .3rem; text-align: center;
-  white-space: nowrap; position: relative; }
+  white-space: nowrap; }
+@media (max-width: 30rem) { .matrix { font-size: .72rem; } .matrix td { min-width: 1.5rem; padding: .2rem .1rem; }
+  .matrix th { padding: .1rem .15rem; } }
 .mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: .7rem; margin: 0;
   padding: 0; list-style: none; font-size: .86rem; }
 .mistakes li { background: var(--panel); border-radius: .5rem; padding: .6rem; overflow-wrap: anywhere; }

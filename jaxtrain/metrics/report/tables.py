@@ -94,8 +94,8 @@ def checkpoints(run: RunFiles) -> str:
         return ", ".join(reasons)
 
     table = grid(
-        ("step", "held-out loss", "size", "saved", "kept as"),
-        [(f"{step:,}", loss, size, saved, reason(step)) for step, loss, size, saved in rows],
+        ("step", "held-out loss", "size", "kept as", "saved"),
+        [(f"{step:,}", loss, size, reason(step), saved) for step, loss, size, saved in rows],
         numbers=(0, 1, 2),
     )
     return section("Checkpoints", table)
