@@ -1,5 +1,6 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, wri
 from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.run.own_parts import OwnParts
+from jaxtrain.runtime.files import strict_json, write_text_atomic
 from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run, trainable_of
 
@@ -68,7 +70,9 @@ class RunRecord:
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
         if self._is_main and found is not None:
-            write_json_atomic(self._run_dir / "held_out.json", found)
+            # On one line: indented, a matrix would have four lines per count.
+            content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
+            write_text_atomic(self._run_dir / "held_out.json", f"{content}\n")
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
