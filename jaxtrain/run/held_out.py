@@ -1,5 +1,7 @@
 """Evaluation of a run on its held-out rows: when it is due, what is shown and recorded of it."""
 
+from typing import TYPE_CHECKING
+
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
@@ -7,6 +9,9 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.record import RunRecord
 from jaxtrain.train.assemble import Run, reading_threads
 from jaxtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    pass
 
 
 class HeldOut:
@@ -30,21 +35,24 @@ class HeldOut:
 
     def evaluate(self, number: int, state: TrainState) -> bool:
         """Evaluate the state after step `number`; returns False where that was done, or no rows are held out."""
-        config = self._run.config
         if self._run.data.validation is None or self._step == number:
             return False
-        rows = held_out_batches(self._run)
-        count = min(len(rows), config.evaluation.max_batches or len(rows))
-        loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
-        try:
-            self.metrics = flat_scalars(self._evaluator(state, loaded))
-        finally:
-            loaded.close()
+        with self._record.spent.measure("evaluation"):
+            self.metrics = self._evaluated(state)
         self._step = number
         self._record.scalars(number, self.metrics)
         shown = "  ".join(shown_metrics(self.metrics))
         self._progress.message(f"step {number}: {shown}")
         return True
+
+    def _evaluated(self, state: TrainState) -> Scalars:
+        rows = held_out_batches(self._run)
+        count = min(len(rows), self._run.config.evaluation.max_batches or len(rows))
+        loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
+        try:
+            return flat_scalars(self._evaluator(state, loaded))
+        finally:
+            loaded.close()
 
     def loss_after(self, number: int) -> float | None:
         """The eval_loss after step `number`; None where the last evaluation was of another step."""

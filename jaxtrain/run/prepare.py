@@ -1,7 +1,6 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.tasks import Task
 from jaxtrain.run.banner import banner_lines
@@ -75,8 +75,9 @@ def prepare_session(
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
-    began = time.monotonic()
-    run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
+    spent = TimeSpent()
+    with spent.measure("reading data"):
+        run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
@@ -93,7 +94,7 @@ def prepare_session(
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
         progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))
-        state = _compiled_state(run, own_step, checkpointer, progress, is_resumed=resumed is not None)
+        state = _compiled_state(run, own_step, checkpointer, progress, spent, is_resumed=resumed is not None)
         start = 0 if resumed is None else int(state.step)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         has_ended = start >= run.config.train.steps or watch.status is not None
@@ -108,7 +109,7 @@ def prepare_session(
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
-        record = open_record(loaded, run, run_dir, start=start, has_ended=has_ended, own=own, began=began, main=main)
+        record = open_record(loaded, run, run_dir, start=start, has_ended=has_ended, own=own, spent=spent, main=main)
         return Session(
             run=run,
             run_dir=run_dir,
@@ -179,7 +180,7 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
 
 
 def _compiled_state(
-    run: Run, own_step: OwnStep, checkpointer: Checkpointer, progress: Progress, *, is_resumed: bool
+    run: Run, own_step: OwnStep, checkpointer: Checkpointer, progress: Progress, spent: TimeSpent, *, is_resumed: bool
 ) -> TrainState:
     """Compile the step, and create the state or restore it from the newest intact checkpoint."""
 
@@ -190,11 +191,12 @@ def _compiled_state(
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(create)
-        _compile(run, progress)
+        with spent.measure("compiling"):
+            _compile(run, progress)
         if created is None:
-            with progress.phase("restoring checkpoint"):
+            with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 return checkpointer.restore(run.step.abstract_state)
-        with progress.phase("creating state"):
+        with progress.phase("creating state"), spent.measure("creating state"):
             return jax.block_until_ready(created.result())
 
 

@@ -17,6 +17,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import Hooks, train_loop
+from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
@@ -84,9 +85,16 @@ def train_session(session: Session) -> Result:
         raise PreemptedError(
             f"stopped after step {done} of {last}; saved in {session.run_dir / 'checkpoints'}: run again to go on"
         )
+    spent = session.record.spent
     _evaluate(session, done, state, is_repeated=session.start >= last or had_stopped)
     _save(session, done, state)
-    sample = sample_text(session.run, state, session.progress)
+    if session.record.draws_report:
+        with spent.measure("saving"):
+            session.checkpointer.wait()  # what follows may fail, and the run is saved whatever it does
+        with spent.measure("evaluation"):
+            session.record.held_out(held_out_details(session.run, state, done, session.progress))
+    with spent.measure("sampling"):
+        sample = sample_text(session.run, state, session.progress)
     if sample is not None:
         session.record.sample(done, sample)
     if session.start >= last:
@@ -105,7 +113,8 @@ def train_session(session: Session) -> Result:
 
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
-    session.checkpointer.close()
+    with session.record.spent.measure("saving"):
+        session.checkpointer.close()
     session.record.close(status, _final_metrics(session), session.progress)
 
 
@@ -204,8 +213,11 @@ def _save(session: Session, number: int, state: TrainState) -> None:
 
 def _write(session: Session, number: int, state: TrainState) -> bool:
     """Begin a save; False where the step was saved already."""
-    loss, score = session.held_out.loss_after(number), session.watch.score_after(number)
-    return session.checkpointer.save(number, state, metadata=session.metadata, eval_loss=loss, score=score)
+    record, loss, score = session.record, session.held_out.loss_after(number), session.watch.score_after(number)
+    with record.spent.measure("saving"):
+        began = session.checkpointer.save(number, state, metadata=session.metadata, eval_loss=loss, score=score)
+    record.keep_time()
+    return began
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ class StepLog:
             waited: seconds of it that the loop waited for a batch.
         """
         self._meter.record(number, seconds, waited)
+        self._record.spent.add("steps", seconds - waited)
+        self._record.spent.add("waiting for data", waited)
         if number % self._every == 0 or number in self._always:
             self._log(number, metrics)
         else:
