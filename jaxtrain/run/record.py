@@ -135,12 +135,22 @@ def open_record(
 
 def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
     data = run.data
+    inputs = run.batches.spec()["inputs"]
     info = run_info(
         run.config,
         name=loaded.name,
         mesh_shape=dict(run.step.mesh.shape),
         model={"name": run.step.model.name, "num_parameters": run.num_parameters},
-        data={"description": list(data.description), "fingerprint": data.fingerprint, "reading": data.reading},
+        data={
+            "description": list(data.description),
+            "fingerprint": data.fingerprint,
+            "reading": data.reading,
+            # What the model is built from, so that it can be opened where the data is not.
+            "input_shape": list(data.input_shape),
+            "input_dtype": None if isinstance(inputs, Mapping) else str(inputs.dtype),
+            "vocab_size": data.vocab_size,
+            "num_outputs": data.num_outputs,
+        },
     )
     info["from_python"] = own
     info["choices"] = list(run.step.choices)

@@ -31,9 +31,10 @@ def run_config(
     """Train what a config describes, in its run directory, resuming where it stopped.
 
     Args:
-        config: a shipped name, a path, a nested mapping, or what `load_config` gave.
+        config: a shipped name, a path, the directory of a run, a nested mapping, or what `load_config` gave.
         overrides: keys on top, dotted or nested: {"train.steps": 100}.
-        run_dir: None: runs/<name>.
+        run_dir: where the run is written; None: runs/<name>, or the run itself where `config` is the directory of one,
+            which then goes on.
         resume: None goes on with the run that the directory holds if its configuration trains the same (more steps are
             allowed) and refuses another one; auto and must go on with whatever changed, must only if there is a
             checkpoint; never starts anew.
@@ -50,10 +51,12 @@ def run_config(
         PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
     """
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
+    given = {"model": model, "task": task, "data": data}
+    loaded.check_described(given=[part for part, value in given.items() if value is not None])
     folder = (
         local_path(run_dir, what="run directory")
         if run_dir is not None
-        else Path("runs") / local_path(loaded.name, what="name")
+        else loaded.run_dir or Path("runs") / local_path(loaded.name, what="name")
     )
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     _check_parts(model=model, task=task, data=data)
