@@ -1,9 +1,11 @@
 """Curves of a run as a matplotlib figure, for notebooks and scripts. No jax here."""
 
+import base64
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -28,6 +30,16 @@ class CurveFigure(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=110)
         return buffer.getvalue()
+
+
+def figure_html(figure: Figure) -> str:
+    """A figure as an `<img>` that holds its SVG: several on one page cannot share ids, and need no file."""
+    buffer = io.BytesIO()
+    # Text stays text, which is small; the date would make every picture another one.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    encoded = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return f'<img alt="curves over steps" style="max-width:100%" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def task_metrics(history: Mapping[str, np.ndarray]) -> list[str]:
@@ -60,7 +72,8 @@ def draw_history(history: Mapping[str, np.ndarray], names: Sequence[str], *, tit
     columns = max(1, min(len(chosen), _MOST_COLUMNS))
     rows = max(1, -(-len(chosen) // columns))
     figure = CurveFigure(figsize=(_WIDTH_INCHES * columns, _HEIGHT_INCHES * rows), layout="constrained")
-    figure.suptitle(title)
+    if title:
+        figure.suptitle(title)
     for place, name in enumerate(chosen, 1):
         _draw(figure.add_subplot(rows, columns, place), history, name)
     if not chosen:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def read_history(path: Path) -> dict[str, np.ndarray]:
     return {"step": np.array(steps, np.int64), **columns}
 
 
-def last_evaluation(history: dict[str, np.ndarray]) -> dict[str, float]:
+def last_evaluation(history: Mapping[str, np.ndarray]) -> dict[str, float]:
     """The metrics of the last evaluation, with its `step`; empty where there was none.
 
     Args:

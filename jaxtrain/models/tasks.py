@@ -18,6 +18,7 @@ from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
+from jaxtrain.runtime.card import card
 
 Batch = Mapping[str, Any]
 Sums = dict[str, tuple[jax.Array, jax.Array]]
@@ -73,6 +74,13 @@ class Task:
                 f"Task takes a name and a loss function, not {_shown(self.name)} and {_shown(self.loss)}; "
                 "write Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
             )
+
+    def __repr__(self) -> str:
+        return f"Task {self.name!r}"
+
+    def _repr_html_(self) -> str:
+        axes = {name: ", ".join(map(str, row)) for name, row in self.batch_axes.items()}
+        return card(repr(self), axes)
 
     @property
     def evaluation(self) -> Loss:

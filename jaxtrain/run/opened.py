@@ -13,6 +13,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
+from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
@@ -59,6 +60,16 @@ class OpenedRun:
         self._wanted_step, self._own_model, self._own_task, self._mesh = step, model, task, mesh
         self._quantize, self._report = quantize, report
         self._other_data = any(key.startswith("data.") or key == "data" for key in changed)
+
+    def __repr__(self) -> str:
+        return f"Run {run_text(self.run_dir)}\n  checkpoints: {self._checkpoints_text()}"
+
+    def _repr_html_(self) -> str:
+        return run_card(f"Run {self.run_dir}", self.run_dir, facts={"checkpoints": self._checkpoints_text()})
+
+    def _checkpoints_text(self) -> str:
+        steps = self.checkpoints
+        return ", ".join(map(str, steps[-5:])) if steps else "none"
 
     @property
     def info(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a step carries from one step to the next."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -59,6 +59,14 @@ class TrainState:
     ema: Params | None = None
     ema_model_state: ModelState | None = None
 
+    def __repr__(self) -> str:
+        # Any leaf may be a shape, a sharding or donated: what is shown asks none of them.
+        counts = {name: len(jax.tree.leaves(getattr(self, name))) for name in ("params", "optimizer_state")}
+        average = "" if self.ema is None else ", with a moving average"
+        return (
+            f"TrainState: {counts['params']} parameters' arrays, {counts['optimizer_state']} of the optimizer{average}"
+        )
+
     @property
     def evaluation_params(self) -> Params:
         """The parameters to evaluate: the moving average where there is one, frozen ones as they are."""
@@ -84,8 +92,8 @@ class EvaluationState:
         evaluation_model_state: the model_state that belongs to them.
     """
 
-    evaluation_params: Params
-    evaluation_model_state: ModelState
+    evaluation_params: Params = field(repr=False)
+    evaluation_model_state: ModelState = field(repr=False)
 
 
 def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:
