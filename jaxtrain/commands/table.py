@@ -75,7 +75,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
-        "--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>; of a RUN as CONFIG: itself"
+        "--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or the run itself"
     )
     parser.add_argument(
         "--resume",
@@ -172,10 +172,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="a shipped name, a file or a run; default: list the shipped ones",
+        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
     _add_overrides(parser)
     parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")

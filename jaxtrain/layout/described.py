@@ -38,7 +38,8 @@ def parameters_table(params: Any, *, layout: Layout | None = None, axes: Mapping
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = path_name(path)
-        last = ", ".join(map(str, (axes or {}).get(name, ()))) if layout is None else _spec(layout, name)
+        names = ", ".join(one or "-" for one in (axes or {}).get(name, ()))
+        last = names if layout is None else _spec(layout, name)
         rows.append((name, list(leaf.shape), leaf.dtype, last))
     return table(("parameter", "shape", "dtype", "dimensions" if layout is None else "sharded over"), rows)
 

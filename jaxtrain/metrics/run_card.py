@@ -50,8 +50,8 @@ def run_card(title: str, run_dir: Path, *, facts: Mapping[str, object]) -> str:
 
 def _state(info: Mapping[str, Any]) -> str:
     steps = _mapping(_mapping(info.get("config")).get("train")).get("steps")
-    of = f" of {steps:,} steps" if isinstance(steps, int) else ""
-    return f"{info.get('status') or 'no run.json'}{of}"
+    asked = f" ({steps:,} steps)" if isinstance(steps, int) else ""
+    return f"{info.get('status') or 'no run.json'}{asked}"
 
 
 def _model(info: Mapping[str, Any]) -> str:
@@ -71,7 +71,8 @@ def _metrics(history: Mapping[str, np.ndarray]) -> dict[str, float]:
         return {}
     found: dict[str, float] = {"step": int(history["step"][-1])}
     for name in _SHOWN:
-        known = history[name][~np.isnan(history[name])] if name in history else ()
+        column = history.get(name, np.array([]))
+        known = column[~np.isnan(column)]
         if len(known):
             found[name] = float(known[-1])
     evaluated = last_evaluation(history)

@@ -82,7 +82,8 @@ def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, 
     Raises:
         ConfigError: names the settings that contradict one another, or the sizes that differ.
     """
-    targets = (data.validation or data.train)[0].get("targets")
+    rows: Any = data.train if data.validation is None else data.validation
+    targets = rows[0].get("targets")
     if targets is not None:
         check_fit(config, data, targets, own_task=own_task)
     sizes = {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}

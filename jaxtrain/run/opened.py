@@ -172,7 +172,7 @@ class OpenedRun:
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model
 
-        sizes = {"input_shape": ()} if self._own_model is not None else self._sizes()
+        sizes: dict[str, Any] = {"input_shape": ()} if self._own_model is not None else self._sizes()
         return build_sharded_model(self.config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
 
     def _sizes(self) -> dict[str, Any]:

@@ -61,11 +61,9 @@ class TrainState:
 
     def __repr__(self) -> str:
         # Any leaf may be a shape, a sharding or donated: what is shown asks none of them.
-        counts = {name: len(jax.tree.leaves(getattr(self, name))) for name in ("params", "optimizer_state")}
-        average = "" if self.ema is None else ", with a moving average"
-        return (
-            f"TrainState: {counts['params']} parameters' arrays, {counts['optimizer_state']} of the optimizer{average}"
-        )
+        params, optimizer = (len(jax.tree.leaves(tree)) for tree in (self.params, self.optimizer_state))
+        average = "" if self.ema is None else ", a moving average"
+        return f"TrainState: {params} arrays of parameters, {optimizer} of optimizer state{average}"
 
     @property
     def evaluation_params(self) -> Params:
