@@ -74,9 +74,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument(
-        "--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or the run itself"
-    )
+    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
         "--resume",
         default="auto",

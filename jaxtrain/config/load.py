@@ -250,11 +250,7 @@ def load_config(
         origins = {
             key: where for key, where in origins.items() if where != f"{run_dir}/run.json" or _is_set(config, key)
         }
-    described = [
-        f"the {part} of {run_dir} came from Python ({found}); this config does not describe it"
-        for part, found in own.items()
-    ]
-    notes = (*described, *tree.notes, *no_effect_notes(config, origins))
+    notes = (*tree.notes, *no_effect_notes(config, origins))
     size = getattr(config.model, "size", None)
     for key in {**TRANSFORMER_SIZES, **RESNET_SIZES}.get(size or "", {}):
         origins.setdefault(f"model.{key}", f"size {size}")

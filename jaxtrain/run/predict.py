@@ -120,23 +120,26 @@ class Predictor:
             DataError: a single row, floats in place of ids, or other columns than those of the run's table.
         """
         shape, dtype = self._trained_on.get("input_shape"), self._trained_on.get("input_dtype")
-        if shape is not None and list(inputs.shape) == shape:
-            raise DataError(
-                f"predict takes rows {_shown([None, *shape])}, not a single row {shape}; write inputs[None]"
-            )
+        rows = _shown([None, *(["..."] if shape is None else shape)])
+        if list(inputs.shape) == shape or not inputs.ndim:
+            raise DataError(f"predict takes rows {rows}, not a single one {list(inputs.shape)}; write inputs[None]")
         reading = self._trained_on.get("reading") or {}
         if reading.get("kind") == "table" and not scaled:
             from jaxtrain.data.sources.tables import scaled_like
 
             if inputs.ndim != 2:
-                raise DataError(
-                    f"predict takes rows {_shown([None, *(shape or ['columns'])])}, not {list(inputs.shape)}"
-                )
+                raise DataError(f"predict takes rows {rows} of a table, not {list(inputs.shape)}; reshape them")
             return scaled_like(reading, inputs, label="the array")
         if reading.get("kind") == "image_folder" and inputs.dtype == np.uint8 and inputs.shape[-1:] == (3,):
             from jaxtrain.data.sources.images import normalized
 
             return normalized(inputs)
+        decoder = self._sharded_model.model.decoder
+        if decoder is not None and inputs.ndim > 1 and inputs.shape[1] > decoder.max_length:
+            raise DataError(
+                f"predict was given {inputs.shape[1]} tokens per row, the model has {decoder.max_length} positions; "
+                f"write inputs[:, :{decoder.max_length}]"
+            )
         if dtype is None:
             return inputs
         wanted = np.dtype(dtype)
