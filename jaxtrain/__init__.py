@@ -69,6 +69,7 @@ _HOMES = {
     "make_stack": "jaxtrain.models.stack",
     "make_train_step": "jaxtrain.train.step",
     "open_data": "jaxtrain.data",
+    "open_run": "jaxtrain.run.open_run",
     "prefetch": "jaxtrain.data",
     "quantize": "jaxtrain.models.quantize",
     "regression": "jaxtrain.models.tasks",

@@ -6,7 +6,7 @@ from jaxtrain.commands.command import Command, count, number, step_number
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
+    parser.add_argument("config", metavar="CONFIG", help="a shipped name (quickstart, ...), a YAML file or a run")
     _add_overrides(parser)
 
 
@@ -40,7 +40,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>")
+    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
         "--resume",
         default="auto",
@@ -136,7 +136,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a shipped name or a YAML file; default: list the shipped ones"
+        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
     _add_overrides(parser)
     parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")

@@ -1,5 +1,6 @@
 """The complete config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
+from html import escape
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +10,7 @@ from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
 from jaxtrain.config.remat import check_remat
+from jaxtrain.config.yaml_file import to_yaml
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -361,3 +363,14 @@ class Config(Group):
     """Where metrics are written."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+
+    def __repr__(self) -> str:
+        kinds = f"task={self.task}, model={self.model.kind}, data={self.data.kind}, optimizer={self.optimizer.kind}"
+        named = "" if self.name is None else f"name={self.name!r}, "
+        return f"Config({named}{kinds}, steps={self.train.steps}, global_batch_size={self.train.global_batch_size})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        changed = escape(to_yaml(self.model_dump(mode="json", exclude_defaults=True)))
+        return f"<p><strong>{escape(repr(self))}</strong></p><p>What differs from the defaults:</p><pre>{changed}</pre>"

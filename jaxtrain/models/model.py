@@ -7,9 +7,11 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.described import parameters_table, parameters_text
 from jaxtrain.layout.sharding import path_name, shard_key
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
+from jaxtrain.runtime.card import card
 
 Params = dict[str, Any]
 ModelState = dict[str, Any]
@@ -148,6 +150,19 @@ class Model:
     remat: Remat | None = None
     rebuild: "Rebuild | None" = None
 
+    def __repr__(self) -> str:
+        return f"Model {self.name!r}: {parameters_text(_drawn(self)[0])}"
+
+    def _repr_html_(self) -> str:
+        params, model_state = _drawn(self)
+        facts = {
+            "parameters": parameters_text(params),
+            "model_state": f"{len(jax.tree.leaves(model_state))} arrays" if model_state else None,
+            "pipeline": None if self.parts is None else f"{self.parts.num_layers} layers in {self.parts.stack}",
+            "generates": None if self.decoder is None else f"up to {self.decoder.max_length:,} tokens",
+        }
+        return card(repr(self).partition(":")[0], facts, body=parameters_table(params, axes=self.axes))
+
 
 @dataclass(frozen=True)
 class Rebuild:
@@ -252,6 +267,14 @@ def from_functions(
 
     applied = apply_model if parts is None else PartsApply(parts)
     return Model(name, lambda key: (init(key), {}), applied, axes or {}, parts=parts)
+
+
+def _drawn(model: Model) -> tuple[Any, Any]:
+    """What `init` gives, as shapes; nothing where it fails, which a user sees when the model is used, not shown."""
+    try:
+        return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    except Exception:
+        return {}, {}
 
 
 def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:

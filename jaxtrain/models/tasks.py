@@ -18,6 +18,7 @@ from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
+from jaxtrain.runtime.card import card
 
 if TYPE_CHECKING:
     from jaxtrain.models.model_call import ModelCall
@@ -159,6 +160,13 @@ class Task:
     def calls_model(self) -> bool:
         """Whether the loss calls the model itself."""
         return isinstance(self.loss, CallingLoss)
+
+    def __repr__(self) -> str:
+        return f"Task {self.name!r}"
+
+    def _repr_html_(self) -> str:
+        axes = {name: ", ".join(map(str, row)) for name, row in self.batch_axes.items()}
+        return card(repr(self), axes)
 
     @property
     def evaluation(self) -> Loss:

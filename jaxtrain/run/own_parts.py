@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,15 +71,6 @@ def optimizer_notes(origins: Mapping[str, str]) -> list[str]:
     return [f"the optimizer came from Python: {', '.join(replaced)} has no effect"] if replaced else []
 
 
-def recorded_parts(record: Mapping[str, Any]) -> OwnParts:
-    """What `run.json` or the metadata of a checkpoint says of the parts from Python."""
-    found = record.get("from_python")
-    if isinstance(found, Mapping):
-        return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
-    # Records without the group know of models alone.
-    return {"model": "a model" if record.get("own_model") else None, "task": None, "data": None, "optimizer": None}
-
-
 def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:
     """Raise where a command would take a part from the config that came from Python in the run.
 
@@ -88,18 +80,19 @@ def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[s
         needed: the parts that the command uses.
 
     Raises:
-        ConfigError: names the first such part and says how to evaluate from Python.
+        ConfigError: names these parts and says how to give them in Python.
     """
     parts = recorded_parts(record)
     own = [part for part in needed if parts[part] is not None]
     if own:
         shown = " and ".join(f"{part} ({parts[part]})" for part in own)
-        arguments = ", ".join(f"{part}=..." for part in own)
-        other = ", or give other data with data.kind=... data.path=..." if own == ["data"] else ""
+        given = ", ".join(f"{part}=..." for part in own if part != "data")
+        opened = f"jt.open_run({str(run_dir)!r}{', ' if given else ''}{given})"
+        how = f"{opened}.evaluate(data)" if "data" in own else opened
+        other = ", or give other data with data.kind=... data.path=..." if "data" in own else ""
         raise ConfigError(
-            f"{run_dir} was trained with {shown} from Python, which its config does not describe: evaluate it there, "
-            f"with jt.run_config(CONFIG, {arguments}, run_dir={str(run_dir)!r}), which ends with an evaluation, or "
-            f"with jt.Checkpointer and jt.Evaluator{other}"
+            f"{run_dir} was trained with {shown} from Python, which its config does not describe: write {how} in "
+            f"Python{other}"
         )
 
 

@@ -167,6 +167,7 @@ def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
 
 def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
     data = run.data
+    inputs = run.batches.spec().get("inputs")
     info = run_info(
         run.config,
         name=loaded.name,
@@ -176,6 +177,9 @@ def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
             "description": list(data.description),
             "fingerprint": data.fingerprint,
             "reading": data.reading,
+            # What the model is built from, so that it can be opened where the data is not.
+            "input_shape": list(data.input_shape),
+            "input_dtype": None if inputs is None or isinstance(inputs, Mapping) else str(inputs.dtype),
             "vocab_size": data.vocab_size,
             "num_outputs": data.num_outputs,
         },

@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
-from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes, recorded_parts
+from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 

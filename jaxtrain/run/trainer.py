@@ -42,9 +42,10 @@ def run_config(
     """Train what a config describes, in its run directory, resuming where it stopped.
 
     Args:
-        config: a shipped name, a path, a nested mapping, or what `load_config` gave.
+        config: a shipped name, a path, the directory of a run, a nested mapping, or what `load_config` gave.
         overrides: keys on top, dotted or nested: {"train.steps": 100}.
-        run_dir: None: runs/<name>.
+        run_dir: where the run is written; None: runs/<name>, or the run itself where `config` is the directory of one,
+            which then goes on.
         resume: None goes on with the run that the directory holds if its configuration trains the same (more steps are
             allowed) and refuses another one; auto and must go on with whatever changed, must only if there is a
             checkpoint; never starts anew.
@@ -68,7 +69,9 @@ def run_config(
         >>> run_config("digits", overrides={"train.steps": 200}, optimizer=optax.lion(1e-4), learning_rate=1e-4)
     """
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
-    folder = run_folder(run_dir, loaded.name)
+    given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
+    loaded.check_described(given=[part for part, value in given.items() if value is not None])
+    folder = loaded.run_dir if run_dir is None and loaded.run_dir is not None else run_folder(run_dir, loaded.name)
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     _check_parts(model=model, task=task, data=data)
     own_step = _own_step(optimizer, learning_rate)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.schema import Config, RematConfig
@@ -194,6 +195,9 @@ def build_sharded_model(
     input_shape: tuple[int, ...],
     vocab_size: int | None = None,
     num_outputs: int | None = None,
+    model: Model | None = None,
+    task: Task | None = None,
+    mesh: Mesh | None = None,
     devices: Sequence[Any] | None = None,
 ) -> ShardedModel:
     """The model of a config on its mesh, for all that does not train it.
@@ -202,20 +206,23 @@ def build_sharded_model(
         config: the run.
         input_shape: of one row, as for `build_step`.
         vocab_size, num_outputs: used where the config leaves them out.
+        model: your own model instead of the config's.
+        task: your own task instead of the config's.
+        mesh: instead of one with the degrees of the config.
         devices: devices to use, real or compile-only; None: all.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
-    mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
-    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
+    mesh = make_mesh(**config_degrees(config.parallel), devices=devices) if mesh is None else mesh
+    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
     return shard_model(
         model,
         mesh=mesh,
         policy=config.precision.policy,
         parallelism=parallelism_of(config),
         trainable=trainable_of(config, model),
-        task=build_task(config),
+        task=task or build_task(config),
     )
 
 

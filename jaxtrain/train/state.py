@@ -1,7 +1,7 @@
 """What a step carries from one step to the next."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -60,6 +60,12 @@ class TrainState:
     ema: Params | None = None
     ema_model_state: ModelState | None = None
 
+    def __repr__(self) -> str:
+        # Any leaf may be a shape, a sharding or donated: what is shown asks none of them.
+        params, optimizer = (len(jax.tree.leaves(tree)) for tree in (self.params, self.optimizer_state))
+        average = "" if self.ema is None else ", a moving average"
+        return f"TrainState: {params} arrays of parameters, {optimizer} of optimizer state{average}"
+
     @property
     def evaluation_params(self) -> Params:
         """The parameters to evaluate: the moving average where there is one, frozen ones as they are.
@@ -92,8 +98,8 @@ class EvaluationState:
         step: steps that were done to get them.
     """
 
-    evaluation_params: Params
-    evaluation_model_state: ModelState
+    evaluation_params: Params = field(repr=False)
+    evaluation_model_state: ModelState = field(repr=False)
     step: int = 0
 
 

@@ -18,6 +18,7 @@ from jaxtrain.models.sharded import place_model, with_sharding
 from jaxtrain.models.tasks import Batch, Task
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, get_policy
+from jaxtrain.runtime.card import card
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compiler_options import CompilerOptions, Value, choose_options
 from jaxtrain.train import given_state
@@ -89,6 +90,22 @@ class TrainStep:
         self.choices: tuple[str, ...] = ()
         self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
         self.initial_state: given_state.InitialState | None = None
+
+    def __repr__(self) -> str:
+        compiled = "" if self._compiled is None else ", compiled"
+        return f"TrainStep of {self.model.name!r} for {self.task.name!r}: {self.sharded_model.summary}{compiled}"
+
+    def _repr_html_(self) -> str:
+        settings = self.program.settings
+        facts = {
+            "model": f"{self.model.name}: {self.sharded_model.summary}",
+            "task": self.task.name,
+            "microbatches": None if settings.accumulation_steps == 1 else settings.accumulation_steps,
+            "pipeline": None if self.pipeline is None else self.pipeline.schedule.name,
+            "moving average": settings.ema_decay,
+            "chosen": "; ".join(self.choices),
+        }
+        return card("TrainStep", facts, body=self.sharded_model.parameters_html())
 
     @property
     def model(self) -> Model:

@@ -20,6 +20,7 @@ from jaxtrain.data.examples import Examples
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
 from jaxtrain.errors import DataError
+from jaxtrain.runtime.card import card
 
 if TYPE_CHECKING:
     import grain
@@ -60,6 +61,22 @@ class Data:
     tokenizer: Tokenizer | None
     description: tuple[str, ...]
     reading: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return "\n  ".join([f"Data: {self._sizes()}", *self.description[:3]])
+
+    def _repr_html_(self) -> str:
+        fingerprint = ", ".join(f"{name} {value}" for name, value in self.fingerprint.items())
+        facts = {"rows": self._sizes(), "description": "; ".join(self.description), "fingerprint": fingerprint[:500]}
+        return card("Data", facts)
+
+    def _sizes(self) -> str:
+        rows = "batches of an iterable" if isinstance(self.train, BatchStream) else f"{len(self.train):,} training rows"
+        found = [rows, f"{'none' if self.validation is None else f'{len(self.validation):,}'} held out"]
+        found += [f"inputs {list(self.input_shape)}"] if self.input_shape else []
+        found += [f"{self.vocab_size:,} ids"] if self.vocab_size is not None else []
+        found += [f"{self.num_outputs} outputs"] if self.vocab_size is None and self.num_outputs is not None else []
+        return ", ".join(found)
 
 
 def open_data(
