@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import current_layout, layout_of_part, use_layout
@@ -35,7 +36,7 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
     """
     if not isinstance(models, Mapping) or not models:
         raise ConfigError(
-            f"from_models takes a dict of models by name, not {_shown(models)}; write "
+            f"from_models takes a dict of models by name, not {shown(models)}; write "
             "from_models({'student': small, 'teacher': large})"
         )
     for part, model in models.items():
@@ -43,7 +44,7 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
             raise ConfigError(f"from_models: {part!r} cannot be the name of a model; use a word such as 'student'")
         if not isinstance(model, Model):
             raise ConfigError(
-                f"from_models: {part!r} is {_shown(model)}, not a jaxtrain.Model; write jaxtrain.from_nnx, from_linen, "
+                f"from_models: {part!r} is {shown(model)}, not a jaxtrain.Model; write jaxtrain.from_nnx, from_linen, "
                 "from_functions or build_model"
             )
     models = dict(models)
@@ -94,13 +95,9 @@ def _check_inputs(inputs: Any, models: Mapping[str, Model]) -> None:
     named = ", ".join(map(repr, models))
     if not isinstance(inputs, Mapping) or not inputs:
         raise ConfigError(
-            f"the inputs are {_shown(inputs)}, but the model of {named} takes a dict by these names; write "
+            f"the inputs are {shown(inputs)}, but the model of {named} takes a dict by these names; write "
             f"{{{next(iter(models))!r}: inputs}}"
         )
     unknown = [part for part in inputs if part not in models]
     if unknown:
         raise ConfigError(f"the inputs name {unknown[0]!r}, but the model consists of {named}; use these names")
-
-
-def _shown(value: Any) -> str:
-    return "an empty dict" if isinstance(value, Mapping) and not value else f"an instance of {type(value).__name__}"

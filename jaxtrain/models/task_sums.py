@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState
 from jaxtrain.models.model_call import ModelCall
-from jaxtrain.models.tasks import Batch, CallingLoss, Sums, Task, TaskSums, shown, target_weights
+from jaxtrain.models.tasks import Batch, CallingLoss, Sums, Task, TaskSums, target_weights
 
 # What the step, a row of metrics.jsonl and the evaluator report by themselves.
 _RESERVED = (

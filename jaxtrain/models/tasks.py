@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.arguments import shown
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
@@ -182,21 +183,6 @@ class Task:
 def divisor(weight: jax.Array) -> jax.Array:
     """Choose what a sum is divided by to be a mean: float32 [], the weight (a negative one too), or 1 where it is 0."""
     return jnp.where(weight != 0, weight, 1)
-
-
-def shown(value: Any) -> str:
-    """Show a value in an error message: its type and shape, never its numbers."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return f"an array {value.dtype.name}{list(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if value is None or isinstance(value, (str, int, float)):
-        return repr(value)
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if callable(value) and isinstance(getattr(value, "__name__", None), str):
-        return f"the function {value.__name__}"
-    return f"a {type(value).__name__}"
 
 
 def target_weights(batch: Batch) -> jax.Array:

@@ -179,7 +179,7 @@ def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
             "reading": data.reading,
             # What the model is built from, so that it can be opened where the data is not.
             "input_shape": list(data.input_shape),
-            "input_dtype": None if inputs is None or isinstance(inputs, Mapping) else str(inputs.dtype),
+            "input_dtype": str(inputs.dtype) if isinstance(inputs, jax.ShapeDtypeStruct) else None,
             "vocab_size": data.vocab_size,
             "num_outputs": data.num_outputs,
         },

@@ -17,6 +17,7 @@ from jaxtrain.config.data import (
     TokenData,
 )
 from jaxtrain.data.examples import Examples
+from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
 from jaxtrain.errors import DataError
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     import grain
 
     from jaxtrain.data.rows import Rows
-    from jaxtrain.data.stream import BatchStream
 
 
 @dataclass(frozen=True)
