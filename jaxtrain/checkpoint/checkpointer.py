@@ -11,6 +11,7 @@ from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import save_error
 from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.config.arguments import check_function
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.donation import first_deleted
@@ -53,6 +54,7 @@ class Checkpointer:
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
         last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
+        check_function(report, what="Checkpointer: report", takes="a function of one line", write="report=print")
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
         self._read_only = read_only
         self._storage: Storage | None = None
@@ -84,7 +86,9 @@ class Checkpointer:
             CheckpointError: there is no such step, or its record is damaged.
         """
         if step not in self.steps():
-            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: it holds {self._line.listing()}")
+            raise CheckpointError(
+                f"no checkpoint of step {step!r} in {self.directory}: it holds {self._line.listing()}"
+            )
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -124,6 +128,7 @@ class Checkpointer:
         self.wait()
         path = directory.step_path(self.directory, step)
         flat = tree.flatten(state).leaves
+        checks.check_not_empty(state, flat)
         gone = first_deleted(flat)
         if gone is not None:
             raise CheckpointError(
@@ -160,10 +165,16 @@ class Checkpointer:
         return True
 
     def add_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Record the eval_loss of a step that was saved before it was evaluated, for `keep_best`."""
+        """Record the eval_loss of a step that was saved before it was evaluated, for `keep_best`.
+
+        Raises:
+            CheckpointError: the loss is no number, or there is no such step.
+        """
+        found = checks.checked_loss(eval_loss)
         self.wait()
+        self.info(step)
         if arrays.is_process_0():
-            self._line.note_loss(step, float(eval_loss))
+            self._line.note_loss(step, float("nan") if found is None else found)
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
@@ -186,8 +197,9 @@ class Checkpointer:
             CheckpointError: there is no such step, it belongs to another model, or no intact step is left.
         """
         self.wait()
-        prefix = None if prefix is None else tree.stored_name(prefix)
+        prefix = None if prefix is None else tree.stored_name(checks.checked_prefix(prefix))
         wanted = tree.flatten(target, prefix=prefix)
+        checks.check_target(target, wanted.leaves)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
         damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
         for candidate in candidates:

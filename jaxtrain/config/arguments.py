@@ -14,7 +14,7 @@ _LONGEST_TEXT = 60
 
 
 def shown(value: Any) -> str:
-    """Returns how a message names a value: a short value itself; of anything else its kind and shape, never its numbers."""
+    """Returns how a message names a value: a short value itself, anything else by kind and shape."""
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, str | bytes):
@@ -49,7 +49,13 @@ def refusal(what: str, takes: str, value: Any, write: str) -> str:
 
 
 def check_kind(
-    value: Any, kinds: type | tuple[type, ...], *, what: str, takes: str, write: str, error: type[UserError] = ConfigError
+    value: Any,
+    kinds: type | tuple[type, ...],
+    *,
+    what: str,
+    takes: str,
+    write: str,
+    error: type[UserError] = ConfigError,
 ) -> None:
     """Raises an error where a value is not of one of these types.
 
@@ -80,9 +86,7 @@ def check_function(value: Any, *, what: str, takes: str, write: str) -> None:
         raise ConfigError(refusal(what, takes, value, write))
 
 
-def check_whole(
-    value: Any, *, what: str, least: int | None, write: str, error: type[UserError] = ConfigError
-) -> int:
+def check_whole(value: Any, *, what: str, least: int | None, write: str, error: type[UserError] = ConfigError) -> int:
     """Returns a whole number, which may be one of Python, NumPy or jax, as an int.
 
     Args:
@@ -151,5 +155,3 @@ def check_functions(given: Mapping[str, tuple[Any, str]], *, of: str, write: str
     for name, (value, call) in given.items():
         if not callable(value):
             raise ConfigError(refusal(f"{of}: {name}", f"a function {call}", value, write))
-
-

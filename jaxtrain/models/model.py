@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxtrain.config.arguments import check_functions, check_kind, check_whole, refusal
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import path_name, shard_key
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
@@ -88,6 +90,10 @@ class DrawsByRow:
 
     function: Callable[..., Any]
 
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigError(refusal("DrawsByRow", "a function of a model", self.function, "DrawsByRow(call)"))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
@@ -107,6 +113,17 @@ class Parts:
     embed: Embed
     layers: Layers
     head: Head
+
+    def __post_init__(self) -> None:
+        takes = "the top-level name of the stack in params"
+        check_kind(self.stack, str, what="Parts: stack", takes=takes, write="stack='blocks'")
+        check_whole(self.num_layers, what="Parts: num_layers", least=1, write="num_layers=12")
+        calls = {
+            "embed": (self.embed, "embed(params, inputs, *, key, train) -> carry"),
+            "layers": (self.layers, "layers(stack, carry, inputs, *, first_layer, key, train) -> carry"),
+            "head": (self.head, "head(params, carry, *, train) -> outputs"),
+        }
+        check_functions(calls, of="Parts", write="Parts('blocks', 12, embed, layers, head)")
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,16 @@ class Model:
     num_outputs: int | None = None
     remat: Remat | None = None
     rebuild: "Rebuild | None" = None
+
+    def __post_init__(self) -> None:
+        write = "Model('mine', init, apply), or from_functions(init, apply) for functions without state"
+        check_kind(self.name, str, what="Model: name", takes="a text", write=write)
+        calls = {
+            "init": (self.init, "init(key) -> (params, model_state)"),
+            "apply": (self.apply, "apply(params, model_state, inputs, *, key, train) -> (outputs, model_state)"),
+        }
+        check_functions(calls, of="Model", write=write)
+        check_axes(self.axes, what=f"axes of the model {self.name}")
 
 
 @dataclass(frozen=True)
@@ -230,7 +257,7 @@ def from_functions(
         parts: the model partitioned for a pipeline.
 
     Raises:
-        ConfigError: not exactly one of `apply` and `parts`.
+        ConfigError: something that is no function, or not exactly one of `apply` and `parts`.
 
     Example:
         >>> model = from_functions(lambda key: {"w": jax.random.normal(key, (4,))}, lambda p, x: x @ p["w"])
@@ -242,7 +269,13 @@ def from_functions(
             f"{type(init).__name__} and {type(apply).__name__}"
         )
     if (apply is None) == (parts is None):
-        raise ConfigError("from_functions takes apply or parts: give one of them")
+        raise ConfigError(
+            f"from_functions takes apply or parts, not {'neither' if apply is None else 'both'}; "
+            "write from_functions(init, apply)"
+        )
+    if parts is not None:
+        write = "parts=Parts('blocks', num_layers, embed, layers, head)"
+        check_kind(parts, Parts, what="from_functions: parts", takes="a record of parts", write=write)
 
     def apply_model(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
@@ -254,6 +287,20 @@ def from_functions(
     return Model(name, lambda key: (init(key), {}), applied, axes or {}, parts=parts)
 
 
+def check_is_model(model: Any, *, what: str) -> None:
+    """Raise where something is no `Model`.
+
+    Args:
+        model: what was given.
+        what: the argument, for the message.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    write = f"{what}(step.model), or make a model with from_nnx, from_linen or from_functions"
+    check_kind(model, Model, what=what, takes="a jaxtrain.Model", write=write)
+
+
 def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter; nothing is allocated."""
     params, _ = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -261,5 +308,10 @@ def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def count_parameters(model: Model) -> int:
-    """Number of parameters, from shapes alone: nothing is allocated."""
+    """Number of parameters, from shapes alone: nothing is allocated.
+
+    Raises:
+        ConfigError: something that is no model.
+    """
+    check_is_model(model, what="count_parameters")
     return sum(shape.size for shape in parameter_shapes(model).values())

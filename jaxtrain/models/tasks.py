@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.arguments import check_function, check_functions, check_number, refusal
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import check_axes
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
 
 Batch = Mapping[str, Any]
@@ -39,6 +41,11 @@ class LogitsLoss:
 
     train: Loss
     evaluate: Loss
+
+    def __post_init__(self) -> None:
+        call = "(outputs, batch) -> (sum, weight, metrics)"
+        calls = {"train": (self.train, call), "evaluate": (self.evaluate, call)}
+        check_functions(calls, of="LogitsLoss", write="LogitsLoss(train, evaluate)")
 
     def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
         return self.train(outputs, batch)
@@ -73,6 +80,10 @@ class Task:
                 f"Task takes a name and a loss function, not {_shown(self.name)} and {_shown(self.loss)}; "
                 "write Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
             )
+        check_axes(self.batch_axes, what="Task: batch_axes", write="batch_axes={'inputs': ('batch', 'sequence')}")
+        if self.num_classes is not None:
+            takes, write = "a function of the outputs", "num_classes=lambda outputs: outputs.shape[-1]"
+            check_function(self.num_classes, what="Task: num_classes", takes=takes, write=write)
 
     @property
     def evaluation(self) -> Loss:
@@ -181,8 +192,15 @@ def target_weights(batch: Batch) -> jax.Array:
         float32, of the shape of the targets.
 
     Raises:
-        ConfigError: no targets, or weights of another shape.
+        ConfigError: no batch with an array of targets, or weights of another shape.
     """
+    write = "target_weights({'inputs': x, 'targets': y})"
+    if not isinstance(batch, Mapping):
+        raise ConfigError(refusal("target_weights", "a batch", batch, write))
+    for name in ("targets", "weights"):
+        value = batch.get(name)
+        if value is not None and not isinstance(value, jax.Array | np.ndarray):
+            raise ConfigError(refusal(f"target_weights: {name}", "an array", value, write))
     weights, targets = _weights(batch), batch["targets"]
     return jnp.where(targets < 0, 0.0, weights) if jnp.issubdtype(targets.dtype, jnp.integer) else weights
 
@@ -273,9 +291,11 @@ def language_modeling(
         The task.
 
     Raises:
-        ConfigError: a block size for logits that are not partitioned.
+        ConfigError: a block size for logits that are not partitioned, or a weight that is no number.
     """
     check_blocks(logits, block)
+    if z_loss is not None:
+        check_number(z_loss, what="language_modeling: z_loss", takes="a number or None", write="z_loss=1e-4")
 
     def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.arguments import check_choice, check_kind
 from jaxtrain.config.local_path import local_path
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.result import Result
@@ -49,6 +50,7 @@ def run_config(
         DivergedError: non-finite steps in a row.
         PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
     """
+    _check_call(overrides, resume, progress)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     folder = (
         local_path(run_dir, what="run directory")
@@ -85,6 +87,18 @@ def run_config(
         )
         with closing_on_failure(lambda status: close_session(session, status)):
             return train_session(session)
+
+
+def _check_call(overrides: Any, resume: Any, progress: Any) -> None:
+    """Raise where an argument of `run_config` is of another type."""
+    if overrides is not None:
+        write = "overrides={'train.steps': 100}"
+        check_kind(overrides, Mapping, what="run_config: overrides", takes="a dict of keys", write=write)
+    if resume is not None:
+        check_choice(resume, ("auto", "must", "never"), what="run_config: resume", write="resume='auto'")
+    if progress is not None:
+        write = "progress=None, which shows it on standard error"
+        check_kind(progress, Progress, what="run_config: progress", takes="what shows it", write=write)
 
 
 def _check_parts(*, model: "Model | None", task: "Task | None", data: "Data | None") -> None:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.config.arguments import refusal
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.precision.policy import LossScale
@@ -86,6 +88,12 @@ class EvaluationState:
 
     evaluation_params: Params
     evaluation_model_state: ModelState
+
+    def __post_init__(self) -> None:
+        write = "EvaluationState(state.params, state.model_state)"
+        for name, value in (("params", self.evaluation_params), ("model_state", self.evaluation_model_state)):
+            if value is None or isinstance(value, TrainState | int | float | str):
+                raise ConfigError(refusal(f"EvaluationState: {name}", f"the {name} of a model", value, write))
 
 
 def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:

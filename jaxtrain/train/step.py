@@ -21,9 +21,10 @@ from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compiler_options import CompilerOptions, Value, choose_options
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
-from jaxtrain.train.checks import check_options, check_parts, random_key
+from jaxtrain.train.checks import check_batch, check_options, check_parts, random_key
 from jaxtrain.train.model_checks import check_trainable
-from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
+from jaxtrain.train.option_checks import check_compiled, check_settings
+from jaxtrain.train.parallelism import Parallelism, check_placement, make_layout, make_pipeline, microbatches
 from jaxtrain.train.placement import state_on_host, state_shardings
 from jaxtrain.train.program import StepProgram, create_state, first_optimizer_state, take_step
 from jaxtrain.train.state import TrainState
@@ -164,10 +165,11 @@ class TrainStep:
         Raises:
             ConfigError: a batch that does not fit, or something asked of the model that shows in tracing.
         """
+        shardings = self.batch_shardings(batch)
         specs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             dict(batch),
-            self.batch_shardings(batch),
+            shardings,
         )
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().lower(self.abstract_state, specs)
@@ -186,8 +188,10 @@ class TrainStep:
             choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
 
         Raises:
-            ConfigError: a pipeline stage that would wait for other stages for ever.
+            ConfigError: something that is no compiled step, or a pipeline stage that would wait for other stages for
+                ever.
         """
+        check_compiled(compiled)
         if self.pipeline is not None:
             check_branches(compiled.as_text() or "", self.layout)
         arguments, _ = compiled.args_info
@@ -212,6 +216,7 @@ class TrainStep:
         state = given_state.accept_state(
             state, wanted=self.abstract_state, initial=self.initial_state, last=self.last_state()
         )
+        check_batch(batch)
         given_state.check_batch_not_deleted(batch)
         if not is_placed(batch, self.mesh):
             batch = self.place(batch)
@@ -298,6 +303,8 @@ def make_train_step(
     """
     check_parts(model, task, optimizer)
     check_options(accumulation_steps, clip_norm, ema_decay, trainable)
+    check_placement(mesh, rules, parallelism, of="make_train_step")
+    check_settings(learning_rate, loss_scaling, compiler_options, offload_optimizer)
     mesh = make_mesh() if mesh is None else mesh
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, mesh, parallelism, rules)
