@@ -38,6 +38,13 @@ class Checkpointer:
 
     Raises:
         ConfigError: the directory is a file, or `keep_last` or `keep_every` is not an integer of at least 1.
+
+    Example:
+        >>> with jt.Checkpointer("runs/mine/checkpoints", keep_last=2) as checkpointer:
+        ...     saved = checkpointer.save(int(state.step), state, metadata={"note": "first"})
+        ...     state = checkpointer.restore(step.abstract_state)  # on this mesh, whatever mesh saved it
+        ...     print(saved, checkpointer.latest_step(), checkpointer.metadata())
+        True 0 {'note': 'first'}
     """
 
     def __init__(

@@ -187,6 +187,11 @@ def load_config(
 
     Raises:
         ConfigError: no such config, or a wrong key or value; one line naming key, origin and what would work.
+
+    Example:
+        >>> loaded = jt.load_config("quickstart", overrides=["train.steps=20"], keywords={"seed": 3})
+        >>> loaded.config.train.steps, loaded.config.seed, loaded.origins["train.steps"]
+        (20, 3, 'command line')
     """
     _check_call(name, overrides, keywords)
     tree = _Tree()

@@ -309,6 +309,11 @@ class Config(Group):
 
     Raises:
         ConfigError: a key or a value is wrong; one line for the first mistake.
+
+    Example:
+        >>> config = jt.load_config("quickstart", overrides=["train.steps=20"]).config
+        >>> config.train.steps, config.optimizer.kind
+        (20, 'adamw')
     """
 
     # Keywords of a pydantic model are its fields, which pydantic checks itself.

@@ -43,6 +43,12 @@ class Batches:
     Raises:
         DataError: `rows` is not a dataset with an index, or is empty.
         ConfigError: The batch size, the seed, `shuffle` or `workers` is of another type or out of range.
+
+    Example:
+        >>> batches = jt.Batches(rows, 8, seed=0, shuffle=True)
+        >>> {name: leaf.shape for name, leaf in batches.spec().items()}
+        {'inputs': (8, 4), 'targets': (8,)}
+        >>> batch = step.loader(batches)(1000)  # batch 1000, at once
     """
 
     def __init__(

@@ -46,6 +46,12 @@ def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int 
     Raises:
         ConfigError: `load` is no function, or a number is no whole number from 0.
         Exception: Whatever `load` raised, when its batch would be next.
+
+    Example:
+        >>> for batch in jt.prefetch(step.loader(batches), int(state.step), 3):
+        ...     state, metrics = step(state, batch)
+        >>> int(state.step)
+        3
     """
     # Checked here and not at the first batch: the body of a generator runs only then.
     if not callable(load):

@@ -65,6 +65,12 @@ class ArrayRows(Rows):
 
     Raises:
         DataError: There is no entry, an entry cannot become an array of numbers, or the entries have different lengths.
+
+    Example:
+        >>> rows = jt.ArrayRows({"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
+        >>> len(rows), rows[5]["inputs"].shape
+        (8, (4,))
+        >>> images = rows.map(lambda row: {**row, "inputs": row["inputs"].reshape(2, 2)})  # any transformation of grain
     """
 
     def __init__(self, columns: Row):

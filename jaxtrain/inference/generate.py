@@ -43,6 +43,11 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: only the k most likely tokens; None: all.
         top_p: only the most likely tokens whose probabilities sum to p (nucleus, Holtzman et al. 2019); None: all.
+
+    Example:
+        >>> jt.Sampling(temperature=0)  # greedy
+        Sampling(temperature=0, top_k=None, top_p=None)
+        >>> nucleus = jt.Sampling(temperature=0.7, top_p=0.9)
     """
 
     temperature: float = 0.8
@@ -170,6 +175,16 @@ def generate_text(
         ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
             `new_tokens` is below 1, prompt and continuation exceed its positions, or another argument is of another
             type.
+
+    Example:
+        >>> from jaxtrain.data.tokenizer import ByteTokenizer
+        >>> sharded = jt.shard_model(text_model)
+        >>> params, _ = jax.jit(sharded.init)(jax.random.key(0))
+        >>> texts = jt.generate_text(
+        ...     sharded, params, ByteTokenizer(), ["To be"], new_tokens=2, sampling=jt.Sampling(temperature=0.7)
+        ... )
+        >>> texts[0].startswith("To be")
+        True
     """
     _check_call(step, params, tokenizer, prompts, sampling, seed)
     sharded_model = step.sharded_model if isinstance(step, TrainStep) else step

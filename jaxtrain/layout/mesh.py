@@ -49,6 +49,12 @@ def make_mesh(
     Raises:
         ConfigError: A degree is neither a whole number from 1 nor "auto", the product of the degrees is not the number
             of devices, or `devices` holds something else, or one device twice.
+
+    Example:
+        >>> mesh = jt.make_mesh(data="auto", fsdp=1)  # all devices
+        >>> one = jt.make_mesh(devices=jax.devices()[:1])
+        >>> list(one.shape)
+        ['pipe', 'data', 'fsdp', 'expert', 'context', 'tensor']
     """
     devices = jax.devices() if devices is None else _checked_devices(devices)
     asked: dict[str, int | Literal["auto"]] = {

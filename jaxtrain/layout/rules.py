@@ -54,9 +54,9 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
 An axis that is not in the table has no rule, and naming it is an error; an empty row shards over nothing.
 
 Example:
-    >>> DEFAULT_RULES["batch"]
+    >>> jt.DEFAULT_RULES["batch"]
     ('data', 'fsdp', 'expert')
-    >>> DEFAULT_RULES["mlp"]
+    >>> jt.DEFAULT_RULES["mlp"]
     ('tensor',)
 """
 

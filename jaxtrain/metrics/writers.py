@@ -72,6 +72,12 @@ class JsonlWriter:
 
     Raises:
         ConfigError: a path, a step or a value of another type.
+
+    Example:
+        >>> with jt.JsonlWriter("runs/mine/metrics.jsonl") as writer:
+        ...     writer.scalars(1, {"loss": 2.5})
+        >>> print(open("runs/mine/metrics.jsonl").read(), end="")
+        {"step": 1, "loss": 2.5}
     """
 
     def __init__(self, path: str | Path):

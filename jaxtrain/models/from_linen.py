@@ -66,6 +66,9 @@ def from_linen(
     Raises:
         ConfigError: `module` is not a Linen module; or it holds dropout or batch norm, and no argument or field
             switches it between training and evaluation.
+
+    Example:
+        >>> model = jt.from_linen(linen.Dense(3), np.zeros((1, 4), np.float32), axes={"kernel": ("embed", "mlp")})
     """
     if not isinstance(module, linen.Module):
         if isinstance(module, nnx.Module):

@@ -201,7 +201,7 @@ def from_nnx(
             holds an array in a plain container.
 
     Example:
-        >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
+        >>> model = jt.from_nnx(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
     """
     check_maker(make, of="from_nnx")
     if axes is not None:

@@ -95,6 +95,11 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
     Raises:
         ConfigError: a rate that is no number from 0 to below 1, or a key that is none.
+
+    Example:
+        >>> jt.dropout(jnp.ones((2, 4)), 0.5, None).tolist()  # without a key: evaluation
+        [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+        >>> dropped = jt.dropout(jnp.ones((2, 4)), 0.5, jax.random.key(0))
     """
     write = "dropout(x, 0.1, key) with key=jax.random.key(0)"
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:

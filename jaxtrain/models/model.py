@@ -86,6 +86,11 @@ class DrawsByRow:
 
     Attributes:
         function: what is called.
+
+    Example:
+        >>> def call(module, inputs, key, train):
+        ...     return jt.dropout(module(inputs), 0.1, key if train else None)
+        >>> model = jt.from_nnx(lambda rngs: nnx.Linear(4, 3, rngs=rngs), call=jt.DrawsByRow(call))
     """
 
     function: Callable[..., Any]
@@ -106,6 +111,20 @@ class Parts:
         stack: top-level key of params whose leaves have a leading dim [num_layers].
         num_layers: of the stack.
         embed, layers, head: pure functions; see their protocols.
+
+    Example:
+        >>> def layers(stack, carry, inputs, *, first_layer, key, train):
+        ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), carry, stack["w"])[0]
+        >>> parts = jt.Parts(
+        ...     stack="blocks",
+        ...     num_layers=2,
+        ...     embed=lambda params, inputs, *, key, train: inputs,
+        ...     layers=layers,
+        ...     head=lambda params, carry, *, train: carry @ params["head"],
+        ... )
+        >>> init = lambda key: {"blocks": {"w": jnp.ones((2, 4, 4))}, "head": jnp.ones((4, 3))}
+        >>> jt.count_parameters(jt.from_functions(init, parts=parts))
+        44
     """
 
     stack: str
@@ -149,6 +168,14 @@ class Model:
         num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.
         remat: the remat policy that the model was built with; None: none.
         rebuild: builds the model again with another remat policy; None: not possible.
+
+    Example:
+        >>> def init(key):
+        ...     return {"w": jax.random.normal(key, (4, 3))}, {"count": jnp.int32(0)}
+        >>> def apply(params, model_state, inputs, *, key, train):
+        ...     return inputs @ params["w"], {"count": model_state["count"] + 1}
+        >>> model = jt.Model("counts", init, apply, axes={"w": ("embed", "mlp")})
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
     """
 
     name: str
@@ -260,7 +287,8 @@ def from_functions(
         ConfigError: something that is no function, or not exactly one of `apply` and `parts`.
 
     Example:
-        >>> model = from_functions(lambda key: {"w": jax.random.normal(key, (4,))}, lambda p, x: x @ p["w"])
+        >>> init = lambda key: {"w": jax.random.normal(key, (4, 3))}
+        >>> model = jt.from_functions(init, lambda params, inputs: inputs @ params["w"])
     """
 
     if not callable(init) or not (apply is None or callable(apply)):
@@ -312,6 +340,10 @@ def count_parameters(model: Model) -> int:
 
     Raises:
         ConfigError: something that is no model.
+
+    Example:
+        >>> jt.count_parameters(model)
+        15
     """
     check_is_model(model, what="count_parameters")
     return sum(shape.size for shape in parameter_shapes(model).values())

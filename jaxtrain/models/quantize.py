@@ -37,8 +37,8 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
             or belong to another model.
 
     Example:
-        >>> small = quantize(state.params, step.model)
-        >>> Evaluator(step)(dataclasses.replace(state, params=small, ema=None), batches)
+        >>> params, _ = jax.jit(text_model.init)(jax.random.key(0))
+        >>> small = jt.quantize(params, text_model)  # in place of params in `apply`, EvaluationState or generate_text
     """
     write = "quantize(state.params, step.model)"
     check_kind(model, Model, what="quantize: model", takes="a jaxtrain.Model", write=write)

@@ -43,6 +43,13 @@ class ShardedModel:
         abstract_params: the parameters as `ShapeDtypeStruct`s in the dtypes that they are stored in, with their
             shardings: pass them to `Checkpointer.restore` as its target.
         abstract_model_state: the same for `model_state` (values that change without a gradient); it is replicated.
+
+    Example:
+        >>> sharded = jt.shard_model(model)
+        >>> def forward(params, inputs):
+        ...     return sharded.apply(params, {}, inputs, key=None, train=False)[0]
+        >>> jax.jit(forward)(state.params, np.ones((8, 4), np.float32)).shape
+        (8, 3)
     """
 
     model: Model

@@ -23,6 +23,11 @@ def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nn
 
     Raises:
         ConfigError: `make` is no function of the random streams, or another argument is of another type.
+
+    Example:
+        >>> stack = jt.make_stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 12, nnx.Rngs(0))
+        >>> stack.kernel.shape
+        (12, 4, 4)
     """
     check_maker(make, of="make_stack")
     example = "make_stack(make, 12, rngs)"

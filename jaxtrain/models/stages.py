@@ -56,7 +56,19 @@ def from_stages(
         ConfigError: the module has no such stack, or it has variables that are not parameters.
 
     Example:
-        >>> model = from_stages(make, stack="blocks", embed=lambda m, tokens, key, train: m.embedding(tokens), ...)
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.blocks = jt.make_stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs)
+        ...         self.head = nnx.Linear(4, 3, rngs=rngs)
+        >>> model = jt.from_stages(
+        ...     Net,
+        ...     stack="blocks",
+        ...     embed=lambda net, inputs, key, train: inputs,
+        ...     block=lambda layer, carry, inputs, key, train: nnx.relu(layer(carry)),
+        ...     head=lambda net, carry, train: net.head(carry),
+        ... )
+        >>> model.parts.num_layers
+        2
     """
     check_maker(make, of="from_stages")
     takes = "the name of the attribute that holds the stack"

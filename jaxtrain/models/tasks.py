@@ -37,6 +37,14 @@ class LogitsLoss:
     Attributes:
         train: as `Task.loss`.
         evaluate: the same without terms that only training needs (z-loss).
+
+    Example:
+        >>> def loss(logits, batch, *, z_loss=1e-4):
+        ...     weights = jt.target_weights(batch)
+        ...     sums = jt.cross_entropy_sums(logits, batch["targets"], weights, z_loss=z_loss)
+        ...     return sums.total, jnp.sum(weights), {}
+        >>> plain = lambda logits, batch: loss(logits, batch, z_loss=None)
+        >>> task = jt.Task("mine", jt.LogitsLoss(loss, plain), reads_weights=True)
     """
 
     train: Loss
@@ -66,6 +74,12 @@ class Task:
             last batch before it calls the loss.
         num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
             refused when it is read.
+
+    Example:
+        >>> def loss(outputs, batch):
+        ...     errors = jnp.square(outputs - jax.nn.one_hot(batch["targets"], 3)).sum(-1)
+        ...     return jnp.sum(errors), jnp.float32(errors.size), {}
+        >>> step = jt.make_train_step(model, jt.Task("brier", loss), optax.adamw(1e-3))
     """
 
     name: str
@@ -193,6 +207,10 @@ def target_weights(batch: Batch) -> jax.Array:
 
     Raises:
         ConfigError: no batch with an array of targets, or weights of another shape.
+
+    Example:
+        >>> jt.target_weights({"targets": jnp.array([2, -100, 0])}).tolist()
+        [1.0, 0.0, 1.0]
     """
     write = "target_weights({'inputs': x, 'targets': y})"
     if not isinstance(batch, Mapping):
@@ -292,6 +310,11 @@ def language_modeling(
 
     Raises:
         ConfigError: a block size for logits that are not partitioned, or a weight that is no number.
+
+    Example:
+        >>> task = jt.language_modeling(z_loss=1e-4)
+        >>> task.batch_axes["targets"]
+        ('batch', 'sequence')
     """
     check_blocks(logits, block)
     if z_loss is not None:
@@ -327,6 +350,9 @@ def classification() -> Task:
 
     Returns:
         The task.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
     """
 
     def loss(outputs: Any, batch: Batch) -> TaskSums:
@@ -346,6 +372,9 @@ def regression() -> Task:
 
     Returns:
         The task.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.regression(), optax.adamw(1e-3))  # targets [B, 3]
     """
 
     def loss(outputs: Any, batch: Batch) -> TaskSums:

@@ -52,6 +52,11 @@ def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | 
 
     Raises:
         ConfigError: the table is no float array [V, D], or the indices are no integers [B, L].
+
+    Example:
+        >>> table, ids = jnp.arange(8.0).reshape(4, 2), jnp.array([[0, 3]])
+        >>> jt.embedding_lookup(table, ids, rows="vocab").tolist()
+        [[[0.0, 1.0], [6.0, 7.0]]]
     """
     _check_call(table_VD, indices_BL, rows)
     # Sizes of the table may not fit into ids of 8 or 16 bits, with which they are compared.

@@ -30,7 +30,7 @@ def elementwise(transformation: optax.GradientTransformation) -> ElementwiseTran
         ConfigError: It is no optax transformation.
 
     Example:
-        >>> optimizer = jaxtrain.elementwise(optax.adamw(1e-3))
+        >>> optimizer = jt.elementwise(optax.adamw(1e-3))
     """
     if not isinstance(transformation, optax.GradientTransformation):
         name = getattr(transformation, "__name__", "adamw") if callable(transformation) else "adamw"

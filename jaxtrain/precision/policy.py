@@ -26,6 +26,10 @@ class Policy:
         matmul_precision: `jax.default_matmul_precision` of the step; None: the default of the backend.
         loss_scaled: Whether gradients need a dynamic loss scale.
         linear_format: Format in which the linear layers of blocks multiply (`ops/linear.py`); None: the compute dtype.
+
+    Example:
+        >>> mixed = jt.Policy("mine", jnp.float32, jnp.bfloat16, None)
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), policy=mixed)
     """
 
     name: str
@@ -94,6 +98,10 @@ def get_policy(policy: str | Policy) -> Policy:
 
     Raises:
         ConfigError: There is no policy of this name.
+
+    Example:
+        >>> jt.get_policy("bf16").compute_dtype.__name__
+        'bfloat16'
     """
     if isinstance(policy, Policy):
         return policy
@@ -135,6 +143,12 @@ class LossScaling:
     Raises:
         ConfigError: A number is of another type, `initial` is not between `minimum` and `maximum`, or
             `growth_interval` is below 1.
+
+    Example:
+        >>> scaling = jt.LossScaling(initial=1024, growth_interval=500)
+        >>> step = jt.make_train_step(
+        ...     model, jt.classification(), optax.adamw(1e-3), policy="fp16", loss_scaling=scaling
+        ... )
     """
 
     initial: float = 2.0**15

@@ -41,6 +41,13 @@ class Evaluator:
     Raises:
         ConfigError: something else than a step, a sharded model without a task, or layers that do not divide over the
             stages of its mesh.
+
+    Example:
+        >>> held_out = jt.Batches(rows, 8, seed=0, shuffle=False)
+        >>> evaluate = jt.Evaluator(step)
+        >>> means = evaluate(state, jt.prefetch(step.loader(held_out), 0, len(held_out)))
+        >>> sorted(means)
+        ['eval_accuracy', 'eval_loss']
     """
 
     def __init__(

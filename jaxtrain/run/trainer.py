@@ -49,6 +49,14 @@ def run_config(
         ConfigError, DataError, CheckpointError: before training starts.
         DivergedError: non-finite steps in a row.
         PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
+
+    Example:
+        >>> overrides = {"train.steps": 2, "logging.report": False}
+        >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/digits")
+        >>> overrides["train.steps"] = 4  # the run in this directory goes on
+        >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/digits")
+        >>> result.step
+        4
     """
     _check_call(overrides, resume, progress)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)

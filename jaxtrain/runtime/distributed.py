@@ -41,6 +41,10 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     Raises:
         ConfigError: Emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
             cannot be joined.
+
+    Example:
+        >>> jt.start(emulate=len(jax.devices()))  # as a rule a number, such as 8, before anything uses jax
+        >>> mesh = jt.make_mesh(data="auto")
     """
     import jax
 
@@ -169,7 +173,13 @@ def leave(code: int) -> None:
 
 
 def is_main_process() -> bool:
-    """Returns whether this is process 0, which alone writes files and prints."""
+    """Returns whether this is process 0, which alone writes files and prints.
+
+    Example:
+        >>> if jt.is_main_process():
+        ...     print("written once")
+        written once
+    """
     import jax
 
     return jax.process_index() == 0

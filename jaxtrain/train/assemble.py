@@ -150,7 +150,7 @@ def build_step(
         ConfigError: an argument of another type, parts that do not fit together, or sizes that do not divide.
 
     Example:
-        >>> step = build_step(load_config("digits_mlp").config, input_shape=(8, 8, 1), num_outputs=10)
+        >>> step = jt.build_step(jt.load_config("digits_mlp").config, input_shape=(8, 8, 1), num_outputs=10)
         >>> step.model.name
         'mlp'
     """

@@ -38,6 +38,11 @@ class Parallelism:
 
     Raises:
         ConfigError: a value that the option does not have.
+
+    Example:
+        >>> step = jt.make_train_step(
+        ...     model, jt.classification(), optax.adamw(1e-3), parallelism=jt.Parallelism(zero=1)
+        ... )
     """
 
     zero: int = 0
@@ -156,8 +161,9 @@ def shard_model(
             use.
 
     Example:
-        >>> sharded = shard_model(model, mesh=make_mesh(tensor=2), policy="bf16")
-        >>> params = checkpointer.restore(sharded.abstract_params, prefix="params")
+        >>> sharded = jt.shard_model(model, policy="bf16")
+        >>> sharded.abstract_params["kernel"].shape
+        (4, 3)
     """
     check_model(model)
     check_placement(mesh, rules, parallelism, of="shard_model")

@@ -49,6 +49,14 @@ class TrainState:
         skipped: counts of non-finite steps.
         ema: moving average of the trainable params in float32, or None.
         ema_model_state: the same average of the floating leaves of model_state, None where ema is.
+
+    Example:
+        >>> state = step.init(0)
+        >>> int(state.step), state.params["kernel"].shape
+        (0, (4, 3))
+        >>> state, metrics = step(state, step.loader(batches)(0))
+        >>> int(state.step)
+        1
     """
 
     step: jax.Array
@@ -84,6 +92,11 @@ class EvaluationState:
     Attributes:
         evaluation_params: the parameters to evaluate.
         evaluation_model_state: the model_state that belongs to them.
+
+    Example:
+        >>> found = jt.EvaluationState(state.params, state.model_state)
+        >>> sorted(jt.Evaluator(step)(found, [step.loader(batches)(0)]))
+        ['eval_accuracy', 'eval_loss']
     """
 
     evaluation_params: Params

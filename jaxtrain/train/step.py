@@ -52,6 +52,15 @@ class TrainStep:
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
             cudnn"); empty before `compile`, `use` or the first step.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
+        >>> compiled = step.compile(batches.spec())  # ahead of time; another shape is an error from then on
+        >>> state = step.init(0)
+        >>> for batch in jt.prefetch(step.loader(batches), 0, 2):
+        ...     state, metrics = step(state, batch)
+        >>> sorted(metrics)
+        ['accuracy', 'grad_norm', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
     """
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):
@@ -297,9 +306,9 @@ def make_train_step(
             effect on this model.
 
     Example:
-        >>> step = make_train_step(model, classification(), optax.adamw(1e-3))
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), clip_norm=1.0)
         >>> state = step.init(0)
-        >>> state, metrics = step(state, {"inputs": images, "targets": labels})
+        >>> state, metrics = step(state, {"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
     """
     check_parts(model, task, optimizer)
     check_options(accumulation_steps, clip_norm, ema_decay, trainable)

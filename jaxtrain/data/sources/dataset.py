@@ -48,6 +48,13 @@ class Data:
         reading: JSON values with which inputs and classes were turned into numbers: the names of the classes in the
             order of their numbers, and the mean and deviation of the columns of a table. `open_data` accepts it, so
             that other rows are read in the same way. None for sources that need none.
+
+    Example:
+        >>> import dataclasses
+        >>> data = jt.open_data({"kind": "synthetic", "task": "images", "image_size": 8})
+        >>> data.input_shape, data.num_outputs, data.unit
+        ((8, 8, 3), 10, 'examples')
+        >>> mine = dataclasses.replace(data, train=rows, validation=None, fingerprint={"name": "mine"})
     """
 
     train: "grain.MapDataset"
@@ -92,6 +99,10 @@ def open_data(
     Raises:
         ConfigError: A key or value of a mapping is wrong, or an argument is of another type.
         DataError: The data is missing, empty or corrupt, or has too few tokens for a row.
+
+    Example:
+        >>> data = jt.open_data({"kind": "synthetic", "task": "images", "image_size": 8})
+        >>> batches = jt.Batches(data.train, 8, seed=0, shuffle=True)
     """
     if isinstance(config, Mapping) and config:
         config = load_config({"data": config}).config.data

@@ -50,6 +50,11 @@ def build_model(
         ConfigError: an argument is of another type, a key or value of the mapping is wrong, neither the config nor the
             data gives a size, or the
             inputs are of the wrong kind.
+
+    Example:
+        >>> model = jt.build_model({"kind": "mlp", "hidden_dims": [32]}, input_shape=(4,), num_outputs=3)
+        >>> jt.count_parameters(model)
+        259
     """
     _check_call(config, input_shape, vocab_size, num_outputs, remat)
     if isinstance(config, Mapping):

@@ -32,6 +32,11 @@ class DeferredLogits:
 
     Raises:
         ConfigError: something else, or sizes that cannot be multiplied.
+
+    Example:
+        >>> logits = jt.DeferredLogits(jnp.ones((2, 3, 4)), jnp.ones((4, 16)))
+        >>> logits.vocabulary, logits.logits().shape
+        (16, (2, 3, 16))
     """
 
     hidden: jax.Array
@@ -94,6 +99,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
     Raises:
         ConfigError: logits that are no floats, or targets that are no integers of their shape.
+
+    Example:
+        >>> jt.cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist()  # log 4, twice
+        [1.386..., 1.386...]
     """
     _check_call("cross_entropy", logits, targets)
     return _losses(logits, targets)[0]
@@ -127,6 +136,11 @@ def cross_entropy_sums(
     Raises:
         ConfigError: an array of another kind or shape, or blocks were asked for, and batch, sequence or vocabulary do
             not divide by the mesh.
+
+    Example:
+        >>> sums = jt.cross_entropy_sums(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]), jnp.ones((1, 2)), z_loss=1e-4)
+        >>> float(sums.total) > float(sums.cross_entropy)
+        True
     """
     _check_call("cross_entropy_sums", logits, targets_BL)
     if not isinstance(weights_BL, jax.Array | np.ndarray):
