@@ -11,6 +11,7 @@ from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import save_error
 from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.config.arguments import check_function
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.donation import first_deleted
@@ -37,6 +38,13 @@ class Checkpointer:
 
     Raises:
         ConfigError: the directory is a file, or `keep_last` or `keep_every` is not an integer of at least 1.
+
+    Example:
+        >>> with jt.Checkpointer("runs/mine/checkpoints", keep_last=2) as checkpointer:
+        ...     saved = checkpointer.save(int(state.step), state, metadata={"note": "first"})
+        ...     state = checkpointer.restore(step.abstract_state)  # on this mesh, whatever mesh saved it
+        ...     print(saved, checkpointer.latest_step(), checkpointer.metadata())
+        True 0 {'note': 'first'}
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class Checkpointer:
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
         last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
+        check_function(report, what="Checkpointer: report", takes="a function of one line", write="report=print")
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
         self._read_only = read_only
         self._storage: Storage | None = None
@@ -84,7 +93,9 @@ class Checkpointer:
             CheckpointError: there is no such step, or its record is damaged.
         """
         if step not in self.steps():
-            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: it holds {self._line.listing()}")
+            raise CheckpointError(
+                f"no checkpoint of step {step!r} in {self.directory}: it holds {self._line.listing()}"
+            )
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -133,6 +144,7 @@ class Checkpointer:
         self.wait()
         path = directory.step_path(self.directory, step)
         flat = tree.flatten(state).leaves
+        checks.check_not_empty(state, flat)
         gone = first_deleted(flat)
         if gone is not None:
             raise CheckpointError(
@@ -170,10 +182,17 @@ class Checkpointer:
         return True
 
     def add_eval_loss(self, step: int, eval_loss: float, *, score: float | None = None) -> None:
-        """Record the eval_loss (and score) of a step that was saved before it was evaluated, for `keep_best`."""
+        """Record the eval_loss (and score) of a step that was saved before it was evaluated, for `keep_best`.
+
+        Raises:
+            CheckpointError: the loss is no number, or there is no such step.
+        """
+        found = checks.checked_loss(eval_loss)
         self.wait()
+        self.info(step)
         if arrays.is_process_0():
-            self._line.note_loss(step, float(eval_loss), None if score is None else float(score))
+            loss = float("nan") if found is None else found
+            self._line.note_loss(step, loss, None if score is None else float(score))
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
@@ -196,8 +215,9 @@ class Checkpointer:
             CheckpointError: there is no such step, it belongs to another model, or no intact step is left.
         """
         self.wait()
-        prefix = None if prefix is None else tree.stored_name(prefix)
+        prefix = None if prefix is None else tree.stored_name(checks.checked_prefix(prefix))
         wanted = tree.flatten(target, prefix=prefix)
+        checks.check_target(target, wanted.leaves)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
         damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
         for candidate in candidates:

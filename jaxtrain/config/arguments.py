@@ -14,7 +14,7 @@ _LONGEST_TEXT = 60
 
 
 def shown(value: Any) -> str:
-    """Returns how a message names a value: a short value itself; of others their kind and shape, never their numbers."""
+    """Returns how a message names a value: a short value itself, anything else by kind and shape."""
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, str | bytes):

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
@@ -171,7 +172,25 @@ def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
+def _check_call(name: Any, overrides: Any, keywords: Any) -> None:
+    """Raise where an argument of `load_config` is of another type."""
+    wanted = "a name, a path or a mapping"
+    if name is not None:
+        kinds = (str, Path, Mapping)
+        check_kind(name, kinds, what="load_config", takes=wanted, write="load_config('quickstart')")
+    takes, write = "a list of key=value texts", "overrides=['train.steps=100']"
+    if isinstance(overrides, str):
+        raise ConfigError(refusal("load_config: overrides", takes, overrides, f"overrides=[{overrides!r}]"))
+    if isinstance(overrides, Mapping):
+        raise ConfigError(refusal("load_config: overrides", takes, overrides, "keywords={...} for a dict"))
+    check_kind(overrides, Iterable, what="load_config: overrides", takes=takes, write=write)
+    if keywords is not None:
+        write = "keywords={'train.steps': 100}"
+        check_kind(keywords, Mapping, what="load_config: keywords", takes="a mapping of keys", write=write)
+
+
 def _split_override(override: str) -> tuple[KeyPath, Any]:
+    check_kind(override, str, what="load_config: overrides", takes="key=value texts", write="'train.steps=100'")
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key or any(not part for part in key.split(".")):
         raise ConfigError(f"cannot read {override!r} (command line); write key=value, as in train.steps=100")
@@ -212,7 +231,13 @@ def load_config(
 
     Raises:
         ConfigError: no such config, or a wrong key or value; one line naming key, origin and what would work.
+
+    Example:
+        >>> loaded = jt.load_config("quickstart", overrides=["train.steps=20"], keywords={"seed": 3})
+        >>> loaded.config.train.steps, loaded.config.seed, loaded.origins["train.steps"]
+        (20, 3, 'command line')
     """
+    _check_call(name, overrides, keywords)
     tree = _Tree()
     label, run_dir, own = "run", None, {}
     if isinstance(name, Mapping):
@@ -242,8 +267,11 @@ def load_config(
     tree.values = _with_kinds(tree.values)
     try:
         config = Config.model_validate(tree.values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, tree.values, tree.where)) from None
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ValidationError):
+            raise
+        # Again, with where each value was set.
+        raise ConfigError(explain(error.__cause__, tree.values, tree.where)) from None
     origins = {".".join(path): where for path, where in tree.where.items()}
     if run_dir is not None:
         # A run records every key; what is at its default was not set by anybody.

@@ -1,16 +1,17 @@
 """The complete config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
 from html import escape
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from jaxtrain.config.base import Group, mistakes_told_by_pydantic
+from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
 from jaxtrain.config.remat import check_remat
 from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.errors import ConfigError
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -327,7 +328,23 @@ class ProfileConfig(Group):
 
 
 class Config(Group):
-    """The settings of a complete run."""
+    """The settings of a complete run, as `load_config` reads them.
+
+    Raises:
+        ConfigError: a key or a value is wrong; one line for the first mistake.
+
+    Example:
+        >>> config = jt.load_config("quickstart", overrides=["train.steps=20"]).config
+        >>> config.train.steps, config.optimizer.kind
+        (20, 'adamw')
+    """
+
+    # Keywords of a pydantic model are its fields, which pydantic checks itself.
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(first_mistake(error)) from error
 
     name: str | None = None
     """Name of the run directory under runs/; null: the name of the config."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.data.batches import Batch
+from jaxtrain.errors import ConfigError
 
 _DEPTHS = (2, 16)
 _BYTES = 64 * 2**20
@@ -42,8 +44,28 @@ def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int 
         Batch `start`, `start + 1`, ..., `stop - 1`, as `load` returns them.
 
     Raises:
+        ConfigError: `load` is no function, or a number is no whole number from 0.
         Exception: Whatever `load` raised, when its batch would be next.
+
+    Example:
+        >>> for batch in jt.prefetch(step.loader(batches), int(state.step), 3):
+        ...     state, metrics = step(state, batch)
+        >>> int(state.step)
+        3
     """
+    # Checked here and not at the first batch: the body of a generator runs only then.
+    if not callable(load):
+        raise ConfigError(
+            refusal("prefetch", "a function k -> batch k", load, "prefetch(step.loader(batches), start, stop)")
+        )
+    example = "prefetch(load, 0, 100)"
+    start = check_whole(start, what="prefetch: start", least=0, write=example)
+    stop = check_whole(stop, what="prefetch: stop", least=0, write=example)
+    depth = check_whole(depth, what="prefetch: depth", least=0, write="depth=2")
+    return _load_ahead(load, start, stop, depth)
+
+
+def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int) -> Generator[Batch, None, None]:
     if depth == 0:
         for k in range(start, stop):
             yield load(k)

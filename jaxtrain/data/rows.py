@@ -7,13 +7,14 @@ vectorised call, which costs microseconds per row, where Python calls for each r
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 
+from jaxtrain.config.arguments import check_kind, shown
 from jaxtrain.data.permutation import permuted
 from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
@@ -63,10 +64,19 @@ class ArrayRows(Rows):
             as a list.
 
     Raises:
-        DataError: There is no entry, a list cannot become an array, or the entries have different lengths.
+        DataError: There is no entry, an entry cannot become an array of numbers, or the entries have different lengths.
+
+    Example:
+        >>> rows = jt.ArrayRows({"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
+        >>> len(rows), rows[5]["inputs"].shape
+        (8, (4,))
+        >>> images = rows.map(lambda row: {**row, "inputs": row["inputs"].reshape(2, 2)})  # any transformation of grain
     """
 
     def __init__(self, columns: Row):
+        write = "ArrayRows({'inputs': x, 'targets': y})"
+        takes = "one array per entry"
+        check_kind(columns, Mapping, what="ArrayRows", takes=takes, write=write, error=DataError)
         columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
         lengths = {
             path_name(path): len(leaf) if leaf.ndim else None
@@ -309,9 +319,15 @@ def _check_weights(parts: Sequence[Rows], weights: Sequence[float]) -> None:
 
 def _array(path: Any, value: Any) -> np.ndarray:
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
     except ValueError:
         raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
+    if array.dtype.kind in "OUSMm":
+        raise DataError(
+            f"{path_name(path)} holds {shown(array.flat[0]) if array.size else array.dtype}, which no device can take; "
+            "give an array of numbers (ids for text and classes)"
+        )
+    return array
 
 
 def _row_kind(rows: Rows) -> str:

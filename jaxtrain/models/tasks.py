@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import shown
+from jaxtrain.config.arguments import check_function, check_functions, check_number, refusal, shown
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import check_axes
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
 from jaxtrain.runtime.card import card
 
@@ -44,10 +45,23 @@ class LogitsLoss:
     Attributes:
         train: as `Task.loss`.
         evaluate: the same without terms that only training needs (z-loss).
+
+    Example:
+        >>> def loss(logits, batch, *, z_loss=1e-4):
+        ...     weights = jt.target_weights(batch)
+        ...     sums = jt.cross_entropy_sums(logits, batch["targets"], weights, z_loss=z_loss)
+        ...     return sums.total, jnp.sum(weights), {}
+        >>> plain = lambda logits, batch: loss(logits, batch, z_loss=None)
+        >>> task = jt.Task("mine", jt.LogitsLoss(loss, plain), reads_weights=True)
     """
 
     train: Loss
     evaluate: Loss
+
+    def __post_init__(self) -> None:
+        call = "(outputs, batch) -> (sum, weight, metrics)"
+        calls = {"train": (self.train, call), "evaluate": (self.evaluate, call)}
+        check_functions(calls, of="LogitsLoss", write="LogitsLoss(train, evaluate)")
 
     def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
         return self.train(outputs, batch)
@@ -91,9 +105,9 @@ class Task:
 
     Example:
         >>> def brier(outputs, batch):
-        ...     wanted = jax.nn.one_hot(batch["targets"], outputs.shape[-1])
-        ...     return jnp.sum((jax.nn.softmax(outputs) - wanted) ** 2, axis=-1), {}
-        >>> task = Task("brier", brier)
+        ...     errors = jnp.square(jax.nn.softmax(outputs) - jax.nn.one_hot(batch["targets"], 3))
+        ...     return jnp.sum(errors, axis=-1), {}
+        >>> step = jt.make_train_step(model, jt.Task("brier", brier), optax.adamw(1e-3))
     """
 
     name: str
@@ -111,11 +125,10 @@ class Task:
             )
         if self.rows not in _ROWS:
             raise ConfigError(f"Task: rows={self.rows!r}; use {', '.join(_ROWS[:-1])} or {_ROWS[-1]}")
-        if not isinstance(self.batch_axes, Mapping):
-            raise ConfigError(
-                f"Task: batch_axes is {shown(self.batch_axes)}, not a mapping from entries of the batch to their axes; "
-                "write batch_axes={'inputs': ('batch', 'sequence')}"
-            )
+        check_axes(self.batch_axes, what="Task: batch_axes", write="batch_axes={'inputs': ('batch', 'sequence')}")
+        if self.num_classes is not None:
+            takes, write = "a function of the outputs", "num_classes=lambda outputs: outputs.shape[-1]"
+            check_function(self.num_classes, what="Task: num_classes", takes=takes, write=write)
 
     @classmethod
     def calling(
@@ -196,8 +209,19 @@ def target_weights(batch: Batch) -> jax.Array:
         float32, of the shape of the targets.
 
     Raises:
-        ConfigError: no targets, or weights of another shape.
+        ConfigError: no batch with an array of targets, or weights of another shape.
+
+    Example:
+        >>> jt.target_weights({"targets": jnp.array([2, -100, 0])}).tolist()
+        [1.0, 0.0, 1.0]
     """
+    write = "target_weights({'inputs': x, 'targets': y})"
+    if not isinstance(batch, Mapping):
+        raise ConfigError(refusal("target_weights", "a batch", batch, write))
+    for name in ("targets", "weights"):
+        value = batch.get(name)
+        if value is not None and not isinstance(value, jax.Array | np.ndarray):
+            raise ConfigError(refusal(f"target_weights: {name}", "an array", value, write))
     weights, targets = _weights(batch), batch["targets"]
     return jnp.where(targets < 0, 0.0, weights) if jnp.issubdtype(targets.dtype, jnp.integer) else weights
 
@@ -288,9 +312,16 @@ def language_modeling(
         The task.
 
     Raises:
-        ConfigError: a block size for logits that are not partitioned.
+        ConfigError: a block size for logits that are not partitioned, or a weight that is no number.
+
+    Example:
+        >>> task = jt.language_modeling(z_loss=1e-4)
+        >>> task.batch_axes["targets"]
+        ('batch', 'sequence')
     """
     check_blocks(logits, block)
+    if z_loss is not None:
+        check_number(z_loss, what="language_modeling: z_loss", takes="a number or None", write="z_loss=1e-4")
 
     def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
@@ -322,6 +353,9 @@ def classification() -> Task:
 
     Returns:
         The task.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
     """
 
     def loss(outputs: Any, batch: Batch) -> TaskSums:
@@ -341,6 +375,9 @@ def regression() -> Task:
 
     Returns:
         The task.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.regression(), optax.adamw(1e-3))  # targets [B, 3]
     """
 
     def loss(outputs: Any, batch: Batch) -> TaskSums:

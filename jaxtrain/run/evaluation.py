@@ -14,6 +14,7 @@ from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.models.tasks import Batch, Sums, Task
+from jaxtrain.run.evaluation_checks import check_evaluated, check_evaluation
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.batch import BatchFeed, is_placed
 from jaxtrain.train.checks import check_task
@@ -40,7 +41,15 @@ class Evaluator:
         feed: how batches reach the mesh.
 
     Raises:
-        ConfigError: a sharded model without a task, or layers that do not divide over the stages of its mesh.
+        ConfigError: something else than a step, a sharded model without a task, or layers that do not divide over the
+            stages of its mesh.
+
+    Example:
+        >>> held_out = jt.Batches(rows, 8, seed=0, shuffle=False)
+        >>> evaluate = jt.Evaluator(step)
+        >>> means = evaluate(state, jt.prefetch(step.loader(held_out), 0, len(held_out)))
+        >>> sorted(means)
+        ['eval_accuracy', 'eval_loss']
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Evaluator:
         parallelism: Parallelism | None = None,
         compiler_options: Mapping[str, Value] | None = None,
     ):
+        check_evaluated(step)
         self._initial_state: Callable[[], InitialState | None] = lambda: None
         if isinstance(step, TrainStep):
             if task is not None or parallelism is not None or compiler_options is not None:
@@ -110,8 +120,10 @@ class Evaluator:
             for language models. A mean over no weight is NaN; of no batches there is nothing.
 
         Raises:
-            ConfigError: a state that was donated to a step, or whose average is not of its parameters.
+            ConfigError: no state or no batches, a state that was donated to a step or is of another model, or whose
+                average is not of its parameters.
         """
+        check_evaluation(self._sharded_model, state, batches)
         params, model_state = state.evaluation_params, state.evaluation_model_state
         check_not_donated({"params": params, "model_state": model_state})
         if isinstance(state, TrainState):

@@ -20,6 +20,12 @@ class Result:
         state: the last state, on the mesh.
         metrics: last logged row and evaluation.
         step: steps done.
+
+    Example:
+        >>> overrides = {"train.steps": 2, "logging.report": False}
+        >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/two")
+        >>> result.step, "eval_loss" in result.metrics
+        (2, True)
     """
 
     run_dir: Path

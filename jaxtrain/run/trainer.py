@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.arguments import check_choice, check_kind
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.schema import EarlyStoppingConfig
 from jaxtrain.errors import ConfigError
@@ -66,8 +67,14 @@ def run_config(
         PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
 
     Example:
-        >>> run_config("digits", overrides={"train.steps": 200}, optimizer=optax.lion(1e-4), learning_rate=1e-4)
+        >>> overrides = {"train.steps": 2, "logging.report": False}
+        >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/digits")
+        >>> overrides["train.steps"] = 4  # the run in this directory goes on
+        >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/digits")
+        >>> result.step
+        4
     """
+    _check_call(overrides, resume, progress)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
@@ -187,6 +194,18 @@ def _own_step(
             'overrides={"optimizer.learning_rate": ...}'
         )
     return OwnStep(optimizer=optimizer, learning_rate=learning_rate)
+
+
+def _check_call(overrides: Any, resume: Any, progress: Any) -> None:
+    """Raise where an argument of `run_config` is of another type."""
+    if overrides is not None:
+        write = "overrides={'train.steps': 100}"
+        check_kind(overrides, Mapping, what="run_config: overrides", takes="a dict of keys", write=write)
+    if resume is not None:
+        check_choice(resume, ("auto", "must", "never"), what="run_config: resume", write="resume='auto'")
+    if progress is not None:
+        write = "progress=None, which shows it on standard error"
+        check_kind(progress, Progress, what="run_config: progress", takes="what shows it", write=write)
 
 
 def _check_parts(*, model: "Model | None", task: "Task | None", data: "Data | None") -> None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
@@ -159,8 +160,14 @@ def build_step(
         own: further parts that came from Python.
 
     Raises:
-        ConfigError: parts that do not fit together, or sizes that do not divide.
+        ConfigError: an argument of another type, parts that do not fit together, or sizes that do not divide.
+
+    Example:
+        >>> step = jt.build_step(jt.load_config("digits_mlp").config, input_shape=(8, 8, 1), num_outputs=10)
+        >>> step.model.name
+        'mlp'
     """
+    _check_call(config, input_shape)
     own = own or OwnStep()
     mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
     model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
@@ -187,6 +194,15 @@ def build_step(
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
     )
+
+
+def _check_call(config: Any, input_shape: Any) -> None:
+    """Raise where an argument of `build_step` is of another type."""
+    name = config if isinstance(config, str) else "quickstart"
+    write = f"build_step(load_config({name!r}).config, input_shape=data.input_shape)"
+    check_kind(config, Config, what="build_step", takes="the config of a run", write=write)
+    write = f"input_shape=({input_shape},)" if isinstance(input_shape, int) else "input_shape=data.input_shape"
+    check_kind(input_shape, (tuple, list), what="build_step: input_shape", takes="the shape of one row", write=write)
 
 
 def build_sharded_model(

@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.config.arguments import refusal
+from jaxtrain.data.sources.dataset import Data
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -17,6 +20,7 @@ from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.train.checks import check_batch, check_ids
 
 
+@runtime_checkable
 class BatchSource(Protocol):
     """What `BatchFeed.loader` needs of `data.Batches`; `check` gets the rows as NumPy arrays before they are placed."""
 
@@ -55,13 +59,18 @@ class BatchFeed:
             ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
         """
         self.check(batch)
+        check_leaves(batch, of_shapes=True)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
         """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
 
         Loading raises a `DataError` where a row holds an id that the model does not have.
+
+        Raises:
+            ConfigError: no batches by number, or batches that do not divide by the devices or the microbatches.
         """
+        check_source(batches)
         spec = batches.spec()
         shardings, limits = self.shardings(spec), self._limits(spec)
 
@@ -78,6 +87,7 @@ class BatchFeed:
             DataError: a host array with an id that the model does not have.
         """
         self.check(batch)
+        check_leaves(batch, of_shapes=False)
         batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
         shardings = self.shardings(batch)
         check_ids(batch, limits=self._limits(batch), where="the batch")
@@ -88,6 +98,39 @@ class BatchFeed:
         if self._known_limits is None:
             self._known_limits = id_limits(self.sharded_model, self.task, batch)
         return self._known_limits
+
+
+def check_source(batches: Any) -> None:
+    """Raise where something gives no batches by their number.
+
+    Raises:
+        ConfigError: what was given, and how to make batches of it.
+    """
+    if not isinstance(batches, BatchSource):
+        rows = "data.train" if isinstance(batches, Data) else "rows"
+        write = f"step.loader(jaxtrain.Batches({rows}, 32, seed=0, shuffle=True))"
+        raise ConfigError(refusal("loader", "batches by number", batches, write))
+
+
+def check_leaves(batch: Mapping[str, Any], *, of_shapes: bool) -> None:
+    """Raise where an entry of a batch is no array of numbers.
+
+    Args:
+        batch: what was given.
+        of_shapes: whether every leaf must have a shape; if not, Python numbers are accepted as scalars.
+
+    Raises:
+        ConfigError: names the entry.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
+        dtype = getattr(leaf, "dtype", None)
+        in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
+        is_number = isinstance(leaf, int | float) and not of_shapes and not in_list
+        if is_number or (dtype is not None and getattr(dtype, "kind", "f") not in "OUSMm"):
+            continue
+        name = path_name(path[:1])
+        write = f"np.asarray({name}) for a list, and ids (numbers) for text"
+        raise ConfigError(refusal(f"{path_name(path)} of the batch", "an array of numbers", leaf, write))
 
 
 def batch_shardings(

@@ -47,11 +47,11 @@ def check_options(accumulation_steps: Any, clip_norm: Any, ema_decay: Any, train
         ConfigError: the option, its value, and what would work.
     """
     if not isinstance(accumulation_steps, int) or isinstance(accumulation_steps, bool) or accumulation_steps < 1:
-        raise ConfigError(f"accumulation_steps={accumulation_steps}; use a whole number from 1")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm={clip_norm}; use a number above 0, or None for no clipping")
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ConfigError(f"ema_decay={ema_decay}; use a number from 0 to below 1, such as 0.999, or None")
+        raise ConfigError(f"accumulation_steps={accumulation_steps!r}; use a whole number from 1")
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+        raise ConfigError(f"clip_norm={clip_norm!r}; use a number above 0, or None for no clipping")
+    if ema_decay is not None and not (_is_number(ema_decay) and 0 <= ema_decay < 1):
+        raise ConfigError(f"ema_decay={ema_decay!r}; use a number from 0 to below 1, such as 0.999, or None")
     if trainable is not None and not callable(trainable):
         raise ConfigError(
             f"trainable is {_name(trainable)}, not a function of a parameter's path; "
@@ -175,6 +175,10 @@ def _check_bits(leaf: np.ndarray, where: str) -> None:
     worst = max(int(leaf.max()), int(leaf.min()), key=abs)
     if not kept.min <= worst <= kept.max:
         raise DataError(f"{where} of {worst}, which does not fit into {kept.dtype}; store them as float32")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _name(value: Any) -> str:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.config.arguments import refusal
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.optim.evaluation import evaluation_weights
@@ -48,6 +50,14 @@ class TrainState:
         skipped: counts of non-finite steps.
         ema: moving average of the trainable params in float32, or None.
         ema_model_state: the same average of the floating leaves of model_state, None where ema is.
+
+    Example:
+        >>> state = step.init(0)
+        >>> int(state.step), state.params["kernel"].shape
+        (0, (4, 3))
+        >>> state, metrics = step(state, step.loader(batches)(0))
+        >>> int(state.step)
+        1
     """
 
     step: jax.Array
@@ -96,11 +106,22 @@ class EvaluationState:
         evaluation_params: the parameters to evaluate.
         evaluation_model_state: the model_state that belongs to them.
         step: steps that were done to get them.
+
+    Example:
+        >>> found = jt.EvaluationState(state.params, state.model_state)
+        >>> sorted(jt.Evaluator(step)(found, [step.loader(batches)(0)]))
+        ['eval_accuracy', 'eval_loss']
     """
 
     evaluation_params: Params = field(repr=False)
     evaluation_model_state: ModelState = field(repr=False)
     step: int = 0
+
+    def __post_init__(self) -> None:
+        write = "EvaluationState(state.params, state.model_state)"
+        for name, value in (("params", self.evaluation_params), ("model_state", self.evaluation_model_state)):
+            if value is None or isinstance(value, TrainState | int | float | str):
+                raise ConfigError(refusal(f"EvaluationState: {name}", f"the {name} of a model", value, write))
 
 
 def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:

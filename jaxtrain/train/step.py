@@ -27,7 +27,8 @@ from jaxtrain.train.checks import check_options, check_parts, random_key
 from jaxtrain.train.gradient_program import compile_gradients
 from jaxtrain.train.model_checks import check_trainable
 from jaxtrain.train.optimizer_arguments import check_optimizer_state
-from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
+from jaxtrain.train.option_checks import check_compiled, check_settings
+from jaxtrain.train.parallelism import Parallelism, check_placement, make_layout, make_pipeline, microbatches
 from jaxtrain.train.placement import state_on_host, state_shardings
 from jaxtrain.train.program import StepProgram, create_state, first_optimizer_state, take_step
 from jaxtrain.train.separate_rows import check_rows_of, check_separate_rows
@@ -57,6 +58,15 @@ class TrainStep:
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
             cudnn"); empty before `compile`, `use` or the first step.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
+        >>> compiled = step.compile(batches.spec())  # ahead of time; another shape is an error from then on
+        >>> state = step.init(0)
+        >>> for batch in jt.prefetch(step.loader(batches), 0, 2):
+        ...     state, metrics = step(state, batch)
+        >>> sorted(metrics)
+        ['accuracy', 'grad_norm', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
     """
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):
@@ -205,10 +215,11 @@ class TrainStep:
         Raises:
             ConfigError: a batch that does not fit, or something asked of the model that shows in tracing.
         """
+        shardings = self.batch_shardings(batch)
         specs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             dict(batch),
-            self.batch_shardings(batch),
+            shardings,
         )
         self._check_rows(batch)
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
@@ -228,8 +239,10 @@ class TrainStep:
             choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
 
         Raises:
-            ConfigError: a pipeline stage that would wait for other stages for ever.
+            ConfigError: something that is no compiled step, or a pipeline stage that would wait for other stages for
+                ever.
         """
+        check_compiled(compiled)
         if self.pipeline is not None:
             check_branches(compiled.as_text() or "", self.layout)
         arguments, _ = compiled.args_info
@@ -304,6 +317,7 @@ class TrainStep:
         state = given_state.accept_state(
             state, wanted=self.abstract_state, initial=self.initial_state, last=self.last_state()
         )
+        self.feed.check(batch)
         given_state.check_batch_not_deleted(batch)
         if not is_placed(batch, self.mesh):
             batch = self.place(batch)
@@ -373,12 +387,14 @@ def make_train_step(
             effect on this model.
 
     Example:
-        >>> step = make_train_step(model, classification(), optax.adamw(1e-3))
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), clip_norm=1.0)
         >>> state = step.init(0)
-        >>> state, metrics = step(state, {"inputs": images, "targets": labels})
+        >>> state, metrics = step(state, {"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
     """
     check_parts(model, task, optimizer)
     check_options(accumulation_steps, clip_norm, ema_decay, trainable)
+    check_placement(mesh, rules, parallelism, of="make_train_step")
+    check_settings(learning_rate, loss_scaling, compiler_options, offload_optimizer)
     mesh = make_mesh() if mesh is None else mesh
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, mesh, parallelism, rules)

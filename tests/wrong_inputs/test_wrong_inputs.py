@@ -65,9 +65,9 @@ def test_a_wrong_input_is_one_line(row, tmp_path, monkeypatch):
 def own_methods(kind):
     """Methods of a class of ours that take arguments."""
     for name, member in vars(kind).items():
-        if inspect.isfunction(member) and (name in ("__call__", "__exit__") or not name.startswith("_")):
-            if len(inspect.signature(member).parameters) > 1:
-                yield name
+        is_public = name in ("__call__", "__exit__") or not name.startswith("_")
+        if inspect.isfunction(member) and is_public and len(inspect.signature(member).parameters) > 1:
+            yield name
 
 
 def callables():
@@ -80,7 +80,9 @@ def callables():
 @pytest.mark.parametrize("name", [name for name in jt.__all__ if name != "__version__"])
 def test_every_public_name_has_rows(name):
     has_rows = any(row.startswith(f"{name}:") for row in ROWS)
-    assert has_rows != (name in WITHOUT_ROWS), f"write rows for {name} in tests/wrong_inputs/, or say why there are none"
+    assert has_rows != (name in WITHOUT_ROWS), (
+        f"write rows for {name} in tests/wrong_inputs/, or say why there are none"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, value in callables() if isinstance(value, type)])
