@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.layout.sharding import Layout, constrain
-from jaxtrain.models.tasks import Batch, TaskSums
+from jaxtrain.models.task import Batch, TaskSums
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.reduction import sum_dtype

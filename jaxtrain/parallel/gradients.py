@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
-from jaxtrain.models.tasks import Batch, Sums, TaskSums, divisor
+from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
 from jaxtrain.parallel.reduction import DataReduction, sum_dtype
 from jaxtrain.parallel.traced import calls_back, traced

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import Layout, use_layout
-from jaxtrain.models.tasks import Batch, divisor
+from jaxtrain.models.task import Batch, divisor
 from jaxtrain.parallel.gradients import LossFunction
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
 from jaxtrain.parallel.traced import calls_back, traced

@@ -12,8 +12,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
-from jaxtrain.models.tasks import Batch, Sums, Task
 from jaxtrain.run.evaluation_checks import check_evaluated, check_evaluation
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.batch import BatchFeed, is_placed

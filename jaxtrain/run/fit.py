@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model, ModelState, Params
-    from jaxtrain.models.tasks import Task
+    from jaxtrain.models.task import Task
     from jaxtrain.train.parallelism import Parallelism
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxtrain.models.model import Model
-    from jaxtrain.models.tasks import Task
+    from jaxtrain.models.task import Task
 
 
 def open_run(

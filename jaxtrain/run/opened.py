@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxtrain.metrics.figure import CurveFigure
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
-    from jaxtrain.models.tasks import Task
+    from jaxtrain.models.task import Task
     from jaxtrain.run.evaluation import Evaluator
     from jaxtrain.run.held_out_rows import HeldOutRows
     from jaxtrain.run.predict import Predictor

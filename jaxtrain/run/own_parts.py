@@ -10,7 +10,7 @@ from jaxtrain.errors import ConfigError
 if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
-    from jaxtrain.models.tasks import Task
+    from jaxtrain.models.task import Task
 
 OwnParts = dict[str, str | None]
 

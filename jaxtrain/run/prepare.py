@@ -19,7 +19,7 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.evaluation import Evaluator

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
-    from jaxtrain.models.tasks import Task
+    from jaxtrain.models.task import Task
     from jaxtrain.train.own_step import OwnStep
 
 

@@ -17,15 +17,17 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
-from jaxtrain.models.tasks import Task, build_task
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
+from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.step import TrainStep
 
 if TYPE_CHECKING:
     from jaxtrain.data import Batches, Data

@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
 from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.train.checks import check_batch, check_ids
 

@@ -14,7 +14,8 @@ from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model
-from jaxtrain.models.tasks import TASKS, Task
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import TASKS
 
 
 def check_parts(model: Any, task: Any, optimizer: Any) -> None:

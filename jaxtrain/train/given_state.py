@@ -16,7 +16,7 @@ import numpy as np
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Params
-from jaxtrain.models.tasks import Batch
+from jaxtrain.models.task import Batch
 from jaxtrain.runtime.donation import first_deleted
 from jaxtrain.train.state import TrainState
 

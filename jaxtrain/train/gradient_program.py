@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.models.tasks import Batch
+from jaxtrain.models.task import Batch
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.runtime.compiler_options import CompilerOptions
 from jaxtrain.train.given_state import leaf_shapes

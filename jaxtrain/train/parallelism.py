@@ -13,7 +13,7 @@ from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import STAGES, zero_axes
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
 from jaxtrain.ops.attention.context_rules import CONTEXT_WAYS
 from jaxtrain.parallel.division import check_model_axes, microbatches_by_name, pipeline_schedule, sequence_axes
 from jaxtrain.parallel.schedules import SCHEDULES

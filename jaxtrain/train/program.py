@@ -12,8 +12,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel, stored_params
+from jaxtrain.models.task import Batch, Task, TaskSums, divisor
 from jaxtrain.models.task_sums import calling_sums, task_sums
-from jaxtrain.models.tasks import Batch, Task, TaskSums, divisor
 from jaxtrain.optim.offload import to_host
 from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
 from jaxtrain.parallel.gradients import compute_gradients

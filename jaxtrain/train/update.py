@@ -10,7 +10,7 @@ import optax
 
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.tasks import Sums, divisor
+from jaxtrain.models.task import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats

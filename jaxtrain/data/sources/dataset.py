@@ -60,7 +60,8 @@ class Data:
         >>> mine = dataclasses.replace(data, train=rows, validation=None, fingerprint={"name": "mine"})
     """
 
-    train: "grain.MapDataset | BatchStream"
+    # Any: rows by index for nearly everybody, who pass them on as such; fit alone makes a BatchStream.
+    train: Any
     validation: "grain.MapDataset | None"
     fingerprint: dict[str, Any]
     vocab_size: int | None

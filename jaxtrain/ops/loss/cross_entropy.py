@@ -49,9 +49,8 @@ class DeferredLogits:
             # JAX rebuilds the record with whatever a transformation puts in place of arrays.
             if value is None or isinstance(value, str | int | float | list | dict):
                 raise ConfigError(refusal(f"DeferredLogits: {name}", "a float array", value, write))
-        hidden, kernel = (getattr(value, "shape", None) for value in (self.hidden, self.kernel))
-        known = isinstance(hidden, tuple) and isinstance(kernel, tuple) and len(hidden) > 1 and len(kernel) == 2
-        if known and hidden[-1] != kernel[1 if self.tied else 0]:
+        hidden, kernel = (tuple(getattr(value, "shape", ())) for value in (self.hidden, self.kernel))
+        if len(hidden) > 1 and len(kernel) == 2 and hidden[-1] != kernel[1 if self.tied else 0]:
             takes = f"a float array {'[V, D]' if self.tied else '[D, V]'} with D = {hidden[-1]}"
             raise ConfigError(refusal("DeferredLogits: kernel", takes, self.kernel, write))
 
