@@ -73,7 +73,7 @@ def own_parts() -> Names:
     model = jt.from_functions(init, lambda params, inputs: inputs @ params["body"] @ params["head"]["kernel"])
     one = jt.make_mesh(devices=jax.devices()[:1])
     step = jt.make_train_step(model, jt.regression(), optax.adam(0.1), mesh=one)
-    batch = {"inputs": np.ones((4, 3), np.float32), "targets": np.ones((4, 2), np.float32)}
+    batch = {"inputs": np.ones((8, 3), np.float32), "targets": np.ones((8, 2), np.float32)}
     return {"jax": jax, "jaxtrain": jt, "optax": optax, "model": model, "task": jt.regression()} | {
         "step": step,
         "state": step.init(0),
@@ -105,7 +105,7 @@ def another_run_after(names: Names) -> None:
 
 
 def optimizer_after(names: Names) -> None:
-    state, metrics = names["step"](names["step"].init(0), names["batch"])
+    _, metrics = names["step"](names["step"].init(0), names["batch"])
     assert np.isfinite(metrics["loss"])
 
 
