@@ -12,10 +12,10 @@ import jaxtrain as jt
 from jaxtrain.train.step import TrainStep
 
 BATCH = {
-    "inputs": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32),
-    "targets": (np.arange(16) % 4).astype(np.int32),
+    "inputs": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32),
+    "targets": (np.arange(32) % 4).astype(np.int32),
     # Microbatches of unequal weight, and one of none.
-    "weights": np.array([0, 1, 2, 3] * 3 + [0, 0, 1, 0], np.float32),
+    "weights": np.array([0, 1, 2, 3] * 7 + [0, 0, 1, 0], np.float32),
 }
 MESHES = {"one device": dict(data=1), "data=2,fsdp=4": dict(data=2, fsdp=4)}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,8 +52,15 @@ def make(mesh: str, optimizer: Any = None, *, model: jt.Model | None = None, **o
     )
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+PLAIN = {("plain", "one device"), ("plain", "data=2,fsdp=4"), ("4 microbatches", "data=2,fsdp=4")}
+ROWS = [
+    pytest.param(options, mesh, id=f"{name}, {mesh}", marks=() if (name, mesh) in PLAIN else pytest.mark.long)
+    for name, options in OPTIONS.items()
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("options", "mesh"), ROWS)
 def test_gradients_are_those_of_the_mean_loss(options: dict[str, Any], mesh: str) -> None:
     step = make(mesh, **options)
     state = step.init(0)
@@ -132,7 +139,9 @@ def noisy() -> jt.Model:
     return jt.Model("noisy", lambda key: (init(key), {}), apply_noisy)
 
 
-@pytest.mark.parametrize("count", [1, 4], ids=["one batch", "4 microbatches"])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, id="one batch", marks=pytest.mark.long), pytest.param(4, id="4 microbatches")]
+)
 def test_the_loss_again_has_the_same_rows_and_random_numbers(count: int) -> None:
     """On shards of `data` too, where each device draws numbers of its own."""
     seen: dict[str, Any] = {}

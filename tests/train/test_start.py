@@ -194,7 +194,7 @@ def test_other_checkpoints_are_one_line(trained: Any, new_head: TrainStep, fresh
     run, last = trained
     with pytest.raises(jt.ConfigError, match=r"step 4, does not fit this step: head/bias is float32\[4\].*\"head/\*\""):
         new_head.init(0, params=run)
-    with pytest.raises(jt.ConfigError, match=r"params is a TrainState; write params=state.params"):
+    with pytest.raises(jt.ConfigError, match=r"params is a TrainState; write params=state\.params"):
         fresh.init(0, params=last)
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(jt.CheckpointError, match="has no checkpoint yet"):
