@@ -65,7 +65,7 @@ def run_config(
         PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
 
     Example:
-        >>> run_config("digits", overrides={"train.steps": 200}, optimizer=optax.lion(1e-4), learning_rate=1e-4)
+        >>> run_config("digits_mlp", overrides={"train.steps": 200}, optimizer=optax.lion(1e-4), learning_rate=1e-4)
     """
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     folder = run_folder(run_dir, loaded.name)
