@@ -123,6 +123,7 @@ def fit(
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     cache = _loaded(given, overrides).config.compilation_cache
     folder = run_folder(run_dir, "run")
+    given["name"] = folder.name or "run"
     distributed.start(compilation_cache=cache)
     from jaxtrain.train.checks import check_parts
     from jaxtrain.train.own_step import OwnStep

@@ -156,7 +156,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("case", NESTED)
+@pytest.mark.parametrize("case", ["nested dicts", pytest.param("a named tuple", marks=pytest.mark.long)])
 def test_nested_inputs_and_no_targets(tmp_path: Path, case: str) -> None:
     """What graphs, autoencoders and diffusion train on; padding of the last held-out batch does not count."""
     inputs, apply = NESTED[case]
@@ -207,8 +207,8 @@ def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest
 def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path) -> None:
     """Sums in another order: float32, after six steps."""
     mesh = jt.make_mesh(data=2, fsdp=4)
-    fit(tmp_path / "one", clip_norm=1.0, accumulation_steps=2)
-    fit(tmp_path / "eight", clip_norm=1.0, accumulation_steps=2, mesh=mesh)
+    fit(tmp_path / "one", clip_norm=1.0)
+    fit(tmp_path / "eight", clip_norm=1.0, mesh=mesh)
     one, eight = losses(tmp_path / "one"), losses(tmp_path / "eight")
     assert one == pytest.approx(eight, rel=1e-5)
     info = json.loads((tmp_path / "eight" / "run.json").read_text())
@@ -244,7 +244,7 @@ class Loader:
 RESUMED = {"arrays": lambda: COLUMNS, "an iterator": batches_of, "a loader": Loader}
 
 
-@pytest.mark.parametrize("form", RESUMED)
+@pytest.mark.parametrize("form", ["arrays", "an iterator", pytest.param("a loader", marks=pytest.mark.long)])
 def test_a_signal_and_a_resume_equal_an_uninterrupted_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
@@ -305,6 +305,7 @@ WRONG = {
     "an empty iterable": (dict(data=iter(())), "the iterable of batches is empty"),
     "an iterator that ends": (dict(data=iter([dict(inputs=X[:16], targets=Y[:16])] * 2)), "ended after 2 batches"),
     "uneven batches": (dict(data=uneven()), r"batch 1 holds inputs \[8, 8\], but batch 0 \[16, 8\].*drop_last"),
+    "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
