@@ -120,6 +120,7 @@ def test_a_share_for_validation_depends_on_the_seed_alone(form: str) -> None:
     def parts(seed: int) -> tuple[list[int], list[int]]:
         data = data_of(FORMS[form], validation=0.25, seed=seed)
         assert data.validation is not None
+        assert not isinstance(data.train, BatchStream)
         kept = [
             [int(np.flatnonzero((row["inputs"] == X).all(-1))[0]) for row in part]
             for part in (data.train, data.validation)
