@@ -69,7 +69,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
     row = rows[0]
     inputs = row.get("inputs") if isinstance(row, Mapping) else None
     shape: tuple[int, ...] = tuple(inputs.shape) if isinstance(inputs, (np.ndarray, np.generic)) else ()
-    length = next(iter(shape), None) if counts_tokens else None
+    is_tokens = counts_tokens and len(shape) > 0
     data = Data(
         train=rows,
         validation=None,
@@ -77,8 +77,8 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         vocab_size=None,
         num_outputs=None,
         input_shape=shape,
-        unit="examples" if length is None else "tokens",
-        units_per_row=length or 1,
+        unit="tokens" if is_tokens else "examples",
+        units_per_row=next(iter(shape), 1) if is_tokens else 1,
         tokenizer=None,
         description=(shown,),
     )
