@@ -7,6 +7,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 
 
@@ -21,6 +22,9 @@ class OwnStep:
         rules: logical axes -> mesh axes, added to the default rules.
         mesh: in place of one over all devices.
         params, model_state: what training starts from, in place of what the model draws; see `TrainStep.init`.
+
+    Raises:
+        ConfigError: `learning_rate` or `rules` is of another type.
     """
 
     optimizer: optax.GradientTransformation | None = None
@@ -30,3 +34,13 @@ class OwnStep:
     mesh: Mesh | None = None
     params: Params | Any = None
     model_state: ModelState | Any = None
+
+    def __post_init__(self) -> None:
+        rate = self.learning_rate
+        is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+        if not (rate is None or is_number or callable(rate)):
+            raise ConfigError(
+                f"learning_rate={rate!r} is no rate to show; give the number or the schedule that the optimizer has"
+            )
+        if self.rules is not None and not isinstance(self.rules, Mapping):
+            raise ConfigError(f"rules={self.rules!r} is not a dict; write rules={{'mlp': ('tensor',)}}")

@@ -324,6 +324,11 @@ WRONG = {
     "another mesh": (dict(mesh=jax.make_mesh((8,), ("data",))), "mesh is a mesh of data; write"),
     "a class": (dict(optimizer=optax.adam), "call it first: optax.adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "the model is an instance of Task"),
+    "a learning rate": (dict(learning_rate="1e-3"), "learning_rate='1e-3' is no rate to show"),
+    "compiler options": (dict(compiler_options=1), "compiler_options=1 is not a dict"),
+    "rules": (dict(rules=["mlp"]), "rules=.* is not a dict"),
+    "parallelism": (dict(parallelism="zero"), r"write parallelism=jaxtrain.Parallelism\(zero=1\)"),
+    "resume": (dict(resume="maybe"), "maybe: use one of auto, must, never"),
     "a group": (dict(evaluation=10), "evaluation=10 is not a dict"),
     "a key": (dict(checkpoint={"evry": 10}), "did you mean 'checkpoint.every'"),
     "overrides": (dict(overrides=["a=1"]), "overrides=.* is not a dict"),
@@ -348,3 +353,9 @@ def test_a_stream_reads_each_batch_once() -> None:
     wanted = [batch for batch, _ in zip(batches_of(), range(5), strict=False)]
     for batch, k in zip(found, (0, 1, 4), strict=True):
         jax.tree.map(np.testing.assert_array_equal, batch, wanted[k])
+
+
+def test_rows_of_tokens_are_counted_as_tokens() -> None:
+    tokens = np.arange(40, dtype=np.int32).reshape(5, 8)
+    data = data_of((tokens, tokens), counts_tokens=True)
+    assert (data.unit, data.units_per_row, data.input_shape) == ("tokens", 8, (8,))
