@@ -126,9 +126,10 @@ def fit(
     given["name"] = folder.name or "run"
     distributed.start(compilation_cache=cache)
     from jaxtrain.train.checks import check_parts
-    from jaxtrain.train.own_step import OwnStep
+    from jaxtrain.train.own_step import OwnStep, check_shown
 
     check_parts(model, task, optimizer)
+    check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
     opened = _data(data, validation, seed=seed, task=task)
     given["train"] |= _sizes(opened, epochs=epochs, batch_size=batch_size)

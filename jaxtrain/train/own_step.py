@@ -11,6 +11,21 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 
 
+def check_shown(learning_rate: Any, rules: Any = None) -> None:
+    """Raise where what goes with an optimizer from Python is of another type.
+
+    Raises:
+        ConfigError: the rate is neither a number nor a schedule, or the rules are no dict.
+    """
+    is_number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
+    if not (learning_rate is None or is_number or callable(learning_rate)):
+        raise ConfigError(
+            f"learning_rate={learning_rate!r} is no rate to show; give the number or the schedule that the optimizer has"
+        )
+    if rules is not None and not isinstance(rules, Mapping):
+        raise ConfigError(f"rules={rules!r} is not a dict; write rules={{'mlp': ('tensor',)}}")
+
+
 @dataclass(frozen=True)
 class OwnStep:
     """Parts of a step that came from Python; None: what the config says.
@@ -22,9 +37,6 @@ class OwnStep:
         rules: logical axes -> mesh axes, added to the default rules.
         mesh: in place of one over all devices.
         params, model_state: what training starts from, in place of what the model draws; see `TrainStep.init`.
-
-    Raises:
-        ConfigError: `learning_rate` or `rules` is of another type.
     """
 
     optimizer: optax.GradientTransformation | None = None
@@ -34,13 +46,3 @@ class OwnStep:
     mesh: Mesh | None = None
     params: Params | Any = None
     model_state: ModelState | Any = None
-
-    def __post_init__(self) -> None:
-        rate = self.learning_rate
-        is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
-        if not (rate is None or is_number or callable(rate)):
-            raise ConfigError(
-                f"learning_rate={rate!r} is no rate to show; give the number or the schedule that the optimizer has"
-            )
-        if self.rules is not None and not isinstance(self.rules, Mapping):
-            raise ConfigError(f"rules={self.rules!r} is not a dict; write rules={{'mlp': ('tensor',)}}")
