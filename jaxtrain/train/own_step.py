@@ -20,7 +20,7 @@ def check_shown(learning_rate: Any, rules: Any = None) -> None:
     is_number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
     if not (learning_rate is None or is_number or callable(learning_rate)):
         raise ConfigError(
-            f"learning_rate={learning_rate!r} is no rate to show; give the number or the schedule that the optimizer has"
+            f"learning_rate={learning_rate!r} is no rate; give the number or the schedule that the optimizer has"
         )
     if rules is not None and not isinstance(rules, Mapping):
         raise ConfigError(f"rules={rules!r} is not a dict; write rules={{'mlp': ('tensor',)}}")

@@ -324,7 +324,7 @@ WRONG = {
     "another mesh": (dict(mesh=jax.make_mesh((8,), ("data",))), "mesh is a mesh of data; write"),
     "a class": (dict(optimizer=optax.adam), "call it first: optax.adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "the model is an instance of Task"),
-    "a learning rate": (dict(learning_rate="1e-3"), "learning_rate='1e-3' is no rate to show"),
+    "a learning rate": (dict(learning_rate="1e-3"), "learning_rate='1e-3' is no rate"),
     "compiler options": (dict(compiler_options=1), "compiler_options=1 is not a dict"),
     "rules": (dict(rules=["mlp"]), "rules=.* is not a dict"),
     "parallelism": (dict(parallelism="zero"), r"write parallelism=jaxtrain.Parallelism\(zero=1\)"),
