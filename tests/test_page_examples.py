@@ -181,6 +181,20 @@ def sharded_after(names: Names) -> None:
     assert names["forward"](params, np.ones((2, 8), np.float32)).shape == (2, 4)
 
 
+def fit_after(names: Names) -> None:
+    result = names["result"]
+    assert (result.step, result.run_dir.name) == (58, "net"), "461 rows, four times, in batches of 32"
+    assert result.metrics["eval_accuracy"] > 0.3, "0.1 would be chance"
+
+
+def callbacks_after(names: Names) -> None:
+    result, norms = names["result"], names["norms"]
+    # The weights go to ones, whose norm is that of 8 of them.
+    assert norms[-1] == pytest.approx(8**0.5, rel=0.05)
+    assert result.step < 200
+    assert result.step % 10 == 0, "it stops at an evaluation"
+
+
 def given_nothing(folder: Path) -> Names:
     return {}
 
@@ -205,6 +219,8 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
     ("planner.md", "analyse("): (given_nothing, planner_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
+    ("training.md", "from_nnx("): (given_nothing, fit_after),
+    ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),
 }
 
 

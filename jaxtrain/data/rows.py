@@ -90,6 +90,11 @@ class ArrayRows(Rows):
         super().__init__(next(iter(lengths.values())) or 0)
         self._columns = columns
 
+    @property
+    def columns(self) -> Row:
+        """The arrays, not copied."""
+        return self._columns
+
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
         return jax.tree.map(lambda column: column[indices], self._columns)

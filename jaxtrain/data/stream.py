@@ -33,13 +33,7 @@ class BatchStream:
         self._spec = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)), self._first
         )
-        scalar = [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(self._spec) if not leaf.ndim]
-        leaves = [leaf for leaf in jax.tree.leaves(self._spec) if leaf.ndim]
-        if not leaves:
-            raise DataError(
-                f"a batch holds {', '.join(scalar) or 'nothing'} and no array of rows; give arrays [B, ...]"
-            )
-        self._size = leaves[0].shape[0]
+        self._size = _num_rows(self._spec)
 
     @property
     def batch_size(self) -> int:
@@ -115,6 +109,25 @@ class BatchStream:
                     f"batch {k} holds {path_name(path)} {list(leaf.shape)}, but batch 0 {list(wanted.shape)}; "
                     "give batches of one shape: leave out an incomplete last one (drop_last=True)"
                 )
+
+
+def _num_rows(spec: Batch) -> int:
+    """Returns the number of rows of a batch; entries without dimensions are for all rows.
+
+    Raises:
+        DataError: It differs between the entries, as it does where single rows are taken for batches.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(spec)
+    counts = {path_name(path): leaf.shape[0] for path, leaf in leaves if leaf.ndim}
+    targets = spec.get("targets")
+    is_row = isinstance(targets, jax.ShapeDtypeStruct) and not targets.ndim
+    if is_row or len(set(counts.values())) != 1:
+        shown = ", ".join(f"{path_name(path)} {list(leaf.shape)}" for path, leaf in leaves) or "nothing"
+        raise DataError(
+            f"batch 0 holds {shown}, which is no number of rows; an iterable gives whole batches [B, ...]: batch its "
+            "rows first (torch: DataLoader(dataset, batch_size=32)), or give a dataset with __len__ and __getitem__"
+        )
+    return next(iter(counts.values()))
 
 
 def host_arrays(value: Any, *, where: str) -> Batch:

@@ -24,6 +24,9 @@ class Moment:
             after a save; numbers, a vector as `name_0`, `name_1`. Equal on every process.
         state: the state after that step, on the mesh. Read it, but do not keep it: the next step takes its memory over.
         run_dir: directory of the run.
+
+    Example:
+        >>> Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
     """
 
     step: int

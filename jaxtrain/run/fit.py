@@ -112,7 +112,7 @@ def fit(
         "train": {"accumulation_steps": accumulation_steps},
         "optimizer": {"clip_norm": clip_norm, "ema_decay": ema_decay, "offload": offload_optimizer},
         "precision": {"policy": policy},
-        "compiler_options": dict(compiler_options or {}),
+        "compiler_options": _group(compiler_options, "compiler_options", "{'xla_gpu_enable_triton_gemm': False}"),
         "evaluation": _group(evaluation, "evaluation"),
         "checkpoint": _group(checkpoint, "checkpoint"),
         "logging": _group(logging, "logging"),
@@ -124,12 +124,14 @@ def fit(
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     cache = _loaded(given, overrides).config.compilation_cache
     folder = run_folder(run_dir, "run")
+    given["name"] = folder.name or "run"
     distributed.start(compilation_cache=cache)
     from jaxtrain.train.checks import check_parts
-    from jaxtrain.train.own_step import OwnStep
+    from jaxtrain.train.own_step import OwnStep, check_shown
 
     check_parts(model, task, optimizer)
-    _check_mesh(mesh)
+    check_shown(learning_rate, rules)
+    _check_mesh(mesh, parallelism)
     opened = _data(data, validation, seed=seed, task=task)
     given["train"] |= _sizes(opened, epochs=epochs, batch_size=batch_size)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
@@ -175,9 +177,9 @@ def _length(steps: Any, epochs: Any) -> int | None:
     return None
 
 
-def _group(value: Any, name: str) -> dict[str, Any]:
+def _group(value: Any, name: str, example: str = "{'every': 100}") -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r} is not a dict; write {name}={{'every': 100}}")
+        raise ConfigError(f"{name}={value!r} is not a dict; write {name}={example}")
     return dict(value or {})
 
 
@@ -193,9 +195,13 @@ def _known_tasks() -> Sequence[str]:
     return tuple(TASKS)
 
 
-def _check_mesh(mesh: Any) -> None:
+def _check_mesh(mesh: Any, parallelism: Any) -> None:
     from jax.sharding import Mesh
 
+    from jaxtrain.train.parallelism import Parallelism
+
+    if parallelism is not None and not isinstance(parallelism, Parallelism):
+        raise ConfigError(f"parallelism={parallelism!r}; write parallelism=jaxtrain.Parallelism(zero=1)")
     if mesh is not None and (not isinstance(mesh, Mesh) or mesh.axis_names != AXES):
         shown = f"a mesh of {', '.join(map(str, mesh.axis_names))}" if isinstance(mesh, Mesh) else repr(mesh)
         raise ConfigError(f"mesh is {shown}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")

@@ -106,9 +106,9 @@ def check_given_again(record: Mapping[str, Any], given: OwnParts, run_dir: Path)
     for part in _GIVEN_AGAIN:
         if saved[part] is not None and given[part] is None:
             raise ConfigError(
-                f"the run in {run_dir} was trained with a {part} from Python ({saved[part]}) and would go on with the "
-                f"config's: call jt.run_config(..., {part}=...) with it, use another run directory, or start again "
-                "with resume never"
+                f"the run in {run_dir} was trained with {'an' if part == 'optimizer' else 'a'} {part} from Python "
+                f"({saved[part]}) and would go on with the config's: call jt.run_config(..., {part}=...) with it (or "
+                "jt.fit, if that made the run), use another run directory, or start again with resume never"
             )
 
 

@@ -184,8 +184,9 @@ def _own_step(
     optimizer: "optax.GradientTransformation | None", learning_rate: "optax.Schedule | float | None"
 ) -> "OwnStep":
     from jaxtrain.train.checks import check_optimizer
-    from jaxtrain.train.own_step import OwnStep
+    from jaxtrain.train.own_step import OwnStep, check_shown
 
+    check_shown(learning_rate)
     if optimizer is not None:
         check_optimizer(optimizer)
     elif learning_rate is not None:

@@ -7,7 +7,23 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
+
+
+def check_shown(learning_rate: Any, rules: Any = None) -> None:
+    """Raise where what goes with an optimizer from Python is of another type.
+
+    Raises:
+        ConfigError: the rate is neither a number nor a schedule, or the rules are no dict.
+    """
+    is_number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
+    if not (learning_rate is None or is_number or callable(learning_rate)):
+        raise ConfigError(
+            f"learning_rate={learning_rate!r} is no rate; give the number or the schedule that the optimizer has"
+        )
+    if rules is not None and not isinstance(rules, Mapping):
+        raise ConfigError(f"rules={rules!r} is not a dict; write rules={{'mlp': ('tensor',)}}")
 
 
 @dataclass(frozen=True)

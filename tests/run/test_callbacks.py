@@ -59,6 +59,7 @@ def test_callbacks_see_the_run(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_callbacks_move_no_loss(tmp_path: Path) -> None:
     fit(tmp_path / "without")
     fit(tmp_path / "with", callbacks=[jt.Callback(on_step=lambda moment: None)])
@@ -169,6 +170,7 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
     assert overfit(whole, callbacks=[jt.EarlyStopping(patience=5)]).step == 12
 
 
+@pytest.mark.long
 def test_the_best_by_another_metric_is_kept(tmp_path: Path) -> None:
     """A metric that only rises, of which lower is better, while the loss falls."""
 
@@ -276,6 +278,6 @@ def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path, capfd: pytest.Cap
     assert "ema_decay" not in shown
     assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "ScaleByLion"
     assert [row["learning_rate"] for row in rows(tmp_path) if "loss" in row] == pytest.approx([1e-3] * 2)
-    with pytest.raises(jt.ConfigError, match=r"with a optimizer from Python \(ScaleByLion\).*optimizer=\.\.\."):
+    with pytest.raises(jt.ConfigError, match=r"with an optimizer from Python \(ScaleByLion\).*optimizer=\.\.\."):
         run(3)
     assert run(3, optimizer=optax.lion(1e-3)).metrics["learning_rate"] is None

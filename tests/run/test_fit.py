@@ -120,6 +120,7 @@ def test_a_share_for_validation_depends_on_the_seed_alone(form: str) -> None:
     def parts(seed: int) -> tuple[list[int], list[int]]:
         data = data_of(FORMS[form], validation=0.25, seed=seed)
         assert data.validation is not None
+        assert not isinstance(data.train, BatchStream)
         kept = [
             [int(np.flatnonzero((row["inputs"] == X).all(-1))[0]) for row in part]
             for part in (data.train, data.validation)
@@ -156,7 +157,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("case", NESTED)
+@pytest.mark.parametrize("case", ["nested dicts", pytest.param("a named tuple", marks=pytest.mark.long)])
 def test_nested_inputs_and_no_targets(tmp_path: Path, case: str) -> None:
     """What graphs, autoencoders and diffusion train on; padding of the last held-out batch does not count."""
     inputs, apply = NESTED[case]
@@ -207,8 +208,8 @@ def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest
 def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path) -> None:
     """Sums in another order: float32, after six steps."""
     mesh = jt.make_mesh(data=2, fsdp=4)
-    fit(tmp_path / "one", clip_norm=1.0, accumulation_steps=2)
-    fit(tmp_path / "eight", clip_norm=1.0, accumulation_steps=2, mesh=mesh)
+    fit(tmp_path / "one", clip_norm=1.0)
+    fit(tmp_path / "eight", clip_norm=1.0, mesh=mesh)
     one, eight = losses(tmp_path / "one"), losses(tmp_path / "eight")
     assert one == pytest.approx(eight, rel=1e-5)
     info = json.loads((tmp_path / "eight" / "run.json").read_text())
@@ -244,7 +245,7 @@ class Loader:
 RESUMED = {"arrays": lambda: COLUMNS, "an iterator": batches_of, "a loader": Loader}
 
 
-@pytest.mark.parametrize("form", RESUMED)
+@pytest.mark.parametrize("form", ["arrays", "an iterator", pytest.param("a loader", marks=pytest.mark.long)])
 def test_a_signal_and_a_resume_equal_an_uninterrupted_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
@@ -305,6 +306,7 @@ WRONG = {
     "an empty iterable": (dict(data=iter(())), "the iterable of batches is empty"),
     "an iterator that ends": (dict(data=iter([dict(inputs=X[:16], targets=Y[:16])] * 2)), "ended after 2 batches"),
     "uneven batches": (dict(data=uneven()), r"batch 1 holds inputs \[8, 8\], but batch 0 \[16, 8\].*drop_last"),
+    "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
@@ -322,6 +324,11 @@ WRONG = {
     "another mesh": (dict(mesh=jax.make_mesh((8,), ("data",))), "mesh is a mesh of data; write"),
     "a class": (dict(optimizer=optax.adam), "call it first: optax.adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "the model is an instance of Task"),
+    "a learning rate": (dict(learning_rate="1e-3"), "learning_rate='1e-3' is no rate"),
+    "compiler options": (dict(compiler_options=1), "compiler_options=1 is not a dict"),
+    "rules": (dict(rules=["mlp"]), "rules=.* is not a dict"),
+    "parallelism": (dict(parallelism="zero"), r"write parallelism=jaxtrain.Parallelism\(zero=1\)"),
+    "resume": (dict(resume="maybe"), "maybe: use one of auto, must, never"),
     "a group": (dict(evaluation=10), "evaluation=10 is not a dict"),
     "a key": (dict(checkpoint={"evry": 10}), "did you mean 'checkpoint.every'"),
     "overrides": (dict(overrides=["a=1"]), "overrides=.* is not a dict"),
@@ -346,3 +353,9 @@ def test_a_stream_reads_each_batch_once() -> None:
     wanted = [batch for batch, _ in zip(batches_of(), range(5), strict=False)]
     for batch, k in zip(found, (0, 1, 4), strict=True):
         jax.tree.map(np.testing.assert_array_equal, batch, wanted[k])
+
+
+def test_rows_of_tokens_are_counted_as_tokens() -> None:
+    tokens = np.arange(40, dtype=np.int32).reshape(5, 8)
+    data = data_of((tokens, tokens), counts_tokens=True)
+    assert (data.unit, data.units_per_row, data.input_shape) == ("tokens", 8, (8,))

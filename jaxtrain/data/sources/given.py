@@ -18,12 +18,17 @@ from jaxtrain.runtime.tree_path import path_name
 if TYPE_CHECKING:
     import grain
 
+    from jaxtrain.data.rows import ArrayRows
+
 _FORMS = (
     "a dict of arrays such as {'inputs': x, 'targets': y}, a pair (inputs, targets), rows with an index "
     "(jaxtrain.ArrayRows, a torch or Hugging Face dataset), a jaxtrain.Data, or an iterable of batches"
 )
 # Rows whose content goes into the fingerprint of a dataset that is too large, or too slow, to be read whole.
 _PROBED_ROWS = 8
+# Arrays of up to 1 GiB are digested whole, in about a second; of larger ones (on disk, perhaps) so many rows.
+_DIGESTED_BYTES = 2**30
+_DIGESTED_ROWS = 4096
 
 
 @runtime_checkable
@@ -132,13 +137,11 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
             raise ConfigError(f"{name} is a tuple of {len(given)}, not a pair (inputs, targets); give {_FORMS}")
         given = {"inputs": given[0], "targets": given[1]}
     if isinstance(given, Mapping):
-        columns = host_arrays(given, where=name)
-        rows = _not_empty(ArrayRows(columns), name)
-        return rows, {"kind": "arrays", "num_rows": len(rows), "sha256": _digest(columns)}, _line(rows, "arrays")
+        columns = ArrayRows(host_arrays(given, where=name))
+        return _not_empty(columns, name), _array_identity(columns), _line(columns, "arrays")
     if isinstance(given, ArrayRows):
         rows = _not_empty(given, name)
-        columns = given.gather(np.arange(len(given)))
-        return rows, {"kind": "arrays", "num_rows": len(rows), "sha256": _digest(columns)}, _line(rows, "arrays")
+        return rows, _array_identity(given), _line(rows, "arrays")
     if isinstance(given, grain.MapDataset):
         rows = _not_empty(given, name)
         return rows, _dataset_identity(rows), _line(rows, type(given).__name__)
@@ -253,6 +256,15 @@ def _entries(tree: Any) -> dict[str, str]:
 
 def _shown(tree: Any) -> str:
     return ", ".join(f"{name} {kind}" for name, kind in _entries(tree).items())
+
+
+def _array_identity(rows: "ArrayRows") -> dict[str, Any]:
+    """What identifies arrays: all of their numbers, or those of some rows where reading all would take long."""
+    columns, num_rows = rows.columns, len(rows)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(columns))
+    if num_bytes > _DIGESTED_BYTES:
+        columns = rows.gather(np.linspace(0, num_rows - 1, min(num_rows, _DIGESTED_ROWS)).astype(np.int64))
+    return {"kind": "arrays", "num_rows": num_rows, "sha256": _digest(columns)}
 
 
 def _dataset_identity(rows: "grain.MapDataset") -> dict[str, Any]:
