@@ -127,6 +127,22 @@ def sharded_after(names: Names) -> None:
     assert names["forward"](params, np.ones((2, 8), np.float32)).shape == (2, 4)
 
 
+def opened_run_after(names: Names) -> None:
+    history, metrics = names["run"].history, names["run"].metrics
+    assert metrics["step"] == history["step"][-1] == 40
+    assert metrics["eval_loss"] == history["eval_loss"][-1]
+    assert Path("curves.png").stat().st_size > 10_000
+
+
+def predictions_after(names: Names) -> None:
+    run, rows = names["run"], names["rows"]
+    right = names["logits"].argmax(-1) == rows.gather(np.arange(len(rows)))["targets"]
+    assert right.mean() == pytest.approx(run.metrics["eval_accuracy"])
+    assert set(names["names"]) <= set(run.classes)
+    # Another layout and another batch: other orders of summation in float32.
+    np.testing.assert_allclose(names["again"], names["logits"], rtol=1e-4, atol=1e-5)
+
+
 def given_nothing(folder: Path) -> Names:
     return {}
 
@@ -146,6 +162,8 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
     ("planner.md", "analyse("): (given_nothing, planner_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
+    ("runs.md", "run.plot("): (given_nothing, opened_run_after),
+    ("runs.md", "run.predict("): (given_nothing, predictions_after),
 }
 
 

@@ -52,7 +52,7 @@ def records(tmp_path_factory):
 
 # What a person asks first of each.
 SAYS = {
-    "Model": ["512 parameters in 1 arrays"],
+    "Model": ["512 parameters in 1 array"],
     "ShardedModel": ["512 parameters", "data=2 fsdp=4", "fp32"],
     "TrainStep": [f"for {NAME!r}", "data=2 fsdp=4"],
     "Task": [NAME],
