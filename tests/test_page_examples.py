@@ -195,6 +195,22 @@ def callbacks_after(names: Names) -> None:
     assert result.step % 10 == 0, "it stops at an evaluation"
 
 
+def opened_run_after(names: Names) -> None:
+    history, metrics = names["run"].history, names["run"].metrics
+    assert metrics["step"] == history["step"][-1] == 40
+    assert metrics["eval_loss"] == history["eval_loss"][-1]
+    assert Path("curves.png").stat().st_size > 10_000
+
+
+def predictions_after(names: Names) -> None:
+    run, rows = names["run"], names["rows"]
+    right = names["logits"].argmax(-1) == rows.gather(np.arange(len(rows)))["targets"]
+    assert right.mean() == pytest.approx(run.metrics["eval_accuracy"])
+    assert set(names["names"]) <= set(run.classes)
+    # Another layout and another batch: other orders of summation in float32.
+    np.testing.assert_allclose(names["again"], names["logits"], rtol=1e-4, atol=1e-5)
+
+
 def given_nothing(folder: Path) -> Names:
     return {}
 
@@ -221,6 +237,8 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("precision.md", "quantize("): (precision_before, precision_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),
     ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),
+    ("runs.md", "run.plot("): (given_nothing, opened_run_after),
+    ("runs.md", "run.predict("): (given_nothing, predictions_after),
 }
 
 

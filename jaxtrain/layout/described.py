@@ -24,7 +24,8 @@ def parameters_text(params: Any) -> str:
         params: a tree of arrays or shapes.
     """
     leaves = jax.tree.leaves(params)
-    return f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters in {len(leaves)} arrays"
+    arrays = f"{len(leaves)} array{'' if len(leaves) == 1 else 's'}"
+    return f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters in {arrays}"
 
 
 def parameters_table(params: Any, *, layout: Layout | None = None, axes: Mapping[str, Any] | None = None) -> str:

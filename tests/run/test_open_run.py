@@ -66,7 +66,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("given", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param(given, id=name, marks=pytest.mark.long if name == "data=8" else ()) for name, given in MESHES.items()],
+)
 def test_predictions_are_those_of_the_model(trained, held_out, given):
     run = jt.open_run(trained.run_dir, **given())
     inputs, _ = held_out
@@ -235,6 +238,7 @@ def linear(width=10):
     )
 
 
+@pytest.mark.long
 def test_a_model_from_python_is_given_again(tmp_path, held_out):
     config = {key: value for key, value in CONFIG.items() if key not in ("model", "optimizer")}
     result = jt.run_config(config, model=linear(), run_dir=tmp_path / "own", overrides={"train.steps": 1})
