@@ -80,7 +80,7 @@ def draw_svg(plot: Plot, *, prefix: str) -> str:
     """
     legend, top = _legend(plot)
     steps = np.concatenate([curve.steps for _, curve in plot.curves])
-    first, last = float(steps.min()), float(steps.max())
+    first, last = float(steps.min()), max(_last_step(curve) for _, curve in plot.curves)
     x = make_scale(0.0 if first <= max(0.5 * last, 1.0) else first, last, is_whole=True)
     y = _vertical(plot)
     left = 12 + max(_LETTER * len(label) for _, label in y.ticks)
@@ -96,6 +96,12 @@ def draw_svg(plot: Plot, *, prefix: str) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(plot.title)} over steps" '
         f"data-plot='{_values(plot, frame)}'>{''.join(parts)}</svg>"
     )
+
+
+def _last_step(curve: Curve) -> float:
+    """The last step of a curve; that of a thinned one is half a bin behind its last point."""
+    last = float(curve.steps[-1])
+    return math.floor(last + float(last - curve.steps[-2]) / 2) if curve.is_thinned else last
 
 
 @dataclass(frozen=True)
