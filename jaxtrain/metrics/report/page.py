@@ -74,10 +74,8 @@ def _sample(run: RunFiles) -> str:
         step = logged[0]
         said.append(f"after step {step:,}")
         if run.last_step > step:
-            said.append(
-                f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}; a sample is "
-                "generated when the run ends"
-            )
+            later = "" if run.status == "done" else "; a sample is generated when the run ends"
+            said.append(f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}{later}")
     elif run.status != "done":
         # It is written before the status is done, so that a run without one has gone on since.
         said.append("<b>from an earlier end of this run</b>: a sample is generated when the run ends")
