@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 
-_MOST_PIXELS = 40
+_MOST_PIXELS = 32
 
 
 def thumbnail(values: np.ndarray, *, most_pixels: int = _MOST_PIXELS) -> bytes | None:

@@ -44,10 +44,12 @@ def held_out_details(run: Run, state: TrainState, step: int, progress: Progress)
     if validation is None or run.step.task.name != "classification":
         return None
     try:
-        found = _predictions(run, state)
-        if found is None or not len(found["rows"]):
-            return None
-        return {"task": "classification", "step": step, **_confusions(run, found), "mistakes": _mistakes(run, found)}
+        with progress.phase("finding mistakes"):
+            found = _predictions(run, state)
+            if found is None or not len(found["rows"]):
+                return None
+            confusions, mistakes = _confusions(run, found), _mistakes(run, found)
+        return {"task": "classification", "step": step, **confusions, "mistakes": mistakes}
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
         progress.message(f"the report has no confusion matrix, because computing it failed: {line}")
@@ -88,7 +90,7 @@ def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
         num_classes = int(part.pop("num_classes"))
         parts.append({**part, "rows": k * size + np.arange(size)})
     counts = np.concatenate([part.pop("counts") for part in parts])
-    table = {name: np.concatenate([part[name] for part in parts])[counts] for name in parts[0]}
+    table = {name: np.concatenate([part[name] for part in parts])[counts][:MOST_ROWS] for name in parts[0]}
     return {**table, "num_classes": num_classes, "num_rows": len(run.data.validation)}
 
 
@@ -162,6 +164,9 @@ def _picture(run: Run, row: int) -> bytes | None:
     validation = run.data.validation
     if validation is None or len(run.data.input_shape) not in (2, 3):
         return None
-    found: Any = validation[row]
-    inputs = found["inputs"]
-    return thumbnail(np.asarray(inputs)) if isinstance(inputs, (np.ndarray, jax.Array)) else None
+    try:
+        found: Any = validation[row]
+        return thumbnail(np.asarray(found["inputs"]))
+    except Exception:
+        # Rows of a user's own source may be of any kind; the matrix is worth showing without its pictures.
+        return None

@@ -1,5 +1,6 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +74,9 @@ class RunRecord:
         if self._is_main and found is not None:
             # On one line: indented, a matrix would have four lines per count.
             content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
-            write_text_atomic(self._run_dir / "held_out.json", f"{content}\n")
+            # The run is done and saved; a disk that is full shows where run.json is written.
+            with contextlib.suppress(OSError):
+                write_text_atomic(self._run_dir / "held_out.json", f"{content}\n")
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""

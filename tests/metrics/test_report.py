@@ -160,11 +160,23 @@ def test_corrupt_run_file_still_gives_curves(tmp_path):
     assert "<svg" in _write(tmp_path, run=None, metrics=_METRICS)
 
 
-def test_long_run_gives_a_small_page(tmp_path):
-    html = _write(tmp_path, metrics="".join(_row(step) for step in range(1, 20_001)))
-    assert "means over neighbouring rows" in html
-    # Five pictures of at most 250 points with a band (8 bytes per corner) and their values (20 bytes per point).
-    assert len(html) < 200_000
+@pytest.mark.parametrize("num_rows", [1000, 20_000])
+def test_long_runs_give_a_page_below_200_kb(tmp_path, num_rows):
+    """Six standard pictures, the six of own metrics that are drawn at most, and a sample."""
+    rng = np.random.default_rng(0)
+
+    def row(step):
+        noise = rng.random(10)
+        own = {f"own_{name}": float(value) for name, value in zip("abcdefgh", noise, strict=False)}
+        held_out = {"eval_loss": 10.0 / step + 1, "eval_accuracy": 0.5} if step % 50 == 0 else {}
+        return _row(step, loss=10 / step + noise[8], grad_norm=noise[9], accuracy=noise[0], **own, **held_out)
+
+    html = _write(tmp_path, metrics="".join(row(step) for step in range(1, num_rows + 1)), sample="word " * 100)
+    page = _Page(html)
+    assert page.tags.count("figure") == 12
+    assert "Bands show the smallest and largest value of neighbouring rows." in page.text
+    assert "Without a picture: own_g, own_h." in page.text
+    assert len(html.encode()) < 200_000
 
 
 @pytest.mark.parametrize("count", [1, MAX_POINTS, MAX_POINTS + 1, 123_457])

@@ -48,6 +48,11 @@ _FLAT = [(step, 4.0) for step in range(100, 801, 100)]
             id="rises-with-the-training-loss",
         ),
         pytest.param(
+            _FALLING, [(200, 3.8), (600, 4.0), (800, 3.9)],
+            "best at step 200 (3.8) and has risen by 0.1 since, up and down: the model may overfit, or the held-out",
+            id="goes-up-and-down",
+        ),
+        pytest.param(
             _FALLING, [(200, 4.0), (600, 3.830), (800, 3.835)],
             "best at step 600 (3.83) and has stayed there since (3.835 at step 800)", id="stays-at-its-best",
         ),

@@ -1,17 +1,20 @@
 """What a run keeps for its report: single held-out rows, and where its time went, through failures and resumes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_runs import TINY, rows
+from training_runs import TINY, environment, rows
 
 import jaxtrain as jt
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.dataset import Data
+from jaxtrain.run.resume import set_aside
 
 _CLASSES = 3
 
@@ -108,6 +111,14 @@ def test_a_failure_leaves_the_run_done(
     assert not (tmp_path / "held_out.json").exists()
 
 
+def test_another_run_does_not_inherit_them(tmp_path: Path) -> None:
+    (tmp_path / "held_out.json").write_text("{}")
+    moved = set_aside(tmp_path)
+    assert moved is not None
+    assert (moved / "held_out.json").is_file()
+    assert not (tmp_path / "held_out.json").exists()
+
+
 def test_without_a_report_nothing_is_predicted(tmp_path: Path) -> None:
     _train(tmp_path, _data((5,), 20), logging__report=False)
     assert not (tmp_path / "held_out.json").exists()
@@ -163,3 +174,20 @@ def jt_progress(evaluated: Any) -> Any:
             super().message(text)
 
     return Watched(live=False)
+
+
+@pytest.mark.long
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    words = ["train", "digits_mlp", "train.steps=8", "evaluation.every=null", "logging.tensorboard=false", "--run-dir"]
+    found = []
+    for name, start in (("one", []), ("two", ["launch", "--processes", "2", "--emulate", "2", "--"])):
+        more = [] if start else ["--emulate", "4"]
+        command = [sys.executable, "-m", "jaxtrain", *start, *words, str(tmp_path / name), *more]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads((tmp_path / name / "held_out.json").read_text()))
+    one, two = found
+    assert one["rows"] == two["rows"] == sum(count for _, _, count in two["matrix"]) == 359
+    # Sums of another order can move one prediction whose two largest logits are equal up to rounding.
+    assert abs(one["right"] - two["right"]) <= 1
+    assert all(mistake["picture"] for mistake in two["mistakes"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_POINTS = 250
+MAX_POINTS = 200
 # Fewer points are seen as they are.
 _FEWEST_TO_SMOOTH = 24
 

@@ -139,7 +139,10 @@ def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
         )
     else:
         said = f"Held-out loss was best at step {step:,} ({rounded(lowest)}) and has risen by {rise:.2g} since"
-        if _training_fell_since(run, step):
+        since = values[steps >= step]
+        if (np.diff(since) < 0).any():
+            yield "", f"{said}, up and down: the model may overfit, or the held-out rows are too few to tell."
+        elif _training_fell_since(run, step):
             yield (
                 "bad",
                 f"{said}; training loss still falls: the model overfits. Fewer steps, more rows, dropout or weight "

@@ -65,7 +65,7 @@ def grid(header: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Se
         rows: cells of each row, not escaped; a cell that is a `Markup` is HTML.
         numbers: columns that are aligned to the right.
     """
-    kinds = [' class="number"' if column in numbers else "" for column in range(len(header))]
+    kinds = [' class="n"' if column in numbers else "" for column in range(len(header))]
     top = "".join(f'<th scope="col"{kind}>{text(name)}</th>' for kind, name in zip(kinds, header, strict=True))
     body = "".join(
         "<tr>"

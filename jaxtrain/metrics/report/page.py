@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.metrics.report import classes, headline, tables
-from jaxtrain.metrics.report.curves import Curve, curve, last_text, smoothed, thin
+from jaxtrain.metrics.report.curves import MAX_POINTS, Curve, curve, last_text, smoothed, thin
 from jaxtrain.metrics.report.files import RunFiles, Series, read_files
 from jaxtrain.metrics.report.html import mapping, page, section, text
 from jaxtrain.metrics.report.plots import Plot, draw_svg
 from jaxtrain.runtime.files import write_text_atomic
 
 _MOST_SAMPLE_CHARACTERS = 20_000
-_MOST_OWN_PLOTS = 8
+_MOST_OWN_PLOTS = 6
+# Fewer than in the standard pictures, so that a page with all of them stays below 200 kB.
+_OWN_POINTS = 100
 # What has a picture of its own or a number at the top, and what every row carries.
 _STANDARD = {
     *("loss", "accuracy", "perplexity", "learning_rate", "grad_norm", "step_seconds", "data_wait_seconds"),
@@ -72,10 +74,8 @@ def _sample(run: RunFiles) -> str:
         step = logged[0]
         said.append(f"after step {step:,}")
         if run.last_step > step:
-            said.append(
-                f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}; a sample is "
-                "generated when the run ends"
-            )
+            later = "" if run.status == "done" else "; a sample is generated when the run ends"
+            said.append(f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}{later}")
     elif run.status != "done":
         # It is written before the status is done, so that a run without one has gone on since.
         said.append("<b>from an earlier end of this run</b>: a sample is generated when the run ends")
@@ -155,8 +155,14 @@ def _own_plots(run: RunFiles) -> tuple[list[Plot], list[str]]:
     own.sort(key=lambda name: re.search(r"_\d+$", name) is not None)
     plots = []
     for name in own[:_MOST_OWN_PLOTS]:
-        lines = _lines(run.series, {"train": name, "held-out": f"eval_{name}"})
-        plots.append(Plot(name.replace("_", " "), name, lines, smoothed=_smoothed(run.series, {"train": name})))
+        logged = {"train": name, "held-out": f"eval_{name}"}
+        lines = [
+            (label, thin(*run.series[metric], max_points=_OWN_POINTS))
+            for label, metric in logged.items()
+            if metric in run.series
+        ]
+        even = _smoothed(run.series, {"train": name}, max_points=_OWN_POINTS)
+        plots.append(Plot(name.replace("_", " "), name, lines, smoothed=even))
     return plots, own[_MOST_OWN_PLOTS:]
 
 
@@ -164,12 +170,12 @@ def _lines(series: Series, names: Mapping[str, str]) -> list[tuple[str, Curve]]:
     return [(label, line) for label, name in names.items() if (line := curve(series, name)) is not None]
 
 
-def _smoothed(series: Series, names: Mapping[str, str]) -> list[tuple[str, Curve]]:
+def _smoothed(series: Series, names: Mapping[str, str], *, max_points: int = MAX_POINTS) -> list[tuple[str, Curve]]:
     found = []
     for label, name in names.items():
         even = smoothed(series[name][1]) if name in series else None
         if even is not None:
-            found.append((label, thin(series[name][0], even)))
+            found.append((label, thin(series[name][0], even, max_points=max_points)))
     return found
 
 

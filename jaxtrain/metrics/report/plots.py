@@ -1,6 +1,6 @@
 """Curves as inline SVG whose colours come from the page, so that one picture serves light and dark themes.
 
-The picture is written here and not by a plotting library: a point costs about eight bytes, so that a page of many
+The picture is written here and not by a plotting library: a point costs about five bytes, so that a page of many
 curves stays small, and the values go with it for whoever points at a curve.
 """
 
@@ -22,7 +22,7 @@ _LETTER = 6.4
 _NUM_COLORS = 8
 # Told apart without colours, too: by eye on paper, or by those who see no colours.
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 4", "8 2 2 2 2 2")
-_NUM_TITLES = 24
+_NUM_TITLES = 16
 # Names on the picture have a rim of the page's colour, because curves pass behind them.
 _ON_CURVES = "fill:var(--ink);stroke:var(--page);stroke-width:3.5;paint-order:stroke;stroke-linejoin:round"
 
@@ -80,7 +80,7 @@ def draw_svg(plot: Plot, *, prefix: str) -> str:
     """
     legend, top = _legend(plot)
     steps = np.concatenate([curve.steps for _, curve in plot.curves])
-    first, last = float(steps.min()), float(steps.max())
+    first, last = float(steps.min()), max(_last_step(curve) for _, curve in plot.curves)
     x = make_scale(0.0 if first <= max(0.5 * last, 1.0) else first, last, is_whole=True)
     y = _vertical(plot)
     left = 12 + max(_LETTER * len(label) for _, label in y.ticks)
@@ -94,8 +94,14 @@ def draw_svg(plot: Plot, *, prefix: str) -> str:
     parts = [_grid(plot, frame), lines, _marks(plot, frame), legend, _titles(plot, frame)]
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(plot.title)} over steps" '
-        f'data-plot="{text(_values(plot, frame))}">{"".join(parts)}</svg>'
+        f"data-plot='{_values(plot, frame)}'>{''.join(parts)}</svg>"
     )
+
+
+def _last_step(curve: Curve) -> float:
+    """The last step of a curve; that of a thinned one is half a bin behind its last point."""
+    last = float(curve.steps[-1])
+    return math.floor(last + float(last - curve.steps[-2]) / 2) if curve.is_thinned else last
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,8 @@ def _lines(plot: Plot, frame: _Frame) -> str:
     for number, name, curve in _numbered(plot):
         color = _color(number)
         if curve.is_thinned:
-            outline = [*_points(frame, curve.steps, curve.high), *_points(frame, curve.steps[::-1], curve.low[::-1])]
+            upper, lower = (_points(frame, curve.steps, edge) for edge in (curve.high, curve.low))
+            outline = np.concatenate([upper, lower[::-1]])
             parts.append(f'<path d="{_path(outline)}Z" style="fill:{color};opacity:.22"/>')
         is_faint = name in over
         if not (is_faint and curve.is_thinned):
@@ -211,14 +218,14 @@ def _lines(plot: Plot, frame: _Frame) -> str:
             parts.append(f'<path d="{points}" style="{style}"/>')
         if len(curve.steps) <= 12:
             # Few points would be hard to see as a bare line, and one point would not be drawn at all.
-            dots = "".join(f"M{x} {y}h0" for x, y in _points(frame, curve.steps, curve.values))
+            dots = "".join(f"M{_tenths(x)} {_tenths(y)}h0" for x, y in _points(frame, curve.steps, curve.values))
             parts.append(f'<path d="{dots}" style="stroke:{color};stroke-width:6;stroke-linecap:round"/>')
     return "".join(parts)
 
 
 def _marks(plot: Plot, frame: _Frame) -> str:
     """Dashed references with their names, and a ring around the best value."""
-    left, top, right, _ = frame.box
+    left, top, right, bottom = frame.box
     high = max(float(curve.high.max()) for _, curve in plot.curves)
     parts = []
     for reference in plot.references:
@@ -227,8 +234,8 @@ def _marks(plot: Plot, frame: _Frame) -> str:
             y = float(frame.y(np.array(reference.value)))
             style = "stroke:var(--ink);stroke-dasharray:5 4;opacity:.75"
             parts.append(f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" style="{style}"/>')
-            # Below its line: above it there may be no room, and the curves begin near a uniform guess.
-            y += 14
+            # Below its line, unless the axis is there: above it, where curves begin near a guess, there may be no room.
+            y += 14 if y < bottom - 18 else -6
         else:
             y, name = top + 10, f"{name} (above the picture)"
         parts.append(
@@ -246,31 +253,40 @@ def _marks(plot: Plot, frame: _Frame) -> str:
     return "".join(parts)
 
 
-def _points(frame: _Frame, steps: np.ndarray, values: np.ndarray) -> list[tuple[str, str]]:
-    return [(_short(x), _short(y)) for x, y in zip(frame.x(steps), frame.y(values), strict=True)]
+def _points(frame: _Frame, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The points on the picture in tenths of a pixel, int64 [N, 2]."""
+    return np.rint(10 * np.stack([frame.x(steps), frame.y(values)], axis=1)).astype(np.int64)
 
 
-def _path(points: Sequence[tuple[str, str]]) -> str:
-    if not points:
+def _path(points: np.ndarray) -> str:
+    """A line through points, each relative to the one before: five bytes a point instead of ten."""
+    if not len(points):
         return ""
-    rest = "".join(f"L{x} {y}" for x, y in points[1:])
-    return f"M{points[0][0]} {points[0][1]}{rest}"
+    moves = [f"{_tenths(x)}{_after(y)}" for x, y in np.diff(points, axis=0)]
+    return f"M{_tenths(points[0, 0])}{_after(points[0, 1])}" + "".join(f"l{move}" for move in moves)
 
 
-def _short(pixel: float) -> str:
-    return f"{pixel:.1f}".removesuffix(".0")
+def _after(tenths: int) -> str:
+    """A number behind another one: a minus sign separates them as well as a space."""
+    return _tenths(tenths) if tenths < 0 else f" {_tenths(tenths)}"
+
+
+def _tenths(tenths: int) -> str:
+    whole, rest = divmod(abs(int(tenths)), 10)
+    digits = f"{whole or ''}.{rest}" if rest else str(whole)
+    return f"-{digits}" if tenths < 0 else digits
 
 
 def _values(plot: Plot, frame: _Frame) -> str:
     """What the script needs to show values: the frame, the scales and the points, as JSON."""
     curves = []
     for number, name, curve in _numbered(plot):
-        one = {"n": name, "c": number % _NUM_COLORS + 1, "s": _digits(curve.steps, 7), "v": _digits(curve.values)}
+        one = {"n": name, "c": number % _NUM_COLORS + 1, "s": _steps(curve.steps), "v": _digits(curve.values)}
         if curve.is_thinned:
-            one |= {"l": _digits(curve.low), "h": _digits(curve.high)}
+            one |= {"l": _digits(curve.low, 3), "h": _digits(curve.high, 3)}
         curves.append(one)
     # A value of another curve is shown with its step while it is nearer than half the distance of that curve's points.
-    near = max((curve["s"][-1] - curve["s"][0]) / max(1, 2 * (len(curve["s"]) - 1)) for curve in curves)
+    near = max(float(curve.steps[-1] - curve.steps[0]) / max(1, 2 * (len(curve.steps) - 1)) for _, curve in plot.curves)
     content = {
         "box": [round(pixel, 1) for pixel in frame.box],
         "x": [frame.x_scale.low, frame.x_scale.high],
@@ -279,7 +295,17 @@ def _values(plot: Plot, frame: _Frame) -> str:
         "near": near,
         "curves": curves,
     }
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+    packed = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    # The attribute has single quotes, since JSON is full of double ones.
+    return packed.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;")
+
+
+def _steps(steps: np.ndarray) -> list[float | int] | dict[str, float | int]:
+    """The steps of a curve; where they are evenly spaced, the first, their distance and their count."""
+    even = np.linspace(steps[0], steps[-1], len(steps))
+    if len(steps) > 3 and np.abs(steps - even).max() < 0.5:
+        return {"a": round(float(steps[0]), 2), "d": float((steps[-1] - steps[0]) / (len(steps) - 1)), "n": len(steps)}
+    return _digits(steps, 7)
 
 
 def _digits(values: np.ndarray, digits: int = 4) -> list[float | int]:
@@ -306,7 +332,7 @@ def _titles(plot: Plot, frame: _Frame) -> str:
                 said.append(f"{name} {rounded(float(curve.values[nearest]))}")
         title = text(f"step {math.floor(step + 0.5):,}: {', '.join(said)}")
         strips.append(
-            f'<rect x="{_short(start)}" y="{top:.0f}" width="{_short(max(end - start, 0.1))}" '
+            f'<rect x="{start:.0f}" y="{top:.0f}" width="{max(end - start, 1):.0f}" '
             f'height="{bottom - top:.0f}"><title>{title}</title></rect>'
         )
     return f'<g class="hits" style="fill:transparent">{"".join(strips)}</g>'

@@ -20,6 +20,12 @@ SCRIPT = """
   }
   document.querySelectorAll('svg[data-plot]').forEach(function (svg) {
     var plot = JSON.parse(svg.getAttribute('data-plot')), box = plot.box;
+    plot.curves.forEach(function (curve) {
+      var even = curve.s;
+      if (Array.isArray(even)) return;
+      curve.s = [];
+      for (var i = 0; i < even.n; i++) curve.s.push(even.a + i * even.d);
+    });
     var hits = svg.querySelector('.hits');
     if (hits) hits.remove();
     var mark = document.createElementNS(svg.namespaceURI, 'g');

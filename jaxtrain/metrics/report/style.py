@@ -57,6 +57,7 @@ section > table th { width: 11rem; }
 REPORT_STYLE = """
 .facts th { width: 50%; } section > .facts th, details > .facts th { width: 11rem; }
 @media (max-width: 30rem) { section > .facts th, details > .facts th { width: 38%; } }
+.cards { grid-template-columns: repeat(auto-fill, minmax(8.4rem, 1fr)); }
 .soft { color: var(--soft); } p { margin: .3rem 0 .7rem; max-width: 62rem; }
 .words { margin: 1.1rem 0 0; padding: 0; list-style: none; }
 .words li { margin: .35rem 0; padding-left: .8rem; border-left: 3px solid var(--line); max-width: 62rem; }
@@ -64,7 +65,7 @@ REPORT_STYLE = """
 .wide { overflow-x: auto; }
 .grid th { width: auto; color: var(--soft); font-weight: 600; white-space: nowrap; }
 .grid td { overflow-wrap: break-word; }
-.grid td:not(.number) { min-width: 6.5rem; } .grid .number { text-align: right; white-space: nowrap; }
+.grid td:not(.n) { min-width: 6.5rem; } .grid .n { text-align: right; white-space: nowrap; }
 .grid th, .grid td { padding-right: 1rem; } .grid th:last-child, .grid td:last-child { padding-right: 0; }
 details { margin: .6rem 0; } summary { cursor: pointer; padding: .2rem 0; color: var(--soft); }
 .prompt { color: var(--series-2); } .sample { color: var(--ink); }
