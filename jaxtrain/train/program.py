@@ -57,22 +57,22 @@ def create_state(
     settings, policy = program.settings, program.sharded_model.policy
     init_key, run_key = jax.random.split(key)
     drawn = program.sharded_model.init(init_key)
-    start: Params = drawn[0] if params is None else merge_leaves(params, drawn[0])
-    first_state: ModelState = drawn[1] if model_state is None else merge_leaves(model_state, drawn[1])
+    params = drawn[0] if params is None else merge_leaves(params, drawn[0])
+    model_state = drawn[1] if model_state is None else merge_leaves(model_state, drawn[1])
     averaged = settings.ema_decay is not None
-    ema = cast_floats(select_leaves(start, settings.trainable), jnp.float32) if averaged else None
-    params = stored_params(start, policy, settings.trainable)
+    ema = cast_floats(select_leaves(params, settings.trainable), jnp.float32) if averaged else None
+    params = stored_params(params, policy, settings.trainable)
     optimizer_state = first_optimizer_state(program, params)
     return TrainState(
         step=jnp.int32(0),
         params=params,
         optimizer_state=to_host(optimizer_state) if settings.offload_optimizer else optimizer_state,
-        model_state=first_state,
+        model_state=model_state,
         loss_scale=LossScale.create(settings.loss_scaling) if policy.loss_scaled else None,
         key=run_key,
         skipped=SkippedSteps(jnp.int32(0), jnp.int32(0)),
         ema=ema,
-        ema_model_state=floating_leaves(first_state) if averaged else None,
+        ema_model_state=floating_leaves(model_state) if averaged else None,
     )
 
 
