@@ -49,7 +49,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | Path,
         *,
         keep_last: int = 2,
         keep_every: int | None = None,

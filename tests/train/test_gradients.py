@@ -92,7 +92,7 @@ def test_a_state_that_was_donated_is_one_line() -> None:
 
 
 @pytest.mark.long
-def test_gradients_of_a_pipeline() -> None:
+def test_gradients_of_a_pipeline_which_computes_no_loss_again() -> None:
     config = {"kind": "transformer", "num_layers": 2, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8}
     tokens = np.random.default_rng(0).integers(0, 64, (8, 9)).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -103,6 +103,12 @@ def test_gradients_of_a_pipeline() -> None:
         step = jt.make_train_step(built, jt.language_modeling(), optax.adam(1e-3), mesh=mesh)
         state = step.init(0)
         found.append(jax.device_get((step.gradients(state, batch), step.gradients(state, batch))))
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
+    step = jt.make_train_step(built, jt.language_modeling(), search, mesh=mesh)
+    with pytest.raises(
+        jt.ConfigError, match=r"computes the loss again .* which a pipeline cannot; use parallel\.pipe=1"
+    ):
+        step(step.init(0), batch)
     (one, _), (two, again) = found
     for a, b, c in zip(*map(jax.tree.leaves, (one.tree, two.tree, again.tree)), strict=True):
         np.testing.assert_allclose(b, a, atol=1e-5 * np.abs(a).max())  # sums over other microbatches

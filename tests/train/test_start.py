@@ -203,3 +203,18 @@ def test_other_checkpoints_are_one_line(trained: Any, new_head: TrainStep, fresh
         checkpointer.save(1, last.params, metadata={})
     with pytest.raises(jt.ConfigError, match="was not saved from a TrainState"):
         fresh.init(0, params=tmp_path / "own")
+
+
+def test_single_arrays_of_a_checkpoint(trained: Any, fresh: TrainStep) -> None:
+    run, last = trained
+    like = fresh.abstract_state.params["layers.0.weight"]
+    with jt.Checkpointer(str(run / "checkpoints"), read_only=True) as checkpointer:
+        found = checkpointer.read({"params/layers.0.weight": like}, step=4)
+        assert same(found, {"params/layers.0.weight": last.params["layers.0.weight"]})
+        assert found["params/layers.0.weight"].sharding == like.sharding
+        for wrong, words in (
+            ({"params/weight": like}, r"params/weight is not there"),
+            ({"params/head/bias": like}, r"params/head/bias is \(4,\) float32 there, \(8, 16\) float32 here"),
+        ):
+            with pytest.raises(jt.CheckpointError, match=words):
+                checkpointer.read(wrong, step=4)
