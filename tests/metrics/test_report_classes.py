@@ -187,6 +187,17 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert "y/run" in text
 
 
+def test_a_long_name_is_shortened_on_the_pictures_only(tmp_path):
+    name = "a_run_with_" + "a_very_" * 10 + "long_name"
+    runs = [_run(tmp_path / one, rows=[{"step": 1, "loss": 1.0}]) for one in (name, "b")]
+    html = write_comparison(runs, tmp_path / "page.html").read_text()
+    assert f"<b>{name}</b>" in html
+    shown = [label for label in re.findall(r">([^<>]*…[^<>]*)</text>", html)]
+    assert len(shown) == 1
+    # 48 letters and the line before them take 329 of the 440 pixels of a picture.
+    assert len(shown[0]) == 48
+
+
 def test_eight_long_runs_give_a_page_below_200_kb(tmp_path):
     rows = [
         {"step": step, "loss": 1.0 + 1 / step, "grad_norm": 2.5, "learning_rate": 1e-3, "tokens_per_second": 1e4 + step}
