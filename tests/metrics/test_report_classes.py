@@ -43,10 +43,16 @@ def test_the_confusion_matrix_and_the_worst_mistakes_are_shown(tmp_path):
     html = write_report(_run(tmp_path, held_out=_HELD_OUT, rows=[{"step": 10, "loss": 1.0}])).read_text()
     text = _text(html)
     assert "7 of 10 held-out rows were classified correctly after step 10." in text
-    assert "cat &lt;b&gt;dog&lt;/b&gt; owl cat 4 2 ·" in text
+    # Long names stand in the rows only, with the numbers that the columns have.
+    assert "0 1 2 0 cat 4 2 · 1 &lt;b&gt;dog&lt;/b&gt; · 3 · 2 owl 1 · ·" in text
     assert 'title="cat taken for &lt;b&gt;dog&lt;/b&gt;: 2 of 6"' in html
     assert "cat taken for &lt;b&gt;dog&lt;/b&gt; , 90 % sure row 7, loss 3.25" in text
     assert 'src="data:image/png;base64,aGVsbG8="' in html
+
+
+def test_short_names_head_the_columns(tmp_path):
+    short = _HELD_OUT | {"classes": ["cat", "dog", "owl"]}
+    assert "cat dog owl cat 4 2 ·" in _text(write_report(_run(tmp_path, held_out=short)).read_text())
 
 
 def test_many_classes_are_told_in_words(tmp_path):
