@@ -43,10 +43,16 @@ def test_the_confusion_matrix_and_the_worst_mistakes_are_shown(tmp_path):
     html = write_report(_run(tmp_path, held_out=_HELD_OUT, rows=[{"step": 10, "loss": 1.0}])).read_text()
     text = _text(html)
     assert "7 of 10 held-out rows were classified correctly after step 10." in text
-    assert "cat &lt;b&gt;dog&lt;/b&gt; owl cat 4 2 ·" in text
+    # Long names stand in the rows only, with the numbers that the columns have.
+    assert "0 1 2 0 cat 4 2 · 1 &lt;b&gt;dog&lt;/b&gt; · 3 · 2 owl 1 · ·" in text
     assert 'title="cat taken for &lt;b&gt;dog&lt;/b&gt;: 2 of 6"' in html
     assert "cat taken for &lt;b&gt;dog&lt;/b&gt; , 90 % sure row 7, loss 3.25" in text
     assert 'src="data:image/png;base64,aGVsbG8="' in html
+
+
+def test_short_names_head_the_columns(tmp_path):
+    short = _HELD_OUT | {"classes": ["cat", "dog", "owl"]}
+    assert "cat dog owl cat 4 2 ·" in _text(write_report(_run(tmp_path, held_out=short)).read_text())
 
 
 def test_many_classes_are_told_in_words(tmp_path):
@@ -185,6 +191,17 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     text = _text(write_comparison(runs, tmp_path / "page.html").read_text())
     assert "x/run" in text
     assert "y/run" in text
+
+
+def test_a_long_name_is_shortened_on_the_pictures_only(tmp_path):
+    name = "a_run_with_" + "a_very_" * 10 + "long_name"
+    runs = [_run(tmp_path / one, rows=[{"step": 1, "loss": 1.0}]) for one in (name, "b")]
+    html = write_comparison(runs, tmp_path / "page.html").read_text()
+    assert f"<b>{name}</b>" in html
+    shown = [label for label in re.findall(r">([^<>]*…[^<>]*)</text>", html)]
+    assert len(shown) == 1
+    # 48 letters and the line before them take 329 of the 440 pixels of a picture.
+    assert len(shown[0]) == 48
 
 
 def test_eight_long_runs_give_a_page_below_200_kb(tmp_path):

@@ -10,6 +10,7 @@ from jaxtrain.metrics.report.html import mapping, number, rounded, section, text
 
 _MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
+_LONG_NAME = 5
 
 
 def mistakes(run: RunFiles) -> str:
@@ -63,7 +64,12 @@ def _matrix(found: Mapping[str, Any], names: Sequence[str] | None) -> str:
     if not cells or not 2 <= count <= _MOST_CLASSES:
         return ""
     classes = range(int(count))
-    head = "".join(f'<th scope="col" title="{text(_class(names, i))}">{text(_class(names, i))}</th>' for i in classes)
+    # Long names would make the columns wide: these have the numbers of the classes, which the rows explain.
+    is_numbered = names is not None and any(len(_class(names, i)) > _LONG_NAME for i in classes)
+    heads = [str(i) if is_numbered else _class(names, i) for i in classes]
+    head = "".join(
+        f'<th scope="col" title="{text(_class(names, i))}">{text(shown)}</th>' for i, shown in enumerate(heads)
+    )
     lines = []
     for target in classes:
         whole = sum(cells.get((target, predicted), 0) for predicted in classes)
@@ -78,7 +84,8 @@ def _matrix(found: Mapping[str, Any], names: Sequence[str] | None) -> str:
             style = f' style="background:color-mix(in srgb,{color} {strength}%,transparent)"' if number_here else ""
             row.append(f'<td{style} title="{text(title)}">{number_here or "·"}</td>')
         label = text(_class(names, target))
-        lines.append(f'<tr><th scope="row" title="{label}">{label}</th>{"".join(row)}</tr>')
+        number_first = f"{target} " if is_numbered else ""
+        lines.append(f'<tr><th scope="row" title="{label}">{number_first}{label}</th>{"".join(row)}</tr>')
     return (
         '<h3>Confusion matrix</h3><p class="soft">A row is a class, a column what the model took it for.</p>'
         f'<div class="wide"><table class="matrix"><thead><tr><th></th>{head}</tr></thead>'

@@ -19,6 +19,7 @@ from jaxtrain.metrics.report.html import rounded, text
 _WIDTH, _HEIGHT = 440, 260
 _BOTTOM, _RIGHT = 34, 12
 _LETTER = 6.4
+_MOST_LETTERS = 48
 _NUM_COLORS = 8
 # Told apart without colours, too: by eye on paper, or by those who see no colours.
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 4", "8 2 2 2 2 2")
@@ -154,7 +155,7 @@ def _legend(plot: Plot) -> tuple[str, int]:
     parts = [f'<text x="2" y="13" style="fill:var(--soft)">{text(plot.y_label)}</text>']
     # One curve needs no name, unless its look tells which run it is of.
     is_named = len(plot.curves) > 1 or plot.looks is not None
-    items = [(name, number) for number, name, _ in _numbered(plot)] if is_named else []
+    items = [(_shortened(name), number) for number, name, _ in _numbered(plot)] if is_named else []
     sizes = [28 + _LETTER * len(name) for name, _ in items]
     x, line = _LETTER * len(plot.y_label) + 20, 0
     if sum(sizes) > _WIDTH - x:
@@ -169,6 +170,11 @@ def _legend(plot: Plot) -> tuple[str, int]:
         )
         x += size
     return "".join(parts), 26 + 17 * line
+
+
+def _shortened(name: str) -> str:
+    """A name that fits on one line of the picture: its middle gives way."""
+    return name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS // 2]}…{name[-_MOST_LETTERS // 2 + 1 :]}"
 
 
 def _grid(plot: Plot, frame: _Frame) -> str:
