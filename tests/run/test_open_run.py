@@ -68,7 +68,10 @@ MESHES = {
 
 @pytest.mark.parametrize(
     "given",
-    [pytest.param(given, id=name, marks=pytest.mark.long if name == "data=8" else ()) for name, given in MESHES.items()],
+    [
+        pytest.param(given, id=name, marks=pytest.mark.long if name == "data=8" else ())
+        for name, given in MESHES.items()
+    ],
 )
 def test_predictions_are_those_of_the_model(trained, held_out, given):
     run = jt.open_run(trained.run_dir, **given())
@@ -152,7 +155,7 @@ GIVEN = {
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
     "batch": (lambda folder: jt.open_run(folder).predict(np.ones((2, 64)), batch_size=0), "batch_size=0; give"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
-    "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp"),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp of "),
 }
 
 
