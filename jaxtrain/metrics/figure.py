@@ -73,7 +73,7 @@ def draw_history(history: Mapping[str, np.ndarray], names: Sequence[str], *, tit
     rows = max(1, -(-len(chosen) // columns))
     figure = CurveFigure(figsize=(_WIDTH_INCHES * columns, _HEIGHT_INCHES * rows), layout="constrained")
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)
     for place, name in enumerate(chosen, 1):
         _draw(figure.add_subplot(rows, columns, place), history, name)
     if not chosen:
@@ -98,7 +98,7 @@ def _draw(axes: Any, history: Mapping[str, np.ndarray], name: str) -> None:
         lowest, highest = min(lowest, values.min()), max(highest, values.max())
     if 0 < lowest < highest / _LOG_RATIO:
         axes.set_yscale("log")
-    axes.set_title(name.replace("_", " "), fontsize=10)
+    axes.set_title(name.replace("_", " "), fontsize=10, parse_math=False)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,25 @@ def read_history(path: Path) -> dict[str, np.ndarray]:
         `step`, int64 [N] ascending, each step once, then each metric, float64 [N]: NaN where a step has no such value
         (evaluation runs at few steps) or where it was not finite.
     """
-    rows: dict[int, dict[str, float]] = {}
+    numbers = array("q")
+    # Arrays of numbers: dicts of Python numbers take many times the memory on a long run.
+    values: dict[str, tuple[array, array]] = {}
     for row in _rows(path):
-        numbers = {name: _number(value) for name, value in row.items() if name != "step"}
-        rows.setdefault(row["step"], {}).update({k: value for k, value in numbers.items() if value is not None})
-    steps = sorted(rows)
-    names = dict.fromkeys(name for step in steps for name in rows[step])
-    columns = {name: np.array([rows[step].get(name, math.nan) for step in steps]) for name in names}
-    return {"step": np.array(steps, np.int64), **columns}
+        place = len(numbers)
+        numbers.append(row["step"])
+        for name, value in row.items():
+            number = _number(value)
+            if number is not None and name != "step":
+                places, column = values.setdefault(name, (array("q"), array("d")))
+                places.append(place)
+                column.append(number)
+    steps, places_of = np.unique(np.array(numbers, np.int64), return_inverse=True)
+    history: dict[str, np.ndarray] = {"step": steps}
+    for name, (places, column) in values.items():
+        history[name] = np.full(len(steps), np.nan)
+        # Of several values of one step, NumPy keeps the last.
+        history[name][places_of[np.array(places, np.int64)]] = np.array(column)
+    return history
 
 
 def last_evaluation(history: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -48,20 +60,18 @@ def last_evaluation(history: Mapping[str, np.ndarray]) -> dict[str, float]:
     return {"step": int(history["step"][last]), **{name: float(history[name][last]) for name in names}}
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            found.append(row)
-    return found
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete rows of a file, each with its `step`."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
 
 
 def _number(value: object) -> float | None:

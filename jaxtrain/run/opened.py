@@ -336,21 +336,18 @@ class OpenedRun:
 
         sampling = Sampling(temperature, top_k, top_p)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        if self._own_model is None:
-            check_evaluable(self.info, self.run_dir, needed=("model",))
-            if self.config.model.kind != "transformer":
-                raise ConfigError(f"model.kind={self.config.model.kind} of {self.run_dir} does not generate text")
+        model = self.sharded_model.model
+        if model.decoder is None:
+            named = f"model {model.name}" if self._own_model is not None else f"model.kind={self.config.model.kind}"
+            raise ConfigError(f"{named} of {self.run_dir} does not generate text")
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ConfigError(
                 f"{self.run_dir} has no tokenizer.json: it was not trained on text, so it cannot continue any"
             )
-        decoder = self.sharded_model.model.decoder
-        if decoder is None:
-            raise ConfigError(f"model {self.sharded_model.model.name} of {self.run_dir} does not generate text")
         if new_tokens is None:
             longest = max((max(len(tokenizer.encode(prompt)), 1) for prompt in listed), default=1)
-            new_tokens = max(1, min(_DEFAULT_TOKENS, decoder.max_length - longest))
+            new_tokens = max(1, min(_DEFAULT_TOKENS, model.decoder.max_length - longest))
         texts = generate_text(
             self.sharded_model, self.params, tokenizer, listed, new_tokens=new_tokens, sampling=sampling, seed=seed
         )

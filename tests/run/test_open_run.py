@@ -68,7 +68,10 @@ MESHES = {
 
 @pytest.mark.parametrize(
     "given",
-    [pytest.param(given, id=name, marks=pytest.mark.long if name == "data=8" else ()) for name, given in MESHES.items()],
+    [
+        pytest.param(given, id=name, marks=pytest.mark.long if name == "data=8" else ())
+        for name, given in MESHES.items()
+    ],
 )
 def test_predictions_are_those_of_the_model(trained, held_out, given):
     run = jt.open_run(trained.run_dir, **given())
@@ -152,7 +155,7 @@ GIVEN = {
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
     "batch": (lambda folder: jt.open_run(folder).predict(np.ones((2, 64)), batch_size=0), "batch_size=0; give"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
-    "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp"),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp of "),
 }
 
 
@@ -299,3 +302,24 @@ def test_tokens_of_any_length_and_text(tmp_path):
         with pytest.raises(DataError) as caught:
             run.predict(wrong)
         assert line in str(caught.value)
+
+
+@pytest.mark.long
+def test_pixels_are_normalised_as_in_the_run(tmp_path):
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
+    for number, image in enumerate(pixels):
+        folder = tmp_path / "images" / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.png")
+    data = {"kind": "image_folder", "path": str(tmp_path / "images"), "image_size": 8, "validation_fraction": 0.25}
+    config = {**CONFIG, "data": data, "train": {"steps": 1, "global_batch_size": 8}}
+    run = jt.open_run(jt.run_config(config, run_dir=tmp_path / "run").run_dir)
+    assert run.classes == ("cat", "dog")
+    # ImageNet's means and deviations, as docs/data.md says.
+    mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    by_hand = ((pixels / 255 - mean) / deviation).astype(np.float32)
+    # The pixels are scaled and shifted in another order: a few units in the seventh digit of values up to 3.
+    np.testing.assert_allclose(run.predict(pixels), run.predict(by_hand), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(run.predict(pixels), run.predict(pixels.astype(np.float32)))
