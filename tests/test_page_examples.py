@@ -38,6 +38,27 @@ def checkpoints_after(names: Names) -> None:
         np.testing.assert_array_equal(params["kernel"], np.arange(8.0))
 
 
+def own_loop_after(names: Names) -> None:
+    """What the loop saved last is the state that it ends with."""
+    assert names["checkpoints"].steps() == [10, 20]
+    assert int(names["state"].step) == 20
+    assert names["means"]["eval_accuracy"] > 0.7  # of four classes
+    with jt.Checkpointer("runs/mine/checkpoints") as checkpoints:
+        again = checkpoints.restore(names["step"].abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, again.params, names["state"].params)
+
+
+def own_call_after(names: Names) -> None:
+    assert int(names["state"].step) == 1
+    assert np.isfinite(float(names["metrics"]["loss"]))
+
+
+def axes_after(names: Names) -> None:
+    P = jax.sharding.PartitionSpec
+    up, down = P("fsdp", "tensor"), P("tensor", "fsdp")
+    assert names["kernels"] == {"up/0": up, "up/1": up, "down/0": P(None, "fsdp"), "down/1": down}
+
+
 def going_back_before(folder: Path) -> Names:
     checkpointer = jt.Checkpointer(folder)
     state = {"kernel": jax.numpy.arange(8.0)}
@@ -125,27 +146,6 @@ def sharded_after(names: Names) -> None:
         jax.tree.map(lambda leaf: leaf.sharding, names["sharded"].abstract_params),
     )
     assert names["forward"](params, np.ones((2, 8), np.float32)).shape == (2, 4)
-
-
-def own_loop_after(names: Names) -> None:
-    """What the loop saved last is the state that it ends with."""
-    assert names["checkpoints"].steps() == [10, 20]
-    assert int(names["state"].step) == 20
-    assert names["means"]["eval_accuracy"] > 0.7  # of four classes
-    with jt.Checkpointer("runs/mine/checkpoints") as checkpoints:
-        again = checkpoints.restore(names["step"].abstract_state)
-    jax.tree.map(np.testing.assert_array_equal, again.params, names["state"].params)
-
-
-def own_call_after(names: Names) -> None:
-    assert int(names["state"].step) == 1
-    assert np.isfinite(float(names["metrics"]["loss"]))
-
-
-def axes_after(names: Names) -> None:
-    P = jax.sharding.PartitionSpec
-    up, down = P("fsdp", "tensor"), P("tensor", "fsdp")
-    assert names["kernels"] == {"up/0": up, "up/1": up, "down/0": P(None, "fsdp"), "down/1": down}
 
 
 def given_nothing(folder: Path) -> Names:

@@ -49,12 +49,9 @@ class DeferredLogits:
             # JAX rebuilds the record with whatever a transformation puts in place of arrays.
             if value is None or isinstance(value, str | int | float | list | dict):
                 raise ConfigError(refusal(f"DeferredLogits: {name}", "a float array", value, write))
-        # A tree of shardings, say, has the structure of the record without its shapes.
-        if not (_is_shaped(self.hidden) and _is_shaped(self.kernel)):
-            return
-        width, kernel = self.hidden.shape[-1], self.kernel.shape
-        if len(kernel) == 2 and width != kernel[1 if self.tied else 0]:
-            takes = f"a float array {'[V, D]' if self.tied else '[D, V]'} with D = {width}"
+        hidden, kernel = (tuple(getattr(value, "shape", ())) for value in (self.hidden, self.kernel))
+        if len(hidden) > 1 and len(kernel) == 2 and hidden[-1] != kernel[1 if self.tied else 0]:
+            takes = f"a float array {'[V, D]' if self.tied else '[D, V]'} with D = {hidden[-1]}"
             raise ConfigError(refusal("DeferredLogits: kernel", takes, self.kernel, write))
 
     def logits(self) -> jax.Array:
@@ -81,10 +78,6 @@ class LossSums:
     total: jax.Array
     cross_entropy: jax.Array
     z_loss: jax.Array
-
-
-def _is_shaped(value: Any) -> bool:
-    return isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray) and value.ndim > 1
 
 
 def compute_logits(outputs: Any) -> Any:
