@@ -38,6 +38,27 @@ def checkpoints_after(names: Names) -> None:
         np.testing.assert_array_equal(params["kernel"], np.arange(8.0))
 
 
+def own_loop_after(names: Names) -> None:
+    """What the loop saved last is the state that it ends with."""
+    assert names["checkpoints"].steps() == [10, 20]
+    assert int(names["state"].step) == 20
+    assert names["means"]["eval_accuracy"] > 0.7  # of four classes
+    with jt.Checkpointer("runs/mine/checkpoints") as checkpoints:
+        again = checkpoints.restore(names["step"].abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, again.params, names["state"].params)
+
+
+def own_call_after(names: Names) -> None:
+    assert int(names["state"].step) == 1
+    assert np.isfinite(float(names["metrics"]["loss"]))
+
+
+def axes_after(names: Names) -> None:
+    P = jax.sharding.PartitionSpec
+    up, down = P("fsdp", "tensor"), P("tensor", "fsdp")
+    assert names["kernels"] == {"up/0": up, "up/1": up, "down/0": P(None, "fsdp"), "down/1": down}
+
+
 def going_back_before(folder: Path) -> Names:
     checkpointer = jt.Checkpointer(folder)
     state = {"kernel": jax.numpy.arange(8.0)}
@@ -234,6 +255,9 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("parallelism.md", "from_stages("): (given_nothing, stages_after),
     ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
     ("planner.md", "analyse("): (given_nothing, planner_after),
+    ("python_api.md", "Checkpointer("): (given_nothing, own_loop_after),
+    ("python_api.md", "call=call"): (given_nothing, own_call_after),
+    ("python_api.md", "shard_model("): (given_nothing, axes_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),
     ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),

@@ -24,8 +24,8 @@ def load_script():
 
 REFERENCE = load_script()
 ENTRIES = {entry.name: entry for entry in REFERENCE.entries()}
-# Examples that train a run with its files, several seconds each, which others prove in plain pytest too.
-LONG = {"Result", "run_config"}
+# Examples of several seconds each: a run with its files, or a transformer that is compiled.
+LONG = {"Result", "generate_text", "quantize", "run_config"}
 
 
 @pytest.fixture(scope="module")

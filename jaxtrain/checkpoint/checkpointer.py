@@ -217,7 +217,7 @@ class Checkpointer:
         self.wait()
         prefix = None if prefix is None else tree.stored_name(checks.checked_prefix(prefix))
         wanted = tree.flatten(target, prefix=prefix)
-        checks.check_target(target, wanted.leaves)
+        checks.check_target(target)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
         damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
         for candidate in candidates:

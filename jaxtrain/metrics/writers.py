@@ -76,7 +76,7 @@ class JsonlWriter:
     Example:
         >>> with jt.JsonlWriter("runs/mine/metrics.jsonl") as writer:
         ...     writer.scalars(1, {"loss": 2.5})
-        >>> print(open("runs/mine/metrics.jsonl").read(), end="")
+        >>> print(writer.path.read_text(), end="")
         {"step": 1, "loss": 2.5}
     """
 
