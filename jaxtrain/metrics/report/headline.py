@@ -38,7 +38,9 @@ def header(run: RunFiles) -> str:
 
 def status_kind(status: str) -> str:
     """The CSS class of a status."""
-    return "good" if status == "done" else "plain" if status in ("running", "preempted", "unknown") else "bad"
+    if status in ("done", "early stopped"):
+        return "good"
+    return "plain" if status in ("running", "preempted", "stopped by a callback", "unknown") else "bad"
 
 
 def cards(run: RunFiles) -> str:

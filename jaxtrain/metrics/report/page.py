@@ -76,7 +76,7 @@ def _sample(run: RunFiles) -> str:
         if run.last_step > step:
             later = "" if run.status == "done" else "; a sample is generated when the run ends"
             said.append(f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}{later}")
-    elif run.status != "done":
+    elif run.status not in ("done", "early stopped"):
         # It is written before the status is done, so that a run without one has gone on since.
         said.append("<b>from an earlier end of this run</b>: a sample is generated when the run ends")
     note = f'<p class="key">{", ".join(said)}</p>' if said else ""

@@ -70,6 +70,8 @@ def checkpoints(run: RunFiles) -> str:
         return ""
     settings = mapping(run.config.get("checkpoint"))
     keep_last, keep_every = int(number(settings.get("keep_last")) or 1), number(settings.get("keep_every"))
+    stopping = mapping(mapping(run.config.get("evaluation")).get("early_stopping"))
+    metric = str(stopping.get("metric") or "eval_loss")
     rows, losses = [], {}
     for step in steps:
         try:
@@ -77,7 +79,7 @@ def checkpoints(run: RunFiles) -> str:
         except CheckpointError:
             rows.append((step, "-", "damaged", "-"))
             continue
-        losses[step] = info.eval_loss
+        losses[step] = info.eval_loss if metric == "eval_loss" else info.score
         loss = "-" if info.eval_loss is None else f"{info.eval_loss:.4g}"
         rows.append((step, loss, format_bytes(info.num_bytes), moment(info.saved_at)))
     scored = {step: loss for step, loss in losses.items() if loss is not None}
@@ -86,7 +88,8 @@ def checkpoints(run: RunFiles) -> str:
     def reason(step: int) -> str:
         reasons = []
         if step == best:
-            reasons.append("lowest held-out loss" + ("" if settings.get("keep_best") else " of these"))
+            named = "lowest held-out loss" if metric == "eval_loss" else f"best {metric}"
+            reasons.append(named + ("" if settings.get("keep_best") else " of these"))
         if step in steps[-keep_last:]:
             reasons.append("newest" if step == steps[-1] else f"one of the newest {keep_last}")
         if keep_every and step % keep_every == 0:
@@ -106,9 +109,11 @@ def settings(run: RunFiles) -> str:
     config = run.config
     if not config:
         return ""
-    every = {key: value_text(value) for key, value in flat(config).items()}
+    own = {part: str(name) for part, name in mapping(run.info.get("from_python")).items() if name}
+    every = {key: value_text(value) for key, value in flat(config).items() if not _is_replaced(key, own)}
     try:
-        keys = [key for group in describe(load_config(config)) for key in group.keys]
+        described = [key for group in describe(load_config(config)) for key in group.keys]
+        keys = [key for key in described if not _is_replaced(key.path, own)]
     except ConfigError:
         # Another version wrote it, and this one does not know its keys.
         return section("Settings", facts(every, keep_empty=True))
@@ -121,12 +126,26 @@ def settings(run: RunFiles) -> str:
     shown = grid(("setting", "value", "default"), [(path, *values) for path, values in changed.items()])
     others = {path: value for path, value in every.items() if path not in changed}
     note = ", ".join(f"{path} {value}" for path, value in kinds.items())
-    body = (shown if changed else '<p class="soft">Every setting has its default.</p>') + (
+    given = ", ".join(f"{part} {name}" for part, name in own.items())
+    body = f"<p>From Python: {breakable(given)}</p>" if own else ""
+    body += (shown if changed else '<p class="soft">Every setting has its default.</p>') + (
         f'<p class="soft">{breakable(note)}</p>' if note else ""
     )
     return section(
         "Settings that differ from the defaults", body + folded(f"the other {len(others)} settings", facts(others))
     )
+
+
+# Settings of the group `optimizer` that hold beside an optimizer from Python.
+_BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
+
+
+def _is_replaced(key: str, own: Mapping[str, str]) -> bool:
+    """Whether a setting says nothing, since the part that it describes came from Python."""
+    group, _, rest = key.partition(".")
+    if group == "optimizer" and rest.split(".")[0] in _BESIDE_OPTIMIZER:
+        return False
+    return group in own or (group == "loss" and "task" in own)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
