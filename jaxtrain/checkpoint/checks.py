@@ -73,8 +73,12 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     return dict(metadata)
 
 
-def checked_loss(eval_loss: Any) -> float | None:
+def checked_loss(eval_loss: Any, *, name: str = "eval_loss") -> float | None:
     """Return an evaluation loss as a float, or None where there is none.
+
+    Args:
+        eval_loss: what was given.
+        name: of it, in the message.
 
     Raises:
         CheckpointError: the loss is not a number.
@@ -87,7 +91,7 @@ def checked_loss(eval_loss: Any) -> float | None:
         return float(eval_loss)
     except (TypeError, ValueError):
         raise CheckpointError(
-            f"eval_loss of a checkpoint is a {type(eval_loss).__name__}: use a number, or None where there is none"
+            f"{name} of a checkpoint is a {type(eval_loss).__name__}: use a number, or None where there is none"
         ) from None
 
 

@@ -1,5 +1,6 @@
 """The complete config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
+from html import escape
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -9,6 +10,7 @@ from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
 from jaxtrain.config.remat import check_remat
+from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
@@ -260,7 +262,20 @@ class CheckpointConfig(Group):
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this step are never deleted; null: no such rule."""
     keep_best: bool = False
-    """Keep the checkpoint with the lowest eval_loss."""
+    """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
+
+
+class EarlyStoppingConfig(Group):
+    """When a run ends before its last step, because a metric of the evaluations gets no better."""
+
+    metric: str = "eval_loss"
+    """Metric of the evaluation, under its name in metrics.jsonl."""
+    patience: PositiveInt = 3
+    """Stop after this many evaluations in a row without a better value."""
+    min_delta: NonNegative = 0.0
+    """A value is better if it differs from the best one by more than this."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher values are better."""
 
 
 class EvaluationConfig(Group):
@@ -276,6 +291,14 @@ class EvaluationConfig(Group):
     """Length of that sample, in tokens."""
     sample_temperature: NonNegative = 0.8
     """Temperature of that sample; 0 takes the most likely token."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stop when a metric gets no better ({metric: eval_loss, patience: 3, min_delta: 0, mode: min}); null: never."""
+
+    @model_validator(mode="after")
+    def _stops_between_evaluations(self) -> Self:
+        if self.early_stopping is not None and self.every is None:
+            raise ValueError("early_stopping compares evaluations, and every is null; set every, such as 100")
+        return self
 
 
 class LoggingConfig(Group):
@@ -357,3 +380,14 @@ class Config(Group):
     """Where metrics are written."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+
+    def __repr__(self) -> str:
+        kinds = f"task={self.task}, model={self.model.kind}, data={self.data.kind}, optimizer={self.optimizer.kind}"
+        named = "" if self.name is None else f"name={self.name!r}, "
+        return f"Config({named}{kinds}, steps={self.train.steps}, global_batch_size={self.train.global_batch_size})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        changed = escape(to_yaml(self.model_dump(mode="json", exclude_defaults=True)))
+        return f"<p><strong>{escape(repr(self))}</strong></p><p>What differs from the defaults:</p><pre>{changed}</pre>"

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.runtime.card import card
 from jaxtrain.runtime.cores import usable_cores
 from jaxtrain.runtime.tree_path import path_name
 
@@ -78,6 +79,19 @@ class Batches:
         self._workers = workers or default_workers()
         self._order = training_order(rows, seed) if shuffle else None
         self._example = jax.tree.map(lambda column: column[0], self._read(np.array([0])))
+
+    def __repr__(self) -> str:
+        kind = "held-out order" if self._order is None else "shuffled"
+        return f"Batches of {self._size:,} of {len(self._rows):,} rows, {kind}: {', '.join(self._entries())}"
+
+    def _repr_html_(self) -> str:
+        order = "as the rows are" if self._order is None else "shuffled, without end"
+        rows = f"{self._size:,} of {len(self._rows):,} rows"
+        return card("Batches", {"batch": rows, "order": order, "entries": ", ".join(self._entries())})
+
+    def _entries(self) -> list[str]:
+        leaves = jax.tree_util.tree_leaves_with_path(self.spec())
+        return [f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._size)

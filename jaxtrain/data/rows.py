@@ -90,6 +90,11 @@ class ArrayRows(Rows):
         super().__init__(next(iter(lengths.values())) or 0)
         self._columns = columns
 
+    @property
+    def columns(self) -> Row:
+        """The arrays, not copied."""
+        return self._columns
+
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
         return jax.tree.map(lambda column: column[indices], self._columns)
@@ -194,6 +199,77 @@ class ConcatenatedRows(Rows):
             return numbers
 
         return order
+
+
+class SelectedRows(Rows):
+    """Some of the rows of a `Rows`, read from it when they are asked for.
+
+    Args:
+        rows: All rows.
+        numbers: Which of them, int64 [num_rows].
+    """
+
+    def __init__(self, rows: Rows, numbers: np.ndarray):
+        super().__init__(len(numbers))
+        self._rows = rows
+        self._numbers = numbers
+
+    def gather(self, indices: np.ndarray) -> Row:
+        return self._rows.gather(self._numbers[indices % len(self)])
+
+
+class SelectedDataset(grain.MapDataset):
+    """Some of the rows of a dataset that is read row by row.
+
+    Args:
+        rows: All rows.
+        numbers: Which of them, int64 [num_rows].
+    """
+
+    def __init__(self, rows: grain.MapDataset, numbers: np.ndarray):
+        super().__init__()
+        self._rows = rows
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        # The epoch goes on into the index, so that random transformations draw other numbers in each.
+        return self._rows[int(self._numbers[index % len(self)]) + index // len(self) * len(self._rows)]
+
+
+def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
+    """Splits rows at random, the same way whenever their number and the seed are the same.
+
+    Args:
+        rows: Any finite rows with an index.
+        share: Share of the rows in the second part, between 0 and 1.
+        seed: Decides which rows these are.
+
+    Returns:
+        The two parts, which have no row in common and are not empty.
+
+    Raises:
+        DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
+    """
+    if _has_own_order(rows):
+        raise DataError(
+            f"validation={share:g} would take rows out of a weighted mixture; give the rows for validation themselves"
+        )
+    count = max(1, round(len(rows) * share))
+    if count >= len(rows):
+        raise DataError(
+            f"validation={share:g} of {len(rows)} rows leaves none to train on; give more rows, or a smaller share"
+        )
+    order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
+    # Each part in the order of the rows, so that a file is read forwards.
+    train, validation = np.sort(order[count:]), np.sort(order[:count])
+    if isinstance(rows, Rows):
+        return SelectedRows(rows, train), SelectedRows(rows, validation)
+    return SelectedDataset(rows, train), SelectedDataset(rows, validation)
 
 
 def training_order(rows: grain.MapDataset, seed: int) -> Order:

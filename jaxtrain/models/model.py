@@ -8,10 +8,12 @@ import jax
 
 from jaxtrain.config.arguments import check_functions, check_kind, check_whole, refusal
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.described import parameters_table, parameters_text
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import path_name, shard_key
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
+from jaxtrain.runtime.card import card
 
 Params = dict[str, Any]
 ModelState = dict[str, Any]
@@ -157,8 +159,8 @@ class Model:
             changes without a gradient (batch statistics); params come in the compute dtype.
         axes: parameter path (or pattern with `*`) -> logical axis names, one for each dim; paths left out are sharded
             by the default rule.
-        gathers_itself: top-level sub-trees of params whose shards `apply` gathers itself, one layer at a time; the step
-            gathers all others before `apply`.
+        gathers_itself: sub-trees of params ("blocks") whose shards `apply` gathers itself, one layer at a time; the
+            step gathers all others before `apply`.
         decoder: generation, for models that have it.
         parts: the model partitioned for a pipeline; None: it runs with parallel.pipe=1 only.
         has_experts: whether it has parameters that the `expert` axis can shard.
@@ -201,6 +203,19 @@ class Model:
         }
         check_functions(calls, of="Model", write=write)
         check_axes(self.axes, what=f"axes of the model {self.name}")
+
+    def __repr__(self) -> str:
+        return f"Model {self.name!r}: {parameters_text(_drawn(self)[0])}"
+
+    def _repr_html_(self) -> str:
+        params, model_state = _drawn(self)
+        facts = {
+            "parameters": parameters_text(params),
+            "model_state": f"{len(jax.tree.leaves(model_state))} arrays" if model_state else None,
+            "pipeline": None if self.parts is None else f"{self.parts.num_layers} layers in {self.parts.stack}",
+            "generates": None if self.decoder is None else f"up to {self.decoder.max_length:,} tokens",
+        }
+        return card(repr(self).partition(":")[0], facts, body=parameters_table(params, axes=self.axes))
 
 
 @dataclass(frozen=True)
@@ -313,6 +328,14 @@ def from_functions(
 
     applied = apply_model if parts is None else PartsApply(parts)
     return Model(name, lambda key: (init(key), {}), applied, axes or {}, parts=parts)
+
+
+def _drawn(model: Model) -> tuple[Any, Any]:
+    """What `init` gives, as shapes; nothing where it fails, which a user sees when the model is used, not shown."""
+    try:
+        return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    except Exception:
+        return {}, {}
 
 
 def check_is_model(model: Any, *, what: str) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import refusal, shown
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
 from jaxtrain.layout.sharding import (
     Layout,
@@ -25,6 +26,7 @@ from jaxtrain.models.context import model_context
 from jaxtrain.models.model import Apply, Model, ModelState, Params, PartsApply, key_for
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.runtime.card import card
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,22 @@ class ShardedModel:
     init: Callable[[jax.Array], tuple[Params, ModelState]]
     abstract_params: Params
     abstract_model_state: ModelState
+
+    def __repr__(self) -> str:
+        return f"ShardedModel {self.model.name!r}: {self.summary}"
+
+    def _repr_html_(self) -> str:
+        return card(f"ShardedModel {self.model.name!r}", {"": self.summary}, body=self.parameters_html())
+
+    @property
+    def summary(self) -> str:
+        """Parameters, mesh and number formats in words."""
+        parameters = parameters_text(self.abstract_params)
+        return f"{parameters}, {mesh_text(self.mesh)}, {self.policy.name}"
+
+    def parameters_html(self) -> str:
+        """A table of the parameters, with the mesh axes that each is sharded over."""
+        return parameters_table(self.abstract_params, layout=self.layout)
 
     @property
     def mesh(self) -> Mesh:

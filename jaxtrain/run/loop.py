@@ -29,14 +29,14 @@ class Hooks:
         before_step: (number of the step that comes), before its batch is taken.
         finished: (number, metrics on the device, seconds, data wait), once a step is known to be done.
         wants_pause: number -> whether `pause` is to run after this step (evaluation, a save).
-        pause: (number, state), with nothing in flight.
+        pause: (number, state) -> whether to stop after this step, with nothing in flight.
         stop_requested: number -> whether to stop after this step; asked after every step.
     """
 
     before_step: Callable[[int], None]
     finished: Callable[[int, Mapping[str, jax.Array], float, float], None]
     wants_pause: Callable[[int], bool]
-    pause: Callable[[int, TrainState], None]
+    pause: Callable[[int, TrainState], bool]
     stop_requested: Callable[[int], bool]
 
 
@@ -102,5 +102,6 @@ def train_loop(
             settle()
             if stop or number == last:
                 return state, number
-            hooks.pause(number, state)
+            if hooks.pause(number, state):
+                return state, number
     return state, first - 1

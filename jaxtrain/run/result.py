@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxtrain.metrics.run_card import run_card, run_text
+
 if TYPE_CHECKING:
     from jaxtrain.train.state import TrainState
 
@@ -30,3 +32,9 @@ class Result:
     state: "TrainState"
     metrics: Mapping[str, float | int | None]
     step: int
+
+    def __repr__(self) -> str:
+        return f"Result of {run_text(self.run_dir)}"
+
+    def _repr_html_(self) -> str:
+        return run_card(f"Result of {self.run_dir}", self.run_dir, facts={"step": f"{self.step:,}"})

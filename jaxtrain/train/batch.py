@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
 from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.train.checks import check_batch, check_ids
 
@@ -44,13 +44,21 @@ class BatchFeed:
         self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
         self._known_limits: dict[str, int] | None = None
 
+    def check(self, batch: Any) -> None:
+        """Raise where something is no batch that the task can take.
+
+        Raises:
+            ConfigError: what it is or holds.
+        """
+        check_batch(batch, needs_inputs=not self.task.calls_model)
+
     def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
 
         Raises:
             ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
         """
-        check_batch(batch)
+        self.check(batch)
         check_leaves(batch, of_shapes=True)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
@@ -78,7 +86,7 @@ class BatchFeed:
             ConfigError: no dict with `inputs`, or sizes that do not divide.
             DataError: a host array with an id that the model does not have.
         """
-        check_batch(batch)
+        self.check(batch)
         check_leaves(batch, of_shapes=False)
         batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
         shardings = self.shardings(batch)
@@ -174,6 +182,8 @@ def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any])
         batch: arrays or shapes.
     """
     model = sharded_model.model
+    if task.calls_model:
+        return {}  # what the model is given is known inside the loss alone
     limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
     if task.num_classes is None:
         return limits

@@ -14,7 +14,8 @@ from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model
-from jaxtrain.models.tasks import TASKS, Task
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import TASKS
 
 
 def check_parts(model: Any, task: Any, optimizer: Any) -> None:
@@ -25,6 +26,15 @@ def check_parts(model: Any, task: Any, optimizer: Any) -> None:
     """
     check_model(model)
     check_task(task)
+    check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise where something is no optax transformation.
+
+    Raises:
+        ConfigError: what was given, and how to make an optimizer of it.
+    """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"the optimizer is {_name(optimizer)}, not an optax transformation; {_optimizer_hint(optimizer)}"
@@ -106,8 +116,8 @@ def check_data(data: Any) -> None:
         )
 
 
-def check_batch(batch: Any) -> None:
-    """Raise where a batch is no dict with `inputs`.
+def check_batch(batch: Any, *, needs_inputs: bool = True) -> None:
+    """Raise where a batch is no dict, is empty, or has no entry `inputs` that the model takes.
 
     Raises:
         ConfigError: what the batch is or holds.
@@ -117,7 +127,9 @@ def check_batch(batch: Any) -> None:
             f"the batch is {_name(batch)}, not a dict of arrays; "
             "write {'inputs': x, 'targets': y}, each with the rows as first dimension"
         )
-    if "inputs" not in batch:
+    if not batch:
+        raise ConfigError("the batch is an empty dict; give it arrays, each with the rows as first dimension")
+    if needs_inputs and "inputs" not in batch:
         found = ", ".join(map(str, batch)) or "nothing"
         raise ConfigError(f"the batch has no entry 'inputs', which the model takes; it holds {found}")
 

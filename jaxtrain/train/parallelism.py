@@ -13,7 +13,7 @@ from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import STAGES, zero_axes
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
 from jaxtrain.ops.attention.context_rules import CONTEXT_WAYS
 from jaxtrain.parallel.division import check_model_axes, microbatches_by_name, pipeline_schedule, sequence_axes
 from jaxtrain.parallel.schedules import SCHEDULES
@@ -99,6 +99,8 @@ def make_layout(
         has_sequence=task is None or any("sequence" in row for row in task.batch_axes.values()),
         has_experts=model.has_experts and any("experts" in row for row in model.axes.values()),
     )
+    if task is not None:
+        check_stages(task, mesh)
     chosen = {**DEFAULT_RULES, **(rules or {})}
     for name, axes in chosen.items():
         unknown = [axis for axis in axes if axis not in mesh.shape]
@@ -115,6 +117,27 @@ def make_layout(
         context_attention=parallelism.context_attention,
         state_axes=zero_axes(parallelism.zero),
     )
+
+
+def check_stages(task: Task, mesh: Mesh) -> None:
+    """Raise where a task cannot be computed by the stages of a pipeline.
+
+    Raises:
+        ConfigError: its loss calls the model itself, or depends on rows of other microbatches.
+    """
+    stages = mesh.shape["pipe"]
+    if stages == 1:
+        return
+    if task.calls_model:
+        raise ConfigError(
+            f"parallel.pipe={stages}, but the loss of task {task.name!r} calls the model itself, which a pipeline's "
+            "stages run once per microbatch; use parallel.pipe=1, with fsdp in its place"
+        )
+    if task.rows == "global":
+        raise ConfigError(
+            f"parallel.pipe={stages}, but task {task.name!r} has rows='global', and the last stage sees one microbatch "
+            "at a time; use parallel.pipe=1, with fsdp in its place"
+        )
 
 
 def check_placement(mesh: object, rules: object, parallelism: object, *, of: str) -> None:

@@ -20,9 +20,11 @@ from jaxtrain.config.data import (
 )
 from jaxtrain.data.batches import check_rows
 from jaxtrain.data.examples import Examples
+from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.runtime.card import card
 
 if TYPE_CHECKING:
     import grain
@@ -35,7 +37,8 @@ class Data:
     """Training and validation rows, and what the rest of a run needs to know about them.
 
     Attributes:
-        train: The training rows, finite and in their own order; `train[i]` is a dict of NumPy arrays.
+        train: The training rows, finite and in their own order; `train[i]` is a dict of NumPy arrays. Or batches
+            without an index, which `jaxtrain.fit` makes of an iterable.
         validation: The rows kept for evaluation; None: there are none.
         fingerprint: JSON values that identify the rows; they depend on the content of the data and not on its path.
         vocab_size: Number of token ids; None for sources other than tokens.
@@ -57,7 +60,8 @@ class Data:
         >>> mine = dataclasses.replace(data, train=rows, validation=None, fingerprint={"name": "mine"})
     """
 
-    train: "grain.MapDataset"
+    # Any: rows by index for nearly everybody, who pass them on as such; fit alone makes a BatchStream.
+    train: Any
     validation: "grain.MapDataset | None"
     fingerprint: dict[str, Any]
     vocab_size: int | None
@@ -71,11 +75,27 @@ class Data:
 
     def __post_init__(self) -> None:
         for name, rows in (("train", self.train), ("validation", self.validation)):
-            if rows is not None or name == "train":
+            if (rows is not None or name == "train") and not isinstance(rows, BatchStream):
                 check_rows(rows, what=f"Data: {name}", write=f"{name}=jaxtrain.ArrayRows({{...}})")
         write = "fingerprint={'name': 'mine'}"
         check_kind(self.fingerprint, Mapping, what="Data: fingerprint", takes="a dict of JSON values", write=write)
         check_choice(self.unit, ("tokens", "examples"), what="Data: unit", write="unit='examples'")
+
+    def __repr__(self) -> str:
+        return "\n  ".join([f"Data: {self._sizes()}", *self.description[:3]])
+
+    def _repr_html_(self) -> str:
+        fingerprint = ", ".join(f"{name} {value}" for name, value in self.fingerprint.items())
+        facts = {"rows": self._sizes(), "description": "; ".join(self.description), "fingerprint": fingerprint[:500]}
+        return card("Data", facts)
+
+    def _sizes(self) -> str:
+        rows = "batches of an iterable" if isinstance(self.train, BatchStream) else f"{len(self.train):,} training rows"
+        found = [rows, f"{'none' if self.validation is None else f'{len(self.validation):,}'} held out"]
+        found += [f"inputs {list(self.input_shape)}"] if self.input_shape else []
+        found += [f"{self.vocab_size:,} ids"] if self.vocab_size is not None else []
+        found += [f"{self.num_outputs} outputs"] if self.vocab_size is None and self.num_outputs is not None else []
+        return ", ".join(found)
 
 
 def open_data(
