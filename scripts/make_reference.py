@@ -176,23 +176,28 @@ def class_signature(node: ast.ClassDef) -> str:
             if one.args.kwarg is not None:
                 return f"{node.name}(**{one.args.kwarg.arg})"
             return signature(one, node.name, method=True).removesuffix(" -> None")
-    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+    fields = [
+        one for one in node.body if isinstance(one, ast.AnnAssign) and not ast.unparse(one.target).startswith("_")
+    ]
     words = []
     for field in fields:
-        default = "" if field.value is None else f" = {_default(field.value)}"
-        words.append(f"{ast.unparse(field.target)}: {_text(field.annotation)}{default}")
+        words.append(f"{ast.unparse(field.target)}: {_text(field.annotation)}{_default(field.value)}")
     line = f"{node.name}({', '.join(words)})"
     return line if len(line) <= 100 else f"{node.name}(\n" + "".join(f"    {word},\n" for word in words) + ")"
 
 
-def _default(value: ast.expr) -> str:
-    """The default of a field; of `field(...)` what it gives."""
+def _default(value: ast.expr | None) -> str:
+    """The default of a field as ` = value`; of `field(...)` what it gives; empty where a value is needed."""
+    if value is None:
+        return ""
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
         words = {word.arg: word.value for word in value.keywords}
         if "default" in words:
-            return ast.unparse(words["default"])
-        return {"dict": "{}", "list": "[]"}.get(ast.unparse(words["default_factory"]), "...")
-    return ast.unparse(value)
+            return f" = {ast.unparse(words['default'])}"
+        if "default_factory" not in words:
+            return ""
+        return f" = { {'dict': '{}', 'list': '[]'}.get(ast.unparse(words['default_factory']), '...') }"
+    return f" = {ast.unparse(value)}"
 
 
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:

@@ -217,7 +217,7 @@ class Checkpointer:
         self.wait()
         prefix = None if prefix is None else tree.stored_name(checks.checked_prefix(prefix))
         wanted = tree.flatten(target, prefix=prefix)
-        checks.check_target(target, wanted.leaves)
+        checks.check_target(target)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
         damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
         for candidate in candidates:
@@ -254,8 +254,9 @@ class Checkpointer:
 
         Raises:
             DamagedError: a file is missing, or an array differs from what was saved.
-            CheckpointError: there is no such step, or no such array in it.
+            CheckpointError: no dict of arrays, or there is no such step, or no such array in it.
         """
+        checks.check_paths(leaves)
         self.wait()
         info = self.info(step)
         wanted = {tree.stored_name(path): leaf for path, leaf in leaves.items()}

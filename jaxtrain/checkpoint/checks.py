@@ -36,19 +36,29 @@ def check_not_empty(state: Any, leaves: Mapping[str, Any]) -> None:
         )
 
 
-def check_target(target: Any, leaves: Mapping[str, Any]) -> None:
+def check_target(target: Any) -> None:
     """Raise where what a checkpoint is to be restored into is no tree of arrays.
 
     Args:
         target: what was given.
-        leaves: its leaves by name.
 
     Raises:
-        CheckpointError: it is a number, or holds nothing.
+        CheckpointError: it is a number or None; a dict may be empty, as the model_state of most models is.
     """
-    if not leaves or isinstance(target, int | float):
+    if target is None or isinstance(target, int | float):
         write = "checkpointer.restore(step.abstract_state, step=10)"
         raise CheckpointError(refusal("restore", "a tree of arrays or of their shapes as target", target, write))
+
+
+def check_paths(leaves: Any) -> None:
+    """Raise where what is to be read is no table of arrays by path.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    write = "checkpointer.read({'params/w': jax.ShapeDtypeStruct(shape, dtype, sharding=...)}, step=10)"
+    takes = "a dict from path to the shape of the array"
+    check_kind(leaves, Mapping, what="read", takes=takes, write=write, error=CheckpointError)
 
 
 def checked_prefix(prefix: Any) -> str:

@@ -24,6 +24,7 @@ class Result:
     Example:
         >>> overrides = {"train.steps": 2, "logging.report": False}
         >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/two")
+        done: step 2, eval accuracy ..., eval loss ...
         >>> result.step, "eval_loss" in result.metrics
         (2, True)
     """

@@ -69,8 +69,10 @@ def run_config(
     Example:
         >>> overrides = {"train.steps": 2, "logging.report": False}
         >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/digits")
+        done: step 2, eval accuracy ..., eval loss ...
         >>> overrides["train.steps"] = 4  # the run in this directory goes on
         >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/digits")
+        done: step 4, eval accuracy ..., eval loss ...
         >>> result.step
         4
     """
