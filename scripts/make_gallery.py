@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "gallery"
 _SECTIONS = ("The model", "The training", "The picture")
+_LAST_LINES_OF_FIT = ("done: ", "report: ")
 _PRINTED = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -78,7 +79,7 @@ def run_page(page: Page, folder: Path) -> str:
     Raises:
         subprocess.CalledProcessError: it failed; standard error has been passed on.
     """
-    program = folder / f"{page.name}.py"
+    program = folder / "page.py"  # a page may have the name of a package, such as equinox
     program.write_text(page.program, encoding="utf-8")
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     # The flags of a test process emulate devices and leave out optimizations, which a user's process does not.
@@ -101,7 +102,8 @@ def printed_on(name: str) -> str:
 def update(name: str) -> None:
     """Run a page, and put its picture and what it printed into docs/gallery/."""
     with tempfile.TemporaryDirectory() as folder:
-        printed = run_page(read_page(name), Path(folder)).splitlines()[-1] + "\n"
+        lines = run_page(read_page(name), Path(folder)).splitlines()
+        printed = "".join(f"{line}\n" for line in lines if not line.startswith(_LAST_LINES_OF_FIT))
         shutil.copyfile(Path(folder) / f"{name}.png", FOLDER / f"{name}.png")
     path = FOLDER / f"{name}.md"
     text = path.read_text(encoding="utf-8")
