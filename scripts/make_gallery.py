@@ -7,13 +7,14 @@ python scripts/make_gallery.py vae ddpm
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "gallery"
@@ -104,7 +105,9 @@ def update(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         lines = run_page(read_page(name), Path(folder)).splitlines()
         printed = "".join(f"{line}\n" for line in lines if not line.startswith(_LAST_LINES_OF_FIT))
-        shutil.copyfile(Path(folder) / f"{name}.png", FOLDER / f"{name}.png")
+        with Image.open(Path(folder) / f"{name}.png") as picture:
+            # A palette halves the size, which stays in the history of the repository for good.
+            picture.convert("RGB").quantize(128).save(FOLDER / f"{name}.png", optimize=True)
     path = FOLDER / f"{name}.md"
     text = path.read_text(encoding="utf-8")
     path.write_text(_PRINTED.sub(lambda _: f"```text\n{printed}```", text), encoding="utf-8")
