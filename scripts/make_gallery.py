@@ -107,7 +107,7 @@ def update(name: str) -> None:
         printed = "".join(f"{line}\n" for line in lines if not line.startswith(_LAST_LINES_OF_FIT))
         with Image.open(Path(folder) / f"{name}.png") as picture:
             # A palette halves the size, which stays in the history of the repository for good.
-            picture.convert("RGB").quantize(128).save(FOLDER / f"{name}.png", optimize=True)
+            picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(FOLDER / f"{name}.png", optimize=True)
     path = FOLDER / f"{name}.md"
     text = path.read_text(encoding="utf-8")
     path.write_text(_PRINTED.sub(lambda _: f"```text\n{printed}```", text), encoding="utf-8")

@@ -58,6 +58,7 @@ def test_a_page_is_as_short_as_it_promises(name):
     assert f"]({name}.png)" in text
     assert 0 < (gallery.FOLDER / f"{name}.png").stat().st_size < 60_000
     assert within(gallery.printed_on(name), PAGES[name]), "what the page says that it prints"
+    assert max(map(len, page.program.splitlines())) <= 120
     assert max(map(len, text.splitlines())) <= 130
 
 
