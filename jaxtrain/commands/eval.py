@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands.output import print_json, print_table
+from jaxtrain.commands.own_code import own_code
+from jaxtrain.config.data import CalledData
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
@@ -47,14 +49,15 @@ def run_eval(
             raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()
-    with Progress(process_index=0 if main else 1) as progress:
+    with own_code(config), Progress(process_index=0 if main else 1) as progress:
         with progress.phase("opening the run"):
             run = open_run(run_dir, overrides=overrides, step=step, quantize=quantize, report=progress.message)
         for remark in run.remarks:
             progress.message(remark)
         with progress.phase("evaluating") as phase:
             metrics, num_rows = _evaluate(run)
-            phase.note(f"{num_rows:,} rows of {run.config.data.kind}")
+            data = run.config.data
+            phase.note(f"{num_rows:,} rows of {data.call if isinstance(data, CalledData) else data.kind}")
     if not main:
         return 0
     answer = {"run_dir": run_dir, "step": run.checkpoint_step, "rows": num_rows, **metrics}
@@ -72,9 +75,13 @@ def _evaluate(run: OpenedRun) -> tuple[dict[str, Any], int]:
 
     assert run.data is not None
     assert run.evaluator is not None
+    data = run.config.data
     if run.data.validation is None:
         raise DataError(
-            "the data of the run has no held-out rows (data.validation_fraction=0); "
+            f"the data of the run has no held-out rows; let the function of data.call={data.call} return "
+            "{'train': {...}, 'validation': {...}}"
+            if isinstance(data, CalledData)
+            else "the data of the run has no held-out rows (data.validation_fraction=0); "
             "give other data, such as data.path=FILE data.validation_fraction=0.5"
         )
     config = run.config

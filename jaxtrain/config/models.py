@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.call import Call
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -255,4 +256,11 @@ class MLPConfig(Group):
     """Dropout rate after each hidden layer."""
 
 
-ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig, Field(discriminator="kind")]
+class CalledModel(Call):
+    """A model of your own: a function that returns a jaxtrain.Model."""
+
+    kind: Literal["called"] = "called"
+    """Which model this group describes."""
+
+
+ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")]

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from jaxtrain.config.base import Group, mistakes_told_by_pydantic
+from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
@@ -32,8 +33,8 @@ class ScheduleConfig(Group):
     """Learning rate at the end, as a fraction of the peak."""
 
 
-class _Optimizer(Group):
-    """The settings that every optimizer has."""
+class _Rate(Group):
+    """The settings of a direction that a learning rate scales."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate."""
@@ -41,6 +42,11 @@ class _Optimizer(Group):
     """How the learning rate changes over the steps."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
+
+
+class _Update(Group):
+    """The settings that every optimizer has."""
+
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -49,6 +55,10 @@ class _Optimizer(Group):
     """Parameters that are not trained, as path patterns such as 'blocks/*'."""
     offload: bool = False
     """Keep the optimizer state in host memory between steps; it is updated on the device, in slices where possible."""
+
+
+class _Optimizer(_Update, _Rate):
+    """The settings of the optimizers that a config describes by their kind."""
 
 
 class SGDConfig(_Optimizer):
@@ -120,8 +130,23 @@ class AdafactorConfig(_Optimizer):
     """Decay of the first moment; null: no first moment, which saves its memory."""
 
 
+class CalledOptimizer(_Update, Call):
+    """An optimizer of your own: a function that returns an optax transformation."""
+
+    kind: Literal["called"] = "called"
+    """Which optimizer this group describes."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak of the schedule that the function gets as learning_rate; null: the function has a learning rate itself."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How that learning rate changes over the steps."""
+
+
 OptimizerConfig = Annotated[
-    SGDConfig | AdamWConfig | MuonConfig | LionConfig | AdafactorConfig, Field(discriminator="kind")
+    SGDConfig | AdamWConfig | MuonConfig | LionConfig | AdafactorConfig | CalledOptimizer, Field(discriminator="kind")
+]
+TaskName = Literal["language_modeling", "classification", "regression"]
+TaskConfig = Annotated[
+    Annotated[TaskName, Tag(NAMED)] | Annotated[CalledTask, Tag(CALLED)], Discriminator(named_or_called)
 ]
 
 
@@ -310,8 +335,8 @@ class Config(Group):
     """Name of the run directory under runs/; null: the name of the config."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of every random number: parameters, data order, dropout."""
-    task: Literal["language_modeling", "classification", "regression"] = "language_modeling"
-    """What the loss compares the outputs with: the next token, a class, or numbers."""
+    task: TaskConfig = "language_modeling"
+    """What the loss compares the outputs with: the next token, a class, or numbers; or a loss of your own (call)."""
     compilation_cache: str | None = "auto"
     """Folder of compiled programs; auto: the user's cache folder; null: compile in every process."""
     compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it

@@ -14,6 +14,7 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.config import Config, Loaded, load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
+from jaxtrain.run.called_sources import called_sources, source_changes
 from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ def open_run(
             remarks += _data_changes(info, data)
         evaluator = _evaluator(config, data)
         sharded_model = evaluator.feed.sharded_model
+        remarks += source_changes(info, called_sources(config), among=("model", "task"))
     else:
         data = evaluator = None
         if config.model.kind != "transformer":
@@ -301,9 +303,8 @@ def _open_data(config: Config, info: Mapping[str, Any]) -> tuple["Data", list[st
 
     saved = info.get("data") or {}
     length = getattr(config.model, "max_sequence_length", None)
-    data = open_data(
-        config.data, sequence_length=length, seed=config.seed, task=config.task, reading=saved.get("reading")
-    )
+    task = config.task if isinstance(config.task, str) else None
+    data = open_data(config.data, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
     same = saved.get("fingerprint") == json.loads(json.dumps(data.fingerprint))
     if data.reading is None or saved.get("reading") is not None or same:
         return data, []

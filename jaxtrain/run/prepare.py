@@ -20,6 +20,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Model
 from jaxtrain.models.tasks import Task
 from jaxtrain.run.banner import banner_lines
+from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.held_out import HeldOut
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.own_parts import own_parts
@@ -79,6 +80,7 @@ def prepare_session(
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
+            notes += source_changes(checkpointer.metadata(), metadata["called"])
         progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))
         state = _compiled_state(run, checkpointer, progress, is_resumed=resumed is not None)
         start = 0 if resumed is None else int(state.step)

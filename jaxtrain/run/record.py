@@ -9,6 +9,7 @@ from jaxtrain.config import Loaded
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
+from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.train.assemble import Run
 
@@ -143,6 +144,7 @@ def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
         data={"description": list(data.description), "fingerprint": data.fingerprint, "reading": data.reading},
     )
     info["from_python"] = own
+    info["called"] = called_sources(run.config, own)
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.models import CalledModel
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
@@ -64,7 +65,8 @@ def open_run_data(config: Config) -> "Data":
     from jaxtrain.data import open_data
 
     length = getattr(config.model, "max_sequence_length", None)
-    return open_data(config.data, sequence_length=length, seed=config.seed, task=config.task)
+    task = config.task if isinstance(config.task, str) else None
+    return open_data(config.data, sequence_length=length, seed=config.seed, task=task)
 
 
 def length_notes(config: Config) -> list[str]:
@@ -153,7 +155,8 @@ def build_step(
     optimizer = config.optimizer
     if optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
-    schedule = build_schedule(optimizer.schedule, peak=optimizer.learning_rate, steps=config.train.steps)
+    peak = optimizer.learning_rate
+    schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
     scale = config.precision.loss_scale
     return make_train_step(
         model,
@@ -219,6 +222,8 @@ def model_of(
         input_shape, vocab_size, num_outputs, model: as for `build_step`.
     """
     remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
+    if model is None and isinstance(config.model, CalledModel):
+        model = build_model(config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
     if model is not None:
         return _remat_of_config(model, remat)
     return build_model(

@@ -51,6 +51,7 @@ def test_defaults_are_valid():
             "factor": 8.0,
             "source": {"kind": "text"},
             "components": [{"source": {"kind": "text"}}],
+            "call": "module:function",
         }
         asked = {key: required[key] for key, field in group.model_fields.items() if field.is_required()}
         group.model_validate(asked)

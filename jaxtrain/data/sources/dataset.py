@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import load_config
 from jaxtrain.config.data import (
+    CalledData,
     DataConfig,
     DigitsData,
     ImageFolderData,
@@ -20,6 +21,7 @@ from jaxtrain.data.examples import Examples
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
 from jaxtrain.errors import DataError
+from jaxtrain.runtime.call import call_function
 
 if TYPE_CHECKING:
     import grain
@@ -124,6 +126,28 @@ def open_data(
             from jaxtrain.data.sources.tables import open_table
 
             return _example_data(open_table(config, task=task, reading=reading))
+        case CalledData():
+            made = call_function("data", config.call, config.args, error=DataError)
+            return made if isinstance(made, Data) else _array_data(config, made)
+
+
+def _array_data(config: CalledData, made: Any) -> Data:
+    """The data of a function that returned arrays."""
+    from jaxtrain.data.sources.arrays import open_arrays
+
+    found = open_arrays(made, label=config.call)
+    return Data(
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.identity,
+        vocab_size=None,
+        num_outputs=found.num_outputs,
+        input_shape=found.input_shape,
+        unit="tokens" if found.are_tokens else "examples",
+        units_per_row=found.input_shape[0] if found.are_tokens else 1,
+        tokenizer=None,
+        description=found.description,
+    )
 
 
 def _sequence_length(configured: int | None, default: int | None) -> int:
