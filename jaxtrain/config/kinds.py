@@ -41,12 +41,20 @@ def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = No
         check_loss(config)
 
 
+def gives_tokens(config: Config) -> bool:
+    """Whether the rows of a config's own data are tokens; of a function's data that is not known from the config."""
+    data = config.data
+    return data.kind in ("text", "jsonl", "tokens", "mixture") or getattr(data, "task", None) == "tokens"
+
+
 def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
     """Raise where task or model take other rows than the data gives."""
-    kind = config.data.kind
-    tokens = kind in ("text", "jsonl", "tokens", "mixture") or getattr(config.data, "task", None) == "tokens"
-    source = f"data.kind={kind}"
-    if unit is not None and tokens != (unit == "tokens"):
+    tokens, source = gives_tokens(config), f"data.kind={config.data.kind}"
+    if isinstance(config.data, CalledData):
+        if isinstance(config.model, CalledModel):
+            return  # they know of each other
+        tokens, source = unit == "tokens", f"data.call={config.data.call}"
+    elif unit is not None and tokens != (unit == "tokens"):
         tokens, source = not tokens, "the data given"
     if not isinstance(config.task, Call) and tokens != (config.task == "language_modeling"):
         works = "language_modeling" if tokens else "classification or regression"

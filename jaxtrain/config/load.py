@@ -81,7 +81,7 @@ class _Tree:
 
     def set(self, path: KeyPath, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
-        if len(path) == 2 and path[0] in CALLABLE_GROUPS and path[1] == "call":
+        if len(path) == 2 and path[0] in (*CALLABLE_GROUPS, "task") and path[1] == "call":
             path, value = path[:1], {"call": value}
         if path == ("parallel",) and value == "auto":
             self._drop("parallel", [axis for axis in AXES if axis in self._node(path)], f"parallel=auto ({where})")
@@ -91,7 +91,7 @@ class _Tree:
                 value = {"kind": CALLED, **value}
             self._yield_to(path, value, where)
             # The kind goes first: it decides which of the older keys stay.
-            for key in sorted(value, key=lambda key: (key != "kind", key != "size")):
+            for key in sorted(value, key=lambda key: (key != "kind", key != "size", key != "call")):
                 # Names of arguments, and keys of mappings among them, are the function's: they are no paths.
                 parts = [str(key)] if "args" in path else str(key).split(".")
                 self._set_inside(path, parts, value[key], where)
@@ -129,7 +129,7 @@ class _Tree:
         return node
 
     def _yield_to(self, path: KeyPath, value: Mapping[str, Any], where: str) -> None:
-        """Drop older keys that a new kind does not have, or that a new size sets."""
+        """Drop older keys that a new kind does not have, that a new size sets, or that an earlier function takes."""
         if len(path) != 1 or path[0] not in Config.model_fields:
             return
         group = self.values.get(path[0])
@@ -144,7 +144,11 @@ class _Tree:
         sizes = {**TRANSFORMER_SIZES, **RESNET_SIZES}
         if isinstance(size, str) and size in sizes:
             dropped += [key for key in group if key in sizes[size]]
-        self._drop(path[0], dropped, f"{path[0]}.{'kind' if kind else 'size'} ({where})")
+        # Arguments are those of the function that they were written for.
+        by = "kind" if kind else "size"
+        if "call" in value and value["call"] != group.get("call", value["call"]) and "args" in group:
+            dropped, by = [*dropped, "args"], "call"
+        self._drop(path[0], dict.fromkeys(dropped), f"{path[0]}.{by} ({where})")
 
     def _drop(self, name: str, keys: Iterable[str], successor: str) -> None:
         for key in keys:

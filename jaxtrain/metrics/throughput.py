@@ -70,7 +70,7 @@ class Meter:
         *,
         loss: float,
         grad_norm: float,
-        learning_rate: float,
+        learning_rate: float | None,
         skipped_steps: int,
         device_memory_bytes: int | None,
         more: Mapping[str, float | int | None] | None = None,
@@ -81,7 +81,7 @@ class Meter:
             step: steps done by all processes of the run so far; the count of tokens or examples follows from it.
             loss: of the step.
             grad_norm: global norm of the gradients before clipping.
-            learning_rate: of the step.
+            learning_rate: of the step; None where the optimizer alone knows it.
             skipped_steps: steps with non-finite gradients so far.
             device_memory_bytes: peak memory of a device, in bytes; None where it is not known.
             more: metrics of the task, appended.

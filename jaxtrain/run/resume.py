@@ -57,7 +57,7 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
 
 
 def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
-    """What a checkpoint says of the run that wrote it: its config, which rows batch k holds, its parts from elsewhere."""
+    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python, files of functions."""
     return {
         "name": run.name,
         "config": run.config.model_dump(mode="json"),

@@ -50,7 +50,8 @@ class StepLog:
 
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         values = flat_scalars(jax.device_get(dict(metrics)))
-        standard = {name: values.pop(name) for name in ("loss", "grad_norm", "learning_rate", "skipped_steps")}
+        standard = {name: values.pop(name) for name in ("loss", "grad_norm", "skipped_steps")}
+        standard["learning_rate"] = values.pop("learning_rate", None)
         for name in ("weight", "skipped_in_a_row"):
             values.pop(name)
         self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)

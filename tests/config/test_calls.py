@@ -73,6 +73,7 @@ OVERRIDES = {
     "an argument that the file leaves out": Override(["model.args.depth=2"], "model.args.depth", 2),
     "all arguments": Override(["model.args={depth: 2}"], "model.args.depth", 2),
     "another function": Override(["model.call=mine.models:other"], "model.call", "mine.models:other"),
+    "another function takes other arguments": Override(["task.call=mine.losses:other"], "task.args", {}),
     "a task by name": Override(["task=classification"], "task", "classification"),
     "a shipped model": Override(["model.kind=mlp"], "model.kind", "mlp"),
     "a tuple becomes a list": Override([("model.args.sides", (3, 4))], "model.args.sides", [3, 4]),

@@ -1,0 +1,379 @@
+"""A config that names functions of one's own goes through the commands: train, resume, eval, plan, bench, launch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.cli import main
+from jaxtrain.config import load_config
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.schedules import build_schedule
+
+PACKAGE = '''
+"""What a user would have beside a config: a model, a loss, rows and an optimizer."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxtrain as jt
+
+
+class Net(nnx.Module):
+    def __init__(self, inputs, width, outputs, rngs):
+        self.hidden = nnx.Linear(inputs, width, rngs=rngs)
+        self.output = nnx.Linear(width, outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return self.output(nnx.relu(self.hidden(x.reshape(len(x), -1))))
+
+
+def build(width, input_shape, num_outputs):
+    return jt.from_nnx(lambda rngs: Net(math.prod(input_shape), width, num_outputs, rngs))
+
+
+def focal(gamma=2.0):
+    def loss(outputs, batch):
+        found = jax.nn.log_softmax(outputs.astype(jnp.float32))
+        own = jnp.take_along_axis(found, batch["targets"][:, None], axis=1)[:, 0]
+        return -jnp.sum(batch["weights"] * (1 - jnp.exp(own)) ** gamma * own), jnp.sum(batch["weights"]), {}
+
+    return jt.Task("focal", loss, reads_weights=True)
+
+
+def read(num_rows=64):
+    draw = np.random.default_rng(0)
+    targets = draw.integers(0, 4, num_rows).astype(np.int32)
+    inputs = draw.normal(size=(num_rows, 2, 4)).astype(np.float32) + targets[:, None, None]
+    both = {"inputs": inputs, "targets": targets}
+    return {"train": both, "validation": {name: column[:16] for name, column in both.items()}}
+
+
+def make(learning_rate=0.01, b1=0.9):
+    return optax.adamw(learning_rate, b1=b1)
+
+
+def nothing():
+    pass
+
+
+def module():
+    return Net(8, 4, 2, nnx.Rngs(0))
+
+
+def tokens():
+    return {"inputs": np.zeros((8, 4), np.int32), "targets": np.zeros((8, 4), np.int32)}
+
+
+def texts():
+    return {"inputs": np.array(["a", "b"])}
+
+
+def failing():
+    def loss(outputs, batch):
+        raise ValueError("these are no targets of mine")
+
+    return jt.Task("failing", loss)
+'''
+CONFIG = """
+model: {call: mine_parts.parts:build, args: {width: 16}}
+task: {call: mine_parts.parts:focal, args: {gamma: 2.0}}
+data: {call: mine_parts.parts:read}
+optimizer: {call: mine_parts.parts:make, args: {b1: 0.8}}
+train: {steps: 4, global_batch_size: 16}
+checkpoint: {every: 2}
+logging: {report: false, tensorboard: false, every: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a package and a config that names its functions."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine_parts").mkdir()
+    (folder / "mine_parts" / "parts.py").write_text(PACKAGE)
+    (folder / "mine.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch) -> Path:
+    """The same as the current directory; what is put on Python's path is taken off again."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder) -> Path:
+    """A finished run of four steps."""
+    before, path = os.getcwd(), list(sys.path)
+    os.chdir(folder)
+    try:
+        assert main(["train", "mine.yaml", "--run-dir", "runs/whole"]) == 0
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+    return folder / "runs" / "whole"
+
+
+def losses(run: Path) -> list[float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_the_run_is_that_of_the_same_parts_from_python(run, here, tmp_path):
+    config = load_config("mine.yaml").config
+    sys.path.insert(0, str(here))
+    from mine_parts import parts
+
+    # The config of the same run without the functions of model and task; the rows and the optimizer are the same.
+    keywords = {"model.kind": "mlp", "task": "classification"}
+    jt.run_config(
+        load_config("mine.yaml", keywords=keywords),
+        model=parts.build(16, (2, 4), 4),
+        task=parts.focal(**config.task.args),
+        data=jt.open_data(config.data),
+        run_dir=tmp_path / "python",
+    )
+    assert losses(run) == losses(tmp_path / "python")  # the same program
+    assert len(set(losses(run))) == 4
+
+
+def test_the_run_records_config_and_files(run, folder):
+    info = json.loads((run / "run.json").read_text())
+    assert info["config"]["model"] == {"kind": "called", "call": "mine_parts.parts:build", "args": {"width": 16}}
+    assert info["from_python"] == {"model": None, "task": None, "data": None}
+    assert {Path(one["file"]) for one in info["called"].values()} == {folder / "mine_parts" / "parts.py"}
+    assert set(info["called"]) == {"model", "task", "data", "optimizer"}
+
+
+def test_a_resumed_run_ends_at_the_same_bits(run, here, cli):
+    assert cli("train", "mine.yaml", "--run-dir", "runs/halves", "train.steps=2").code == 0
+    answer = cli("train", "mine.yaml", "--run-dir", "runs/halves")
+    assert answer.code == 0
+    assert "resuming step 2" in answer.err
+    assert "has changed" not in answer.err
+    assert losses(here / "runs" / "halves") == losses(run)
+
+
+def test_eval_needs_no_python(run, here, cli):
+    answer = cli("eval", "runs/whole", "--json")
+    assert answer.code == 0
+    found = json.loads(answer.out)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["rows"] == 16
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)  # the same rows on the same mesh
+
+
+def test_other_arguments_are_another_configuration(run, here):
+    loaded = load_config("mine.yaml", overrides=["task.args.gamma=3.0"])
+    with pytest.raises(jt.ConfigError, match=r"another configuration: task.args.gamma 2.0 -> 3.0; use another run_dir"):
+        jt.run_config(loaded, run_dir=run)
+    # From the command line a change may go on, but not that of a shape.
+    loaded = load_config("mine.yaml", overrides=["model.args.width=8"])
+    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 16 -> 8; set that back"):
+        jt.run_config(loaded, run_dir=run, resume="must")
+
+
+def test_a_changed_file_is_remarked_upon(run, here, cli):
+    path = here / "mine_parts" / "parts.py"
+    path.write_text(PACKAGE + "# Another line.\n")
+    try:
+        answer = cli("eval", "runs/whole")
+    finally:
+        path.write_text(PACKAGE)
+    assert answer.code == 0
+    assert "the file of model.call=mine_parts.parts:build" in answer.err
+    assert "has changed since the run trained with it" in answer.err
+
+
+def test_a_called_optimizer_gets_the_schedule_of_the_config(here):
+    words = ["optimizer.learning_rate=0.02", "optimizer.schedule.kind=linear", "optimizer.schedule.final_fraction=0"]
+    config = load_config("mine.yaml", overrides=words).config.optimizer
+    schedule = build_schedule(config.schedule, peak=0.02, steps=4)
+    params, gradients = {"w": jnp.ones(3)}, {"w": jnp.full(3, 0.5)}
+    found = []
+    for optimizer in (build_optimizer(config, schedule, axes={}), optax.adamw(schedule, b1=0.8)):
+        state = optimizer.init(params)
+        _, state = optimizer.update(gradients, state, params)
+        found.append(optimizer.update(gradients, state, params)[0]["w"])
+    np.testing.assert_array_equal(*found)  # the same transformation
+
+
+def test_config_imports_nothing_and_its_shardings_do(here, cli):
+    answer = cli("config", "mine.yaml", "model.call=no_such:thing", "--only", "model")
+    assert answer.code == 0
+    assert "no_such:thing" in answer.out
+    answer = cli("config", "mine.yaml", "--sharding", "parallel.fsdp=8", "parallel.data=1")
+    assert answer.code == 0
+    assert "hidden/kernel" in answer.out
+
+
+WRONG = {
+    "a module in place of a model": (
+        "model={call: mine_parts.parts:module}",
+        "model.call=mine_parts.parts:module returned an object of type Net, not a jaxtrain.Model; return "
+        "jaxtrain.from_nnx(lambda rngs: Net(..., rngs=rngs))",
+        2,
+    ),
+    "no model": (
+        "model={call: mine_parts.parts:nothing}",
+        "model.call=mine_parts.parts:nothing returned None (a return may be missing), not a jaxtrain.Model; return "
+        "what jaxtrain.from_nnx, from_linen, from_functions or build_model gives",
+        2,
+    ),
+    "no task": (
+        "task={call: mine_parts.parts:nothing}",
+        "task.call=mine_parts.parts:nothing returned None (a return may be missing), not a jaxtrain.Task; return "
+        "jaxtrain.Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)",
+        2,
+    ),
+    "no optimizer": (
+        "optimizer={call: mine_parts.parts:nothing}",
+        "optimizer.call=mine_parts.parts:nothing returned None (a return may be missing), not an optax transformation; "
+        "return what optax.adamw(learning_rate) or optax.chain(...) gives",
+        2,
+    ),
+    "no rows": (
+        "data={call: mine_parts.parts:nothing}",
+        "data.call=mine_parts.parts:nothing returned None (a return may be missing), not a jaxtrain.Data or arrays; "
+        "return {'inputs': x, 'targets': y}, rows first, or {'train': {...}, 'validation': {...}} of such dicts",
+        3,
+    ),
+    "texts as rows": (
+        "data={call: mine_parts.parts:texts}",
+        "data.call=mine_parts.parts:texts returned inputs of <U1, which is no number; return numbers",
+        3,
+    ),
+    "an error in the loss": (
+        "task={call: mine_parts.parts:failing}",
+        "mine_parts/parts.py:67 raised ValueError: these are no targets of mine; --debug shows the traceback",
+        2,
+    ),
+    "a learning rate twice": (
+        "optimizer={learning_rate: 0.1, args: {learning_rate: 0.1}}",
+        "optimizer.learning_rate and optimizer.args.learning_rate are both set; leave one of them out",
+        2,
+    ),
+    "a layout by the planner": (
+        "parallel=auto",
+        "parallel.auto needs the time of a step, which is not known of a function of your own (model.call, task.call "
+        "and optimizer.call); set degrees, as in parallel.fsdp=auto, and compare layouts with jaxtrain plan and "
+        "jaxtrain bench",
+        2,
+    ),
+    "a remat policy that does not reach it": (
+        "remat.policy=full",
+        "remat.policy=full, but the model Net is one function, which no policy reaches; build it with from_stages, or "
+        "use jax.checkpoint (nnx.remat, nn.remat) inside it and remat.policy=none",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "message", "code"), WRONG.values(), ids=WRONG)
+def test_wrong_parts(here, cli, override, message, code):
+    answer = cli("train", "mine.yaml", override, "--run-dir", "runs/wrong")
+    assert answer.err.splitlines()[-1] == f"jaxtrain: {message}"
+    assert answer.code == code
+
+
+def test_debug_shows_the_users_own_traceback(here, cli):
+    answer = cli("train", "mine.yaml", "data={call: mine_parts.parts:read, args: {num_rows: -1}}", "--debug")
+    assert "read raised ValueError" in answer.err.splitlines()[-1]
+    assert "in read" in answer.err
+    assert answer.code == 3
+
+
+def test_rows_of_one_dict_of_integers_are_tokens(here):
+    data = jt.open_data({"call": "mine_parts.parts:tokens"})
+    assert (data.unit, data.units_per_row, data.input_shape, data.validation) == ("tokens", 4, (4,), None)
+
+
+def test_a_mapping_gives_a_model_in_python_too(here):
+    model = build_model({"call": "mine_parts.parts:build", "args": {"width": 3}}, input_shape=(8,), num_outputs=2)
+    assert jt.count_parameters(model) == 8 * 3 + 3 + 3 * 2 + 2
+
+
+@pytest.fixture
+def in_subprocesses(monkeypatch):
+    """Processes that the commands start find jaxtrain as this one did, before the current directory changed."""
+    root = str(Path(jt.__file__).resolve().parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep))
+
+
+def test_a_plan_says_what_it_knows_and_what_not(here, cli, in_subprocesses):
+    answer = cli("plan", "mine.yaml", "--on", "h100x8", "--analytic", "--json")
+    assert answer.code == 0, answer.err
+    (plan,) = json.loads(answer.out)["plans"]
+    numbers = 8 * 16 + 16 + 16 * 4 + 4
+    # Two moments in float32, and the counts of the steps (int32 each).
+    assert plan["memory"]["parts_bytes"]["parameters"] == 4 * numbers
+    assert plan["memory"]["parts_bytes"]["optimizer state"] == pytest.approx(8 * numbers, abs=16)
+    assert plan["memory"]["parts_bytes"]["batch"] == 2 * (8 * 4 + 4)  # two rows a device: inputs and target
+    assert (plan["fits"], plan["time"], plan["cost"]) == (None, None, None)
+    assert plan["unknown"] == "no formula knows the work of model.call, task.call and optimizer.call"
+    for option in (["--search"], ["--tokens", "1e6"]):
+        refused = cli("plan", "mine.yaml", "--on", "h100x8", *option)
+        assert refused.code == 2
+        assert "needs the time of a step, which is not known of a function of your own" in refused.err
+
+
+@pytest.mark.long
+def test_the_compiler_checks_a_plan(here, cli, in_subprocesses):
+    answer = cli("plan", "mine.yaml", "--on", "cpux2", "--json", "--largest-batch")
+    assert answer.code == 0, answer.err
+    (plan,) = json.loads(answer.out)["plans"]
+    assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], abs=64)  # counters
+    assert plan["fits"] is True
+
+
+@pytest.mark.long
+def test_rows_of_ones_own_leave_the_planner_all_it_knows(here, cli, in_subprocesses):
+    words = ["model.kind=mlp", "task=classification", "optimizer.kind=adamw"]
+    answer = cli("plan", "mine.yaml", *words, "--on", "h100x8", "--analytic", "--json", "--search")
+    assert answer.code == 0, answer.err
+    plan = json.loads(answer.out)["plans"][0]
+    assert plan["fits"] is True
+    assert plan["time"]["seconds"] > 0
+    assert plan["workload"]["num_outputs"] == 4
+
+
+@pytest.mark.long
+def test_bench_measures_the_step(here, cli):
+    answer = cli("bench", "mine.yaml", "--skip", "start,limits,blocks", "--json", "bench.json")
+    assert answer.code == 0, answer.err
+    found = json.loads((here / "bench.json").read_text())
+    assert found["step"]["seconds"] > 0
+    assert found["step"]["model_flops"] is None
+    assert "model.call" in found["reasons"]["step.model_flops"]
+
+
+@pytest.mark.long
+def test_two_processes_train_the_same(run, here, in_subprocesses):
+    words = ["launch", "--processes", "2", "--emulate", "4", "--", "train", "mine.yaml", "--run-dir", "runs/two"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "jaxtrain", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+    )
+    assert done.returncode == 0, done.stderr
+    # Sums over processes come in another order: float32 rounding.
+    np.testing.assert_allclose(losses(here / "runs" / "two"), losses(run), rtol=1e-5)
+    assert len(jax.devices()) == 8
