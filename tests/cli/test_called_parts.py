@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,52 +20,18 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.schedules import build_schedule
 
-PACKAGE = '''
-"""What a user would have beside a config: a model, a loss, rows and an optimizer."""
-
-import math
-
-import jax
-import jax.numpy as jnp
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own_parts.md").read_text()
+# File -> text: the config and the modules that the page prints.
+FILES = dict(re.findall(r"^```(?:python|yaml)\n# ([\w/.]+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+WRONG_PARTS = """
 import numpy as np
-import optax
 from flax import nnx
 
 import jaxtrain as jt
 
 
 class Net(nnx.Module):
-    def __init__(self, inputs, width, outputs, rngs):
-        self.hidden = nnx.Linear(inputs, width, rngs=rngs)
-        self.output = nnx.Linear(width, outputs, rngs=rngs)
-
-    def __call__(self, x):
-        return self.output(nnx.relu(self.hidden(x.reshape(len(x), -1))))
-
-
-def build(width, input_shape, num_outputs):
-    return jt.from_nnx(lambda rngs: Net(math.prod(input_shape), width, num_outputs, rngs))
-
-
-def focal(gamma=2.0):
-    def loss(outputs, batch):
-        found = jax.nn.log_softmax(outputs.astype(jnp.float32))
-        own = jnp.take_along_axis(found, batch["targets"][:, None], axis=1)[:, 0]
-        return -jnp.sum(batch["weights"] * (1 - jnp.exp(own)) ** gamma * own), jnp.sum(batch["weights"]), {}
-
-    return jt.Task("focal", loss, reads_weights=True)
-
-
-def read(num_rows=64):
-    draw = np.random.default_rng(0)
-    targets = draw.integers(0, 4, num_rows).astype(np.int32)
-    inputs = draw.normal(size=(num_rows, 2, 4)).astype(np.float32) + targets[:, None, None]
-    both = {"inputs": inputs, "targets": targets}
-    return {"train": both, "validation": {name: column[:16] for name, column in both.items()}}
-
-
-def make(learning_rate=0.01, b1=0.9):
-    return optax.adamw(learning_rate, b1=b1)
+    pass
 
 
 def nothing():
@@ -72,7 +39,7 @@ def nothing():
 
 
 def module():
-    return Net(8, 4, 2, nnx.Rngs(0))
+    return Net()
 
 
 def tokens():
@@ -88,25 +55,21 @@ def failing():
         raise ValueError("these are no targets of mine")
 
     return jt.Task("failing", loss)
-'''
-CONFIG = """
-model: {call: mine_parts.parts:build, args: {width: 16}}
-task: {call: mine_parts.parts:focal, args: {gamma: 2.0}}
-data: {call: mine_parts.parts:read}
-optimizer: {call: mine_parts.parts:make, args: {b1: 0.8}}
-train: {steps: 4, global_batch_size: 16}
-checkpoint: {every: 2}
-logging: {report: false, tensorboard: false, every: 1}
 """
+# What makes a run of four steps with a checkpoint in its middle. A schedule would depend on the number of steps.
+SHORT = [
+    *("train.steps=4", "checkpoint.every=2", "optimizer.learning_rate=null", "logging.every=1"),
+    *("logging.report=false", "logging.tensorboard=false"),
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with a package and a config that names its functions."""
+    """A folder with the package of the page and its config."""
     folder = tmp_path_factory.mktemp("own")
-    (folder / "mine_parts").mkdir()
-    (folder / "mine_parts" / "parts.py").write_text(PACKAGE)
-    (folder / "mine.yaml").write_text(CONFIG)
+    (folder / "my_package").mkdir()
+    for name, text in {**FILES, "my_package/wrong.py": WRONG_PARTS}.items():
+        (folder / name).write_text(text)
     return folder
 
 
@@ -124,7 +87,7 @@ def run(folder) -> Path:
     before, path = os.getcwd(), list(sys.path)
     os.chdir(folder)
     try:
-        assert main(["train", "mine.yaml", "--run-dir", "runs/whole"]) == 0
+        assert main(["train", "mine.yaml", *SHORT, "--run-dir", "runs/whole"]) == 0
     finally:
         os.chdir(before)
         sys.path[:] = path
@@ -139,14 +102,15 @@ def losses(run: Path) -> list[float]:
 def test_the_run_is_that_of_the_same_parts_from_python(run, here, tmp_path):
     config = load_config("mine.yaml").config
     sys.path.insert(0, str(here))
-    from mine_parts import parts
+    from my_package import losses as their_losses
+    from my_package import models
 
     # The config of the same run without the functions of model and task; the rows and the optimizer are the same.
     keywords = {"model.kind": "mlp", "task": "classification"}
     jt.run_config(
-        load_config("mine.yaml", keywords=keywords),
-        model=parts.build(16, (2, 4), 4),
-        task=parts.focal(**config.task.args),
+        load_config("mine.yaml", overrides=SHORT, keywords=keywords),
+        model=models.build(32, (2, 4), 4),
+        task=their_losses.focal(**config.task.args),
         data=jt.open_data(config.data),
         run_dir=tmp_path / "python",
     )
@@ -156,15 +120,17 @@ def test_the_run_is_that_of_the_same_parts_from_python(run, here, tmp_path):
 
 def test_the_run_records_config_and_files(run, folder):
     info = json.loads((run / "run.json").read_text())
-    assert info["config"]["model"] == {"kind": "called", "call": "mine_parts.parts:build", "args": {"width": 16}}
+    assert info["config"]["model"] == {"kind": "called", "call": "my_package.models:build", "args": {"width": 32}}
     assert info["from_python"] == {"model": None, "task": None, "data": None}
-    assert {Path(one["file"]) for one in info["called"].values()} == {folder / "mine_parts" / "parts.py"}
-    assert set(info["called"]) == {"model", "task", "data", "optimizer"}
+    files = {"model": "models.py", "task": "losses.py", "data": "rows.py", "optimizer": "optim.py"}
+    assert {name: Path(one["file"]) for name, one in info["called"].items()} == {
+        name: folder / "my_package" / file for name, file in files.items()
+    }
 
 
 def test_a_resumed_run_ends_at_the_same_bits(run, here, cli):
-    assert cli("train", "mine.yaml", "--run-dir", "runs/halves", "train.steps=2").code == 0
-    answer = cli("train", "mine.yaml", "--run-dir", "runs/halves")
+    assert cli("train", "mine.yaml", *SHORT, "train.steps=2", "--run-dir", "runs/halves").code == 0
+    answer = cli("train", "mine.yaml", *SHORT, "--run-dir", "runs/halves")
     assert answer.code == 0
     assert "resuming step 2" in answer.err
     assert "has changed" not in answer.err
@@ -181,24 +147,24 @@ def test_eval_needs_no_python(run, here, cli):
 
 
 def test_other_arguments_are_another_configuration(run, here):
-    loaded = load_config("mine.yaml", overrides=["task.args.gamma=3.0"])
+    loaded = load_config("mine.yaml", overrides=[*SHORT, "task.args.gamma=3.0"])
     with pytest.raises(jt.ConfigError, match=r"another configuration: task.args.gamma 2.0 -> 3.0; use another run_dir"):
         jt.run_config(loaded, run_dir=run)
     # From the command line a change may go on, but not that of a shape.
-    loaded = load_config("mine.yaml", overrides=["model.args.width=8"])
-    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 16 -> 8; set that back"):
+    loaded = load_config("mine.yaml", overrides=[*SHORT, "model.args.width=8"])
+    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 32 -> 8; set that back"):
         jt.run_config(loaded, run_dir=run, resume="must")
 
 
 def test_a_changed_file_is_remarked_upon(run, here, cli):
-    path = here / "mine_parts" / "parts.py"
-    path.write_text(PACKAGE + "# Another line.\n")
+    path = here / "my_package" / "models.py"
+    path.write_text(FILES["my_package/models.py"] + "# Another line.\n")
     try:
         answer = cli("eval", "runs/whole")
     finally:
-        path.write_text(PACKAGE)
+        path.write_text(FILES["my_package/models.py"])
     assert answer.code == 0
-    assert "the file of model.call=mine_parts.parts:build" in answer.err
+    assert "the file of model.call=my_package.models:build" in answer.err
     assert "has changed since the run trained with it" in answer.err
 
 
@@ -226,43 +192,43 @@ def test_config_imports_nothing_and_its_shardings_do(here, cli):
 
 WRONG = {
     "a module in place of a model": (
-        "model={call: mine_parts.parts:module}",
-        "model.call=mine_parts.parts:module returned an object of type Net, not a jaxtrain.Model; return "
+        "model={call: my_package.wrong:module}",
+        "model.call=my_package.wrong:module returned an object of type Net, not a jaxtrain.Model; return "
         "jaxtrain.from_nnx(lambda rngs: Net(..., rngs=rngs))",
         2,
     ),
     "no model": (
-        "model={call: mine_parts.parts:nothing}",
-        "model.call=mine_parts.parts:nothing returned None (a return may be missing), not a jaxtrain.Model; return "
+        "model={call: my_package.wrong:nothing}",
+        "model.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Model; return "
         "what jaxtrain.from_nnx, from_linen, from_functions or build_model gives",
         2,
     ),
     "no task": (
-        "task={call: mine_parts.parts:nothing}",
-        "task.call=mine_parts.parts:nothing returned None (a return may be missing), not a jaxtrain.Task; return "
+        "task={call: my_package.wrong:nothing}",
+        "task.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Task; return "
         "jaxtrain.Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)",
         2,
     ),
     "no optimizer": (
-        "optimizer={call: mine_parts.parts:nothing}",
-        "optimizer.call=mine_parts.parts:nothing returned None (a return may be missing), not an optax transformation; "
+        "optimizer={call: my_package.wrong:nothing, learning_rate: null}",
+        "optimizer.call=my_package.wrong:nothing returned None (a return may be missing), not an optax transformation; "
         "return what optax.adamw(learning_rate) or optax.chain(...) gives",
         2,
     ),
     "no rows": (
-        "data={call: mine_parts.parts:nothing}",
-        "data.call=mine_parts.parts:nothing returned None (a return may be missing), not a jaxtrain.Data or arrays; "
+        "data={call: my_package.wrong:nothing}",
+        "data.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Data or arrays; "
         "return {'inputs': x, 'targets': y}, rows first, or {'train': {...}, 'validation': {...}} of such dicts",
         3,
     ),
     "texts as rows": (
-        "data={call: mine_parts.parts:texts}",
-        "data.call=mine_parts.parts:texts returned inputs of <U1, which is no number; return numbers",
+        "data={call: my_package.wrong:texts}",
+        "data.call=my_package.wrong:texts returned inputs of <U1, which is no number; return numbers",
         3,
     ),
     "an error in the loss": (
-        "task={call: mine_parts.parts:failing}",
-        "mine_parts/parts.py:67 raised ValueError: these are no targets of mine; --debug shows the traceback",
+        "task={call: my_package.wrong:failing}",
+        "my_package/wrong.py:30 raised ValueError: these are no targets of mine; --debug shows the traceback",
         2,
     ),
     "a learning rate twice": (
@@ -294,19 +260,19 @@ def test_wrong_parts(here, cli, override, message, code):
 
 
 def test_debug_shows_the_users_own_traceback(here, cli):
-    answer = cli("train", "mine.yaml", "data={call: mine_parts.parts:read, args: {num_rows: -1}}", "--debug")
+    answer = cli("train", "mine.yaml", "data={call: my_package.rows:read, args: {num_rows: -1}}", "--debug")
     assert "read raised ValueError" in answer.err.splitlines()[-1]
     assert "in read" in answer.err
     assert answer.code == 3
 
 
 def test_rows_of_one_dict_of_integers_are_tokens(here):
-    data = jt.open_data({"call": "mine_parts.parts:tokens"})
+    data = jt.open_data({"call": "my_package.wrong:tokens"})
     assert (data.unit, data.units_per_row, data.input_shape, data.validation) == ("tokens", 4, (4,), None)
 
 
 def test_a_mapping_gives_a_model_in_python_too(here):
-    model = build_model({"call": "mine_parts.parts:build", "args": {"width": 3}}, input_shape=(8,), num_outputs=2)
+    model = build_model({"call": "my_package.models:build", "args": {"width": 3}}, input_shape=(8,), num_outputs=2)
     assert jt.count_parameters(model) == 8 * 3 + 3 + 3 * 2 + 2
 
 
@@ -321,7 +287,7 @@ def test_a_plan_says_what_it_knows_and_what_not(here, cli, in_subprocesses):
     answer = cli("plan", "mine.yaml", "--on", "h100x8", "--analytic", "--json")
     assert answer.code == 0, answer.err
     (plan,) = json.loads(answer.out)["plans"]
-    numbers = 8 * 16 + 16 + 16 * 4 + 4
+    numbers = 8 * 32 + 32 + 32 * 4 + 4
     # Two moments in float32, and the counts of the steps (int32 each).
     assert plan["memory"]["parts_bytes"]["parameters"] == 4 * numbers
     assert plan["memory"]["parts_bytes"]["optimizer state"] == pytest.approx(8 * numbers, abs=16)
@@ -356,7 +322,7 @@ def test_rows_of_ones_own_leave_the_planner_all_it_knows(here, cli, in_subproces
 
 @pytest.mark.long
 def test_bench_measures_the_step(here, cli):
-    answer = cli("bench", "mine.yaml", "--skip", "start,limits,blocks", "--json", "bench.json")
+    answer = cli("bench", "mine.yaml", *SHORT, "--skip", "start,limits,blocks", "--json", "bench.json")
     assert answer.code == 0, answer.err
     found = json.loads((here / "bench.json").read_text())
     assert found["step"]["seconds"] > 0
@@ -366,7 +332,19 @@ def test_bench_measures_the_step(here, cli):
 
 @pytest.mark.long
 def test_two_processes_train_the_same(run, here, in_subprocesses):
-    words = ["launch", "--processes", "2", "--emulate", "4", "--", "train", "mine.yaml", "--run-dir", "runs/two"]
+    words = [
+        "launch",
+        "--processes",
+        "2",
+        "--emulate",
+        "4",
+        "--",
+        "train",
+        "mine.yaml",
+        *SHORT,
+        "--run-dir",
+        "runs/two",
+    ]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "jaxtrain", *words],
         capture_output=True,
