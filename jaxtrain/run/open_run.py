@@ -167,7 +167,7 @@ def open_run(
             remarks += _data_changes(info, data)
         evaluator = _evaluator(config, data)
         sharded_model = evaluator.feed.sharded_model
-        remarks += source_changes(info, called_sources(config), among=("model", "task"))
+        remarks += source_changes(info, called_sources(config, among=("model", "task")))
     else:
         data = evaluator = None
         if config.model.kind != "transformer":
