@@ -302,7 +302,7 @@ def test_a_plan_says_what_it_knows_and_what_not(here, cli, in_subprocesses):
 
 @pytest.mark.long
 def test_the_compiler_checks_a_plan(here, cli, in_subprocesses):
-    answer = cli("plan", "mine.yaml", "--on", "cpux2", "--json", "--largest-batch")
+    answer = cli("plan", "mine.yaml", "--on", "cpux2", "--json")
     assert answer.code == 0, answer.err
     (plan,) = json.loads(answer.out)["plans"]
     assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], abs=64)  # counters
