@@ -2,34 +2,82 @@
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; the message says what is wrong, where it was set and what would work."""
+    """A mistake that the user can correct; the message says what is wrong, where it was set and what would work.
+
+    Example:
+        >>> try:
+        ...     jt.load_config("quickstart", overrides=["train.step=10"])
+        ... except jt.UserError as error:  # any of them
+        ...     print(error, error.exit_code)
+        unknown key 'train.step' (command line); did you mean 'train.steps'? 2
+    """
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A key, a value, a size or a call is wrong (exit code 2)."""
+    """A key, a value, a size or a call is wrong (exit code 2).
+
+    Example:
+        >>> try:
+        ...     jt.make_mesh(data=0)
+        ... except jt.ConfigError as error:
+        ...     print(error)
+        make_mesh: data takes a whole number of 1 or more, not 0; write data=4 or data='auto'
+    """
 
 
 class DataError(UserError):
-    """Data is missing, empty, corrupt or out of range (exit code 3)."""
+    """Data is missing, empty, corrupt or out of range (exit code 3).
+
+    Example:
+        >>> try:
+        ...     step.place({"inputs": np.ones((8, 4), np.float32), "targets": np.full(8, 7)})
+        ... except jt.DataError as error:
+        ...     print(str(error).split(";")[0])
+        the batch holds targets of 7, but the model has ids 0 to 2
+    """
 
     exit_code = 3
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing or damaged, or belongs to another model (exit code 4)."""
+    """A checkpoint is missing or damaged, or belongs to another model (exit code 4).
+
+    Example:
+        >>> try:
+        ...     jt.Checkpointer("runs/none/checkpoints").restore(step.abstract_state)
+        ... except jt.CheckpointError as error:
+        ...     print("start at step 0")
+        start at step 0
+    """
 
     exit_code = 4
 
 
 class DivergedError(UserError):
-    """Training stopped because too many steps in a row had non-finite gradients (exit code 5)."""
+    """Training stopped because too many steps in a row had non-finite gradients (exit code 5).
+
+    Example:
+        >>> try:
+        ...     raise jt.DivergedError("gradients were not finite 10 steps in a row")  # as run_config does
+        ... except jt.DivergedError as error:
+        ...     print(error.exit_code)
+        5
+    """
 
     exit_code = 5
 
 
 class PreemptedError(UserError):
-    """A signal stopped the run after its state was saved; the same command continues it (exit code 75)."""
+    """A signal stopped the run after its state was saved; the same command continues it (exit code 75).
+
+    Example:
+        >>> try:
+        ...     raise jt.PreemptedError("stopped after step 40 of 100")  # as run_config does after a signal
+        ... except jt.PreemptedError as error:
+        ...     print("run the same call again")
+        run the same call again
+    """
 
     exit_code = 75

@@ -4,10 +4,12 @@ import ast
 import fnmatch
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -102,7 +104,25 @@ def test_the_command_line_answers_help_without_the_schema():
     assert run(program) == "False False"
 
 
-@pytest.mark.parametrize("public", [name for name in jaxtrain.__all__ if name != "__version__"])
+# Public names that are tables. Their docstring is the text after them, which Python itself does not keep.
+TABLES = {"DEFAULT_RULES": "layout/rules.py"}
+
+
+@pytest.mark.parametrize("public", TABLES)
+def test_public_tables_have_a_docstring(public):
+    assert isinstance(getattr(jaxtrain, public), Mapping)
+    body = ast.parse((ROOT / "jaxtrain" / TABLES[public]).read_text(encoding="utf-8")).body
+    after = [
+        text
+        for node, text in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == public
+    ]
+    assert len(after) == 1
+    assert isinstance(after[0], ast.Expr)
+    assert isinstance(ast.literal_eval(after[0].value), str)
+
+
+@pytest.mark.parametrize("public", [name for name in jaxtrain.__all__ if name not in ("__version__", *TABLES)])
 def test_public_names(public):
     value = getattr(jaxtrain, public)
     doc = inspect.getdoc(value)

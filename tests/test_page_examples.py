@@ -38,6 +38,27 @@ def checkpoints_after(names: Names) -> None:
         np.testing.assert_array_equal(params["kernel"], np.arange(8.0))
 
 
+def own_loop_after(names: Names) -> None:
+    """What the loop saved last is the state that it ends with."""
+    assert names["checkpoints"].steps() == [10, 20]
+    assert int(names["state"].step) == 20
+    assert names["means"]["eval_accuracy"] > 0.7  # of four classes
+    with jt.Checkpointer("runs/mine/checkpoints") as checkpoints:
+        again = checkpoints.restore(names["step"].abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, again.params, names["state"].params)
+
+
+def own_call_after(names: Names) -> None:
+    assert int(names["state"].step) == 1
+    assert np.isfinite(float(names["metrics"]["loss"]))
+
+
+def axes_after(names: Names) -> None:
+    P = jax.sharding.PartitionSpec
+    up, down = P("fsdp", "tensor"), P("tensor", "fsdp")
+    assert names["kernels"] == {"up/0": up, "up/1": up, "down/0": P(None, "fsdp"), "down/1": down}
+
+
 def going_back_before(folder: Path) -> Names:
     checkpointer = jt.Checkpointer(folder)
     state = {"kernel": jax.numpy.arange(8.0)}
@@ -64,6 +85,60 @@ def given_parameters_before(folder: Path) -> Names:
 def given_parameters_after(names: Names) -> None:
     np.testing.assert_array_equal(names["state"].params["w"], np.ones((3, 2)))
     np.testing.assert_array_equal(names["state"].model_state["shift"], np.ones(2))
+
+
+def own_parts() -> Names:
+    def init(key: jax.Array) -> Any:
+        return {"body": jax.random.normal(key, (3, 4)), "head": {"kernel": jax.numpy.zeros((4, 2))}}
+
+    model = jt.from_functions(init, lambda params, inputs: inputs @ params["body"] @ params["head"]["kernel"])
+    one = jt.make_mesh(devices=jax.devices()[:1])
+    step = jt.make_train_step(model, jt.regression(), optax.adam(0.1), mesh=one)
+    batch = {"inputs": np.ones((8, 3), np.float32), "targets": np.ones((8, 2), np.float32)}
+    return {"jax": jax, "jaxtrain": jt, "optax": optax, "model": model, "task": jt.regression()} | {
+        "step": step,
+        "state": step.init(0),
+        "batch": batch,
+    }
+
+
+def optimizer_before(folder: Path) -> Names:
+    return own_parts()
+
+
+def another_run_before(folder: Path) -> Names:
+    names = own_parts()
+    state, _ = names["step"](names["state"], names["batch"])
+    with jt.Checkpointer(folder / "runs" / "pretrained" / "checkpoints") as checkpointer:
+        checkpointer.save(400, state, metadata={})
+
+    def init(key: jax.Array) -> Any:
+        return {"body": jax.random.normal(key, (3, 4)), "head": {"kernel": jax.numpy.zeros((4, 5))}}
+
+    model = jt.from_functions(init, lambda params, inputs: inputs @ params["body"] @ params["head"]["kernel"])
+    new_step = jt.make_train_step(model, jt.regression(), optax.adam(0.1), mesh=names["step"].mesh)
+    return {**names, "new_step": new_step, "trained": np.array(state.params["body"])}
+
+
+def another_run_after(names: Names) -> None:
+    np.testing.assert_array_equal(names["state"].params["body"], names["trained"])
+    assert names["state"].params["head"]["kernel"].shape == (4, 5)
+
+
+def optimizer_after(names: Names) -> None:
+    _, metrics = names["step"](names["step"].init(0), names["batch"])
+    assert np.isfinite(metrics["loss"])
+
+
+def lookahead_after(names: Names) -> None:
+    step = jt.make_train_step(names["model"], names["task"], names["optimizer"], mesh=names["step"].mesh)
+    state, _ = step(step.init(0), names["batch"])
+    np.testing.assert_array_equal(state.evaluation_params["body"], step.init(0).params["body"])
+
+
+def gradients_after(names: Names) -> None:
+    _, metrics = names["step"](names["state"], names["batch"])
+    assert float(names["norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
 
 
 def data_before(folder: Path) -> Names:
@@ -127,6 +202,36 @@ def sharded_after(names: Names) -> None:
     assert names["forward"](params, np.ones((2, 8), np.float32)).shape == (2, 4)
 
 
+def fit_after(names: Names) -> None:
+    result = names["result"]
+    assert (result.step, result.run_dir.name) == (58, "net"), "461 rows, four times, in batches of 32"
+    assert result.metrics["eval_accuracy"] > 0.3, "0.1 would be chance"
+
+
+def callbacks_after(names: Names) -> None:
+    result, norms = names["result"], names["norms"]
+    # The weights go to ones, whose norm is that of 8 of them.
+    assert norms[-1] == pytest.approx(8**0.5, rel=0.05)
+    assert result.step < 200
+    assert result.step % 10 == 0, "it stops at an evaluation"
+
+
+def opened_run_after(names: Names) -> None:
+    history, metrics = names["run"].history, names["run"].metrics
+    assert metrics["step"] == history["step"][-1] == 40
+    assert metrics["eval_loss"] == history["eval_loss"][-1]
+    assert Path("curves.png").stat().st_size > 10_000
+
+
+def predictions_after(names: Names) -> None:
+    run, rows = names["run"], names["rows"]
+    right = names["logits"].argmax(-1) == rows.gather(np.arange(len(rows)))["targets"]
+    assert right.mean() == pytest.approx(run.metrics["eval_accuracy"])
+    assert set(names["names"]) <= set(run.classes)
+    # Another layout and another batch: other orders of summation in float32.
+    np.testing.assert_allclose(names["again"], names["logits"], rtol=1e-4, atol=1e-5)
+
+
 def given_nothing(folder: Path) -> Names:
     return {}
 
@@ -139,13 +244,25 @@ def runs(names: Names) -> None:
 EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names], None]]] = {
     ("checkpoints.md", 'prefix="params"'): (checkpoints_before, checkpoints_after),
     ("checkpoints.md", "step=10"): (going_back_before, going_back_after),
-    ("checkpoints.md", "step.init("): (given_parameters_before, given_parameters_after),
+    ("checkpoints.md", "runs/pretrained"): (another_run_before, another_run_after),
+    ("checkpoints.md", "params=params"): (given_parameters_before, given_parameters_after),
     ("data.md", "prefetch("): (data_before, data_after),
     ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
+    ("optimizers.md", "prodigy("): (optimizer_before, optimizer_after),
+    ("optimizers.md", "tempered"): (optimizer_before, optimizer_after),
+    ("optimizers.md", "lookahead("): (optimizer_before, lookahead_after),
+    ("optimizers.md", "gradients("): (optimizer_before, gradients_after),
     ("parallelism.md", "from_stages("): (given_nothing, stages_after),
     ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
     ("planner.md", "analyse("): (given_nothing, planner_after),
+    ("python_api.md", "Checkpointer("): (given_nothing, own_loop_after),
+    ("python_api.md", "call=call"): (given_nothing, own_call_after),
+    ("python_api.md", "shard_model("): (given_nothing, axes_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
+    ("training.md", "from_nnx("): (given_nothing, fit_after),
+    ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),
+    ("runs.md", "run.plot("): (given_nothing, opened_run_after),
+    ("runs.md", "run.predict("): (given_nothing, predictions_after),
 }
 
 

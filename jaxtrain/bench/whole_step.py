@@ -186,7 +186,9 @@ def host_seconds(
         meter.record(number, seconds, waited)
         rows.append((seconds, waited))
 
-    hooks = Hooks(lambda number: None, finished, lambda number: False, lambda number, state: None, lambda number: False)
+    hooks = Hooks(
+        lambda number: None, finished, lambda number: False, lambda number, state: False, lambda number: False
+    )
     step.use(passing.lower(step.abstract_state, shapes).compile())
     loaded = prefetch(load, 0, _HOST_STEPS)
     try:

@@ -11,6 +11,7 @@ from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import save_error
 from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.config.arguments import check_function
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.donation import first_deleted
@@ -31,17 +32,24 @@ class Checkpointer:
         directory: folder of the steps; created by the first save.
         keep_last: number of the newest steps that are kept.
         keep_every: steps at multiples of this are never deleted; None: no such rule.
-        keep_best: whether the step with the lowest eval_loss is kept.
+        keep_best: whether the step with the lowest score, or eval_loss where there are none, is kept.
         read_only: whether this object never writes, renames or deletes.
         report: called with one line when a damaged step is skipped, or steps are abandoned.
 
     Raises:
         ConfigError: the directory is a file, or `keep_last` or `keep_every` is not an integer of at least 1.
+
+    Example:
+        >>> with jt.Checkpointer("runs/mine/checkpoints", keep_last=2) as checkpointer:
+        ...     saved = checkpointer.save(int(state.step), state, metadata={"note": "first"})
+        ...     state = checkpointer.restore(step.abstract_state)  # on this mesh, whatever mesh saved it
+        ...     print(saved, checkpointer.latest_step(), checkpointer.metadata())
+        True 0 {'note': 'first'}
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | Path,
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
@@ -53,6 +61,7 @@ class Checkpointer:
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
         last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
+        check_function(report, what="Checkpointer: report", takes="a function of one line", write="report=print")
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
         self._read_only = read_only
         self._storage: Storage | None = None
@@ -84,7 +93,9 @@ class Checkpointer:
             CheckpointError: there is no such step, or its record is damaged.
         """
         if step not in self.steps():
-            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: it holds {self._line.listing()}")
+            raise CheckpointError(
+                f"no checkpoint of step {step!r} in {self.directory}: it holds {self._line.listing()}"
+            )
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -98,7 +109,15 @@ class Checkpointer:
                 continue
         raise CheckpointError(f"all checkpoints in {self.directory} are damaged ({self._line.listing()})")
 
-    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any], eval_loss: float | None = None) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metadata: Mapping[str, Any],
+        eval_loss: float | None = None,
+        score: float | None = None,
+    ) -> bool:
         """Copy the state and write it in the background.
 
         When this returns, the buffers of `state` may be donated. The method first waits for a save that is still being
@@ -109,6 +128,7 @@ class Checkpointer:
             state: any pytree of arrays and numbers, in any sharding.
             metadata: JSON values that are stored with the step, atomically.
             eval_loss: loss for `keep_best`; None: not evaluated.
+            score: what `keep_best` compares in its place, lower being better; None: the loss.
 
         Returns:
             False if the step was already saved with the same arrays, so that nothing was done; else True.
@@ -118,12 +138,13 @@ class Checkpointer:
                 saved are kept.
         """
         step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
-        eval_loss = checks.checked_loss(eval_loss)
+        eval_loss, score = checks.checked_loss(eval_loss), checks.checked_loss(score, name="score")
         if self._read_only:
             raise CheckpointError(f"checkpoints in {self.directory} were opened for reading only")
         self.wait()
         path = directory.step_path(self.directory, step)
         flat = tree.flatten(state).leaves
+        checks.check_not_empty(state, flat)
         gone = first_deleted(flat)
         if gone is not None:
             raise CheckpointError(
@@ -138,6 +159,7 @@ class Checkpointer:
             "versions": arrays.versions(),
             "metadata": metadata,
             "eval_loss": eval_loss,
+            "score": score,
             "leaves": {name: [list(shape), dtype] for name, (shape, dtype) in leaves.items()},
             "key_implementations": arrays.key_implementations(flat),
         }
@@ -159,11 +181,18 @@ class Checkpointer:
         self._saving = path
         return True
 
-    def add_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Record the eval_loss of a step that was saved before it was evaluated, for `keep_best`."""
+    def add_eval_loss(self, step: int, eval_loss: float, *, score: float | None = None) -> None:
+        """Record the eval_loss (and score) of a step that was saved before it was evaluated, for `keep_best`.
+
+        Raises:
+            CheckpointError: the loss is no number, or there is no such step.
+        """
+        found = checks.checked_loss(eval_loss)
         self.wait()
+        self.info(step)
         if arrays.is_process_0():
-            self._line.note_loss(step, float(eval_loss))
+            loss = float("nan") if found is None else found
+            self._line.note_loss(step, loss, None if score is None else float(score))
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
@@ -186,8 +215,9 @@ class Checkpointer:
             CheckpointError: there is no such step, it belongs to another model, or no intact step is left.
         """
         self.wait()
-        prefix = None if prefix is None else tree.stored_name(prefix)
+        prefix = None if prefix is None else tree.stored_name(checks.checked_prefix(prefix))
         wanted = tree.flatten(target, prefix=prefix)
+        checks.check_target(target)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
         damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
         for candidate in candidates:
@@ -210,6 +240,31 @@ class Checkpointer:
             f"no intact checkpoint is left in {self.directory} ({len(damaged)} damaged): {damaged[0][1]}; "
             "restore the files from a copy, or start again in another run directory"
         )
+
+    def read(self, leaves: Mapping[str, Any], *, step: int) -> dict[str, Any]:
+        """Read single arrays of a step, each directly into its sharding, and compare each with its digest.
+
+        Args:
+            leaves: path ("params/head/kernel", as `ckpt show` prints it) -> `jax.ShapeDtypeStruct` with a sharding, in
+                the shape and dtype of `info(step).leaves`. Other arrays are not read.
+            step: number of the step.
+
+        Returns:
+            Path -> array.
+
+        Raises:
+            DamagedError: a file is missing, or an array differs from what was saved.
+            CheckpointError: there is no such step, or no such array in it.
+        """
+        self.wait()
+        info = self.info(step)
+        wanted = {tree.stored_name(path): leaf for path, leaf in leaves.items()}
+        found = {name: tree.describe(leaf, name) for name, leaf in wanted.items()}
+        differs = tree.difference({name: leaf for name, leaf in info.leaves.items() if name in wanted}, found)
+        if differs is not None:
+            raise CheckpointError(f"checkpoint {info.path}: {differs.phrase}")
+        read = arrays.read_verified(self._open(), info, wanted)
+        return {path: read[tree.stored_name(path)] for path in leaves}
 
     def check_like(self, target: Any) -> None:
         """Compare names, shapes and dtypes with the newest intact record, as `restore` does, without reading arrays.

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.arguments import check_kind, refusal, shown
 from jaxtrain.errors import CheckpointError, ConfigError
 
 
@@ -15,8 +16,49 @@ def checked_step(step: Any) -> int:
     """
     found = _whole(step)
     if found is None or found < 0:
-        raise CheckpointError(f"cannot save step {step!r}: use an integer of 0 or more, such as int(state.step)")
+        raise CheckpointError(f"cannot save step {shown(step)}: use an integer of 0 or more, such as int(state.step)")
     return found
+
+
+def check_not_empty(state: Any, leaves: Mapping[str, Any]) -> None:
+    """Raise where a state holds no array.
+
+    Args:
+        state: what was given.
+        leaves: its arrays by name.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if not leaves:
+        raise CheckpointError(
+            refusal("save", "a state with arrays", state, "checkpointer.save(int(state.step), state, metadata={})")
+        )
+
+
+def check_target(target: Any) -> None:
+    """Raise where what a checkpoint is to be restored into is no tree of arrays.
+
+    Args:
+        target: what was given.
+
+    Raises:
+        CheckpointError: it is a number or None; a dict may be empty, as the model_state of most models is.
+    """
+    if target is None or isinstance(target, int | float):
+        write = "checkpointer.restore(step.abstract_state, step=10)"
+        raise CheckpointError(refusal("restore", "a tree of arrays or of their shapes as target", target, write))
+
+
+def checked_prefix(prefix: Any) -> str:
+    """Return the path of a part of a saved tree.
+
+    Raises:
+        CheckpointError: it is no text.
+    """
+    takes = "the path of a part of the state"
+    check_kind(prefix, str, what="restore: prefix", takes=takes, write="prefix='params'", error=CheckpointError)
+    return prefix
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
@@ -30,8 +72,12 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     return dict(metadata)
 
 
-def checked_loss(eval_loss: Any) -> float | None:
+def checked_loss(eval_loss: Any, *, name: str = "eval_loss") -> float | None:
     """Return an evaluation loss as a float, or None where there is none.
+
+    Args:
+        eval_loss: what was given.
+        name: of it, in the message.
 
     Raises:
         CheckpointError: the loss is not a number.
@@ -44,7 +90,7 @@ def checked_loss(eval_loss: Any) -> float | None:
         return float(eval_loss)
     except (TypeError, ValueError):
         raise CheckpointError(
-            f"eval_loss of a checkpoint is a {type(eval_loss).__name__}: use a number, or None where there is none"
+            f"{name} of a checkpoint is a {type(eval_loss).__name__}: use a number, or None where there is none"
         ) from None
 
 

@@ -42,6 +42,7 @@ class CheckpointInfo:
         digests: path -> digest of each stored array.
         key_implementations: path -> generator of each random key.
         eval_loss: evaluation loss of the step; None: not evaluated.
+        score: what `keep_best` compares in place of it, lower being better; None: the loss.
         versions: package -> version that saved the step.
         saved_at: time of the save, ISO 8601.
     """
@@ -55,6 +56,7 @@ class CheckpointInfo:
     eval_loss: float | None
     versions: dict[str, str]
     saved_at: str
+    score: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -143,11 +145,12 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
         eval_loss=content["eval_loss"],
         versions=content["versions"],
         saved_at=content["saved_at"],
+        score=content.get("score"),
     )
 
 
-def write_eval_loss(directory: Path, step: int, eval_loss: float) -> None:
-    """Write the eval_loss of a saved step into its record, which is replaced atomically.
+def write_eval_loss(directory: Path, step: int, eval_loss: float, score: float | None) -> None:
+    """Write the eval_loss and the score of a saved step into its record, which is replaced atomically.
 
     Raises:
         CheckpointError: the record is damaged or cannot be written.
@@ -155,7 +158,7 @@ def write_eval_loss(directory: Path, step: int, eval_loss: float) -> None:
     path = read_info(directory, step).path / RECORD_ITEM / "metadata"
     try:
         content = json.loads(path.read_bytes())["content"]
-        write_text_atomic(path, json.dumps(seal({**content, "eval_loss": eval_loss})))
+        write_text_atomic(path, json.dumps(seal({**content, "eval_loss": eval_loss, "score": score})))
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
@@ -166,7 +169,7 @@ def steps_to_keep(
     """Return the steps that are kept.
 
     Args:
-        losses: step -> eval_loss of every saved step; None where it was not evaluated.
+        losses: step -> eval_loss (or score) of every saved step; None where it was not evaluated.
         keep_last: number of the newest steps that are kept.
         keep_every: steps at multiples of this are kept; None: no such rule.
         keep_best: whether the step with the lowest finite loss is kept (of equal losses the earliest).

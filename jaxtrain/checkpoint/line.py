@@ -40,7 +40,8 @@ class StepLine:
         self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
         self._report = report
         self._is_cleared = False
-        self._losses: dict[int, float | None] = {}
+        # step -> eval_loss and score
+        self._marks: dict[int, tuple[float | None, float | None]] = {}
         self.position: int | None = None
 
     def steps(self) -> list[int]:
@@ -86,34 +87,40 @@ class StepLine:
     def settle(self) -> None:
         """Finish what an earlier save that went back has left to move; only the deciding process."""
         for step in going_back.settle(self._folder, self._report):
-            self._losses.pop(step, None)
+            self._marks.pop(step, None)
 
     def clear(self) -> None:
         """Delete what a failed save has written: the next one needs the disk; only the deciding process."""
         directory.clear_leftovers(self._folder)
         self.settle()
 
-    def note_loss(self, step: int, eval_loss: float) -> None:
-        """Write the eval_loss of a saved step into its record; only the deciding process."""
-        directory.write_eval_loss(self._folder, step, eval_loss)
-        self._losses[step] = eval_loss
+    def note_loss(self, step: int, eval_loss: float, score: float | None) -> None:
+        """Write the eval_loss and score of a saved step into its record; only the deciding process."""
+        directory.write_eval_loss(self._folder, step, eval_loss, score)
+        self._marks[step] = (eval_loss, score)
 
     def prune(self) -> None:
         """Delete the steps that the policy does not keep; only the deciding process."""
         steps = self.steps()
         for step in steps:
-            if step not in self._losses:
+            if step not in self._marks:
                 try:
-                    self._losses[step] = directory.read_info(self._folder, step).eval_loss
+                    info = directory.read_info(self._folder, step)
+                    self._marks[step] = (info.eval_loss, info.score)
                 except CheckpointError:
-                    self._losses[step] = None
+                    self._marks[step] = (None, None)
         kept = directory.steps_to_keep(
-            {step: self._losses[step] for step in steps},
+            self._compared(steps),
             keep_last=self._keep_last,
             keep_every=self._keep_every,
             keep_best=self._keep_best,
         )
         directory.remove(self._folder, set(steps) - kept)
+
+    def _compared(self, steps: Sequence[int]) -> dict[int, float | None]:
+        """What tells the best step: the scores where there are any, else the losses."""
+        by_score = any(self._marks[step][1] is not None for step in steps)
+        return {step: self._marks[step][1 if by_score else 0] for step in steps}
 
     def pass_over(self, damaged: Sequence[tuple[int, str]], *, instead: int, rename: bool) -> None:
         """Report damaged steps in place of which an earlier one is used; only the deciding process.

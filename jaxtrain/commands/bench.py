@@ -50,6 +50,7 @@ def run_bench(
     if "limits" in skip and "blocks" not in skip:
         raise ConfigError("--skip limits: blocks are compared with the limits; add --skip blocks")
     loaded = load_config(config, overrides=overrides)
+    loaded.check_described()
     check_or_remark(loaded)
     if loaded.config.parallel.auto:
         raise ConfigError("parallel.auto: a bench measures one layout; set the degrees, or leave parallel out")

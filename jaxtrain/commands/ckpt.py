@@ -8,9 +8,9 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.going_back import abandoned_folders
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.commands.output import print_json, print_table, print_text
+from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.run.open_run import read_run
 from jaxtrain.runtime.remarks import print_remark
 
 

@@ -47,6 +47,8 @@ def print_config(
         _print_shipped()
         return 0
     loaded = load_config(config, overrides=overrides)
+    for part, name in loaded.from_python.items():
+        print_remark(f"the {part} of {config} came from Python ({name}); this config does not describe it")
     for note in loaded.notes:
         print_remark(note)
     if form == "yaml":

@@ -27,6 +27,7 @@ def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, toke
         ConfigError: the data of the config is not text.
     """
     loaded = load_config(config, overrides=overrides)
+    loaded.check_described(given=["model", "task"])
     source = loaded.config.data
     if not isinstance(source, TextData | JsonlData):
         raise ConfigError(

@@ -76,19 +76,22 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     if config is None:
         raise ConfigError("jaxtrain plan: CONFIG is missing; 'jaxtrain plan --list' lists the hardware")
     loaded = load_config(config, overrides=overrides)
+    loaded.check_described()
     if loaded.config.name is None:
         loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"name": loaded.name}))
     check_or_remark(loaded)
     _check(loaded.config, wanted)
     targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
     terms = _terms(loaded.config, wanted)
-    estimates, found, impossible = [], [], []
+    estimates, found, rejected, impossible = [], [], [], []
     for target in targets:
         try:
             if wanted.search or loaded.config.parallel.auto:
                 result = _search(loaded.config, target, wanted, terms)
                 found.append((target, result))
-                estimates += _best(result, target, wanted, terms)
+                best, too_large = _best(result, target, wanted, terms)
+                estimates += best
+                rejected += too_large
             else:
                 planned = analytic_plan if len(targets) == 1 else _compared
                 estimates.append(_compiled(planned(loaded.config, target, terms), wanted))
@@ -102,8 +105,8 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
         for one in estimates:
             check_exact(one)
     batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
-    _answer(estimates, found, batches, impossible, wanted)
-    _write(estimates, loaded, wanted)
+    _answer(estimates, found, rejected, batches, impossible, wanted)
+    _write(estimates, found, rejected, loaded, wanted)
     lines = dict.fromkeys(line for one in estimates if (line := how_to_check(one)) is not None)
     for line in lines:
         print_remark(f"jaxtrain: {line}")
@@ -198,21 +201,29 @@ def _search(config: Config, target: Target, wanted: Wanted, terms: Terms) -> Fou
     return found
 
 
-def _best(found: Found, target: Target, wanted: Wanted, terms: Terms) -> list[Estimate]:
-    """Compile the fastest layouts; the next one takes the place of one that does not fit by the compiler's figures."""
+def _best(found: Found, target: Target, wanted: Wanted, terms: Terms) -> tuple[list[Estimate], list[Estimate]]:
+    """Compile the fastest layouts; the next one takes the place of one that does not fit by the compiler's figures.
+
+    Returns:
+        The plans to show, and those that the compiler found too large; where these are all, the smallest is shown too.
+    """
     if not found.ranked:
         if not found.too_large:
             reason = found.refused[0].reason if found.refused else "there is none"
             raise ConfigError(f"no layout of {target.name} is possible: {reason}")
-        return [analytic_plan(found.too_large[0].config, target, terms)]
+        return [analytic_plan(found.too_large[0].config, target, terms)], []
     best: list[Estimate] = []
+    rejected: list[Estimate] = []
     for estimate in found.ranked[: 2 * wanted.top]:
         if len(best) == wanted.top:
             break
         compiled = _compiled(estimate, wanted)
-        if compiled.fits is not False:
-            best.append(compiled)
-    return best or [found.ranked[0]]
+        (rejected if compiled.fits is False else best).append(compiled)
+    return best or [min(rejected, key=_peak)], rejected
+
+
+def _peak(estimate: Estimate) -> int:
+    return estimate.memory.total_bytes if estimate.exact is None else estimate.exact.peak_bytes
 
 
 def _largest_batch(estimate: Estimate, wanted: Wanted) -> str:
@@ -233,6 +244,7 @@ def _largest_batch(estimate: Estimate, wanted: Wanted) -> str:
 def _answer(
     estimates: Sequence[Estimate],
     found: Sequence[tuple[Target, Found]],
+    rejected: Sequence[Estimate],
     batches: Sequence[str],
     impossible: Sequence[str],
     wanted: Wanted,
@@ -259,12 +271,19 @@ def _answer(
         print_json(answer)
         return
     for target, one in found:
-        print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the fastest:")
+        if one.ranked:
+            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the fastest:")
+        else:
+            print_text(f"{target.name}: none of {one.tried} layouts fits; below is the one that needs the least memory")
         for place, each in enumerate(one.ranked[:10], 1):
             shown = _ranked(each, one.vary)
             print_text(f"  {place:>2}. {shown['step']:>10}  {shown['memory']:>10}  {shown['layout']}")
         for line in why_not(one):
             print_text(f"  {line}")
+        for each in rejected:
+            if each.target == target:
+                layout = describe_layout(each.config, one.vary)
+                print_text(f"  too large by the compiler, {format_bytes(_peak(each))}: {layout}")
         print_text("")
     print_text(table(estimates))
     for line in batches:
@@ -281,12 +300,18 @@ def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _write(estimates: Sequence[Estimate], loaded: Loaded, wanted: Wanted) -> None:
+def _write(
+    estimates: Sequence[Estimate],
+    found: Sequence[tuple[Target, Found]],
+    rejected: Sequence[Estimate],
+    loaded: Loaded,
+    wanted: Wanted,
+) -> None:
     if wanted.html is not None:
         from jaxtrain.plan.report.page import write_page
 
         try:
-            write_page(estimates, Path(wanted.html))
+            write_page(estimates, Path(wanted.html), searches=found, rejected=rejected)
         except OSError as error:
             raise ConfigError(f"--html {wanted.html}: {error.strerror}; give a file in a folder that exists") from None
         print_remark(f"wrote {wanted.html}")

@@ -5,12 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.commands.output import print_text
+from jaxtrain.commands.own_code import own_code
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.open_run import open_run, saved_config
+from jaxtrain.run.open_run import open_run
+from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.remarks import print_remark
-
-_DEFAULT_TOKENS = 200
 
 
 def run_sample(
@@ -53,21 +52,9 @@ def run_sample(
     config = saved_config(run_dir).config
     prompts = _prompts(prompts)
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
-    from jaxtrain.inference.generate import Sampling, generate_text
-
-    sampling = Sampling(temperature, top_k, top_p)
-    run = open_run(run_dir, step=step, with_data=False, quantize=quantize, report=print_remark)
-    for remark in run.remarks:
-        print_remark(remark)
-    assert run.tokenizer is not None
-    decoder = run.sharded_model.model.decoder
-    assert decoder is not None
-    if new_tokens is None:
-        longest = max(max(len(run.tokenizer.encode(prompt)), 1) for prompt in prompts)
-        new_tokens = max(1, min(_DEFAULT_TOKENS, decoder.max_length - longest))
-    texts = generate_text(
-        run.sharded_model, run.params, run.tokenizer, prompts, new_tokens=new_tokens, sampling=sampling, seed=seed
-    )
+    run = open_run(run_dir, step=step, quantize=quantize)
+    with own_code(config):
+        texts = run.sample(prompts, new_tokens=new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not distributed.is_main_process():
         return 0
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

@@ -1,46 +1,12 @@
 """The commands as one table: arguments, an example, and the function that imports and runs each command."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Command:
-    """One command: its line in the help, an example, its arguments and the function that runs it.
-
-    With `takes_command`, the words after `--` are another command: they are checked and given as `arguments.command`,
-    and `arguments.is_program` says that they begin with a program, not with a command of jaxtrain.
-    """
-
-    summary: str
-    example: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    takes_command: bool = False
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _step_number(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+from jaxtrain.commands.command import Command, count, number, step_number
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
+    parser.add_argument("config", metavar="CONFIG", help="a shipped name (quickstart, ...), a YAML file or a run")
     _add_overrides(parser)
 
 
@@ -49,7 +15,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_emulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--emulate", type=_count, metavar="N", help="emulate N CPU devices")
+    parser.add_argument("--emulate", type=count, metavar="N", help="emulate N CPU devices")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +23,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=_step_number, metavar="N", help="step to load; default: the newest intact one")
+    parser.add_argument("--step", type=step_number, metavar="N", help="step to load; default: the newest intact one")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +40,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>")
+    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
         "--resume",
         default="auto",
@@ -123,11 +89,11 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
     )
-    parser.add_argument("-n", "--tokens", type=_count, metavar="N", help="new tokens; default: 200, or as many as fit")
-    parser.add_argument("--temperature", type=_number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
-    parser.add_argument("--top-k", type=_count, metavar="K", help="only the K most likely tokens")
-    parser.add_argument("--top-p", type=_number, metavar="P", help="only the most likely tokens that add up to P")
-    parser.add_argument("--seed", type=_step_number, default=0, metavar="N", help="seed of random choices; default: 0")
+    parser.add_argument("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
+    parser.add_argument("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
+    parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
+    parser.add_argument("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
+    parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
     _add_quantize(parser)
     _add_step(parser)
     _add_emulate(parser)
@@ -156,8 +122,8 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "jaxtrain launch --processes N [--emulate M] -- COMMAND\n\nCOMMAND: train CONFIG ..., python my.py ..."
     )
-    parser.add_argument("--processes", type=_count, required=True, metavar="N", help="how many processes to start")
-    parser.add_argument("--emulate", type=_count, metavar="M", help="emulate M CPU devices in each process")
+    parser.add_argument("--processes", type=count, required=True, metavar="N", help="how many processes to start")
+    parser.add_argument("--emulate", type=count, metavar="M", help="emulate M CPU devices in each process")
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -170,7 +136,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a shipped name or a YAML file; default: list the shipped ones"
+        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
     _add_overrides(parser)
     parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
@@ -209,7 +175,7 @@ def _data_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
     parser.add_argument(
-        "--tokens-per-shard", type=_count, default=2**27, metavar="N", help="tokens per file; default: 2**27"
+        "--tokens-per-shard", type=count, default=2**27, metavar="N", help="tokens per file; default: 2**27"
     )
 
 
@@ -288,16 +254,16 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer",
     )
-    parser.add_argument("--top", type=_count, default=3, metavar="N", help="layouts of a search to show; default: 3")
+    parser.add_argument("--top", type=count, default=3, metavar="N", help="layouts of a search to show; default: 3")
     parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
-    parser.add_argument("--tokens", type=_number, metavar="N", help="print the cost of training on N tokens")
-    parser.add_argument("--epochs", type=_number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
-    parser.add_argument("--rows-per-epoch", type=_count, metavar="N", help="number of rows of the data")
+    parser.add_argument("--tokens", type=number, metavar="N", help="print the cost of training on N tokens")
+    parser.add_argument("--epochs", type=number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
+    parser.add_argument("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
     parser.add_argument(
-        "--usd-per-kwh", type=_number, default=0.12, metavar="USD", help="price of electricity; default: 0.12"
+        "--usd-per-kwh", type=number, default=0.12, metavar="USD", help="price of electricity; default: 0.12"
     )
-    parser.add_argument("--checkpoint-minutes", type=_number, metavar="N", help="time between saves on spot devices")
-    parser.add_argument("--interruptions-per-day", type=_number, metavar="N", help="per spot node; default: 1")
+    parser.add_argument("--checkpoint-minutes", type=number, metavar="N", help="time between saves on spot devices")
+    parser.add_argument("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
     parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     _add_json(parser)
@@ -328,6 +294,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
 
 
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, as in runs/quickstart")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.report import run_report
+
+    return run_report(arguments.run_dirs, output=arguments.output)
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train what a config describes, or resume the run",
@@ -346,6 +323,12 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain sample runs/first -p 'The class statement' -n 100",
         _sample_arguments,
         _sample,
+    ),
+    "report": Command(
+        "draw the page of a run again, or one page that compares several runs",
+        "jaxtrain report runs/first runs/second --output compare.html",
+        _report_arguments,
+        _report,
     ),
     "launch": Command(
         "run a command or program in several processes on this machine, as a cluster would",

@@ -3,8 +3,9 @@
 import contextlib
 from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 
 
@@ -20,6 +21,20 @@ class Group(BaseModel):
         validate_default=True,
         protected_namespaces=(),
     )
+
+
+def first_mistake(error: ValidationError) -> str:
+    """Returns one line for the first mistake in a config that Python code made; `load_config` knows more of its own.
+
+    Args:
+        error: What pydantic found.
+    """
+    found = error.errors()[0]
+    key = ".".join(map(str, found["loc"]))
+    if found["type"] == "extra_forbidden":
+        return f"Config has no key {key!r}; write load_config({{...}}), which names the nearest key"
+    reason = found["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    return f"Config: {key} is {shown(found['input'])}; {reason}"
 
 
 @contextlib.contextmanager

@@ -54,6 +54,8 @@ def type_name(annotation: Any) -> str:
         return f"list of {type_name(get_args(annotation)[0])}"
     if origin is dict:
         return f"map of {type_name(get_args(annotation)[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Group):
+        return "group"
     if origin is not None:  # Literal
         return " | ".join(str(option) for option in get_args(annotation))
     return {float: "number", str: "text", bool: "true | false", Any: "any value"}.get(

@@ -1,5 +1,6 @@
 """One loader for YAML file, `key=value` and Python keywords; every mistake is one line that says where it was set."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.call import CALLED
 from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
 from jaxtrain.config.no_effect import no_effect_notes
+from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
@@ -28,12 +31,34 @@ class Loaded:
         name: the name of the config (file stem), used for the run directory.
         origins: dotted key -> "quickstart.yaml:12", "command line", "keyword" or "size gpt2".
         notes: a line for each key that was left out (of another kind or a replaced size) or has no effect.
+        run_dir: the run whose config this is, where the directory of a run was given; None: another source.
+        from_python: part of that run (`model`, `task`, `data`) -> its name, for each part that came from Python and is
+            not what the config says.
     """
 
     config: Config
     name: str
     origins: dict[str, str]
     notes: tuple[str, ...]
+    run_dir: Path | None = None
+    from_python: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def check_described(self, *, given: Iterable[str] = ()) -> None:
+        """Raises where the config is of a run whose parts came from Python, so that it does not describe them.
+
+        Args:
+            given: Parts that are passed in again.
+
+        Raises:
+            ConfigError: Names the first such part, and how to pass it.
+        """
+        missing = [part for part in self.from_python if part not in given]
+        if missing:
+            part = missing[0]
+            raise ConfigError(
+                f"{self.run_dir} was trained with a {part} from Python ({self.from_python[part]}), which its config "
+                f"does not describe; call jt.run_config({str(self.run_dir)!r}, {part}=...) with it"
+            )
 
 
 def config_folder() -> Path:
@@ -48,20 +73,26 @@ def shipped_configs() -> list[str]:
     return sorted(path.stem for path in config_folder().glob("*.yaml"))
 
 
+def _is_shipped(name: str) -> bool:
+    return "/" not in name and (config_folder() / f"{name}.yaml").is_file()
+
+
 def find_config(name: str) -> Path:
     """The file of a shipped name or a path.
 
     Raises:
         ConfigError: there is no such config; names the nearest.
     """
-    shipped = config_folder() / f"{name}.yaml"
-    if "/" not in name and shipped.is_file():
-        return shipped
+    if _is_shipped(name):
+        return config_folder() / f"{name}.yaml"
     path = local_path(name, what="config")
     if path.is_file():
         return path
     if path.is_dir():
-        raise ConfigError(f"config {name!r} is a folder; name a .yaml file or one of {', '.join(shipped_configs())}")
+        raise ConfigError(
+            f"config {name!r} is a folder without run.json; name a .yaml file, the directory of a run, or one of "
+            f"{', '.join(shipped_configs())}"
+        )
     close = difflib.get_close_matches(path.stem, shipped_configs(), 1)
     hint = f"did you mean {close[0]!r}?" if close else f"shipped: {', '.join(shipped_configs())}"
     raise ConfigError(f"no config {name!r}, neither a shipped name nor a file; {hint}")
@@ -167,11 +198,42 @@ def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
+def _check_call(name: Any, overrides: Any, keywords: Any) -> None:
+    """Raise where an argument of `load_config` is of another type."""
+    wanted = "a name, a path or a mapping"
+    if name is not None:
+        kinds = (str, Path, Mapping)
+        check_kind(name, kinds, what="load_config", takes=wanted, write="load_config('quickstart')")
+    takes, write = "a list of key=value texts", "overrides=['train.steps=100']"
+    if isinstance(overrides, str):
+        raise ConfigError(refusal("load_config: overrides", takes, overrides, f"overrides=[{overrides!r}]"))
+    if isinstance(overrides, Mapping):
+        raise ConfigError(refusal("load_config: overrides", takes, overrides, "keywords={...} for a dict"))
+    check_kind(overrides, Iterable, what="load_config: overrides", takes=takes, write=write)
+    if keywords is not None:
+        write = "keywords={'train.steps': 100}"
+        check_kind(keywords, Mapping, what="load_config: keywords", takes="a mapping of keys", write=write)
+
+
 def _split_override(override: str) -> tuple[KeyPath, Any]:
+    check_kind(override, str, what="load_config: overrides", takes="key=value texts", write="'train.steps=100'")
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key or any(not part for part in key.split(".")):
         raise ConfigError(f"cannot read {override!r} (command line); write key=value, as in train.steps=100")
     return tuple(key.split(".")), parse_value(text, f"command line, {key}")
+
+
+def _is_set(config: Config, key: str) -> bool:
+    """Whether a key differs from the default of its group, or is a kind other than the default one."""
+    group, _, rest = key.partition(".")
+    if rest == "kind":
+        return getattr(config, group).kind != Config.model_fields[group].default.kind
+    value: Any = config.model_dump(exclude_defaults=True)
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def load_config(
@@ -181,10 +243,11 @@ def load_config(
     keywords: Mapping[str, Any] | None = None,
     origin: str = "keyword",
 ) -> Loaded:
-    """Load a config: a shipped name, a path or a mapping, then `key=value` strings, then keywords.
+    """Load a config: a shipped name, a path, a run or a mapping, then `key=value` strings, then keywords.
 
     Args:
-        name: a shipped name ("quickstart"), a path to a YAML file, a nested mapping, or None for all defaults.
+        name: a shipped name ("quickstart"), a path to a YAML file, the directory of a run (its own config, as it was
+            resolved), a nested mapping, or None for all defaults.
         overrides: strings as on the command line ("train.steps=100"); later ones win.
         keywords: a nested mapping from Python ({"train": {"steps": 100}} or {"train.steps": 100}).
         origin: where a mapping comes from, for messages.
@@ -194,12 +257,24 @@ def load_config(
 
     Raises:
         ConfigError: no such config, or a wrong key or value; one line naming key, origin and what would work.
+
+    Example:
+        >>> loaded = jt.load_config("quickstart", overrides=["train.steps=20"], keywords={"seed": 3})
+        >>> loaded.config.train.steps, loaded.config.seed, loaded.origins["train.steps"]
+        (20, 3, 'command line')
     """
+    _check_call(name, overrides, keywords)
     tree = _Tree()
-    label = "run"
+    label, run_dir, own = "run", None, {}
     if isinstance(name, Mapping):
         for key, value in name.items():
             tree.set(tuple(str(key).split(".")), value, origin)
+    elif name is not None and not _is_shipped(str(name)) and is_run(local_path(name, what="config")):
+        run_dir = Path(name)
+        saved = read_run(run_dir)
+        label = str(saved.get("name") or label)
+        own = {part: found for part, found in recorded_parts(saved).items() if found is not None}
+        tree.set((), saved["config"], f"{run_dir}/run.json")
     elif name is not None:
         path = find_config(str(name))
         label = path.stem
@@ -221,11 +296,19 @@ def load_config(
     tree.values = _with_kinds(tree.values)
     try:
         config = Config.model_validate(tree.values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, tree.values, tree.where)) from None
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ValidationError):
+            raise
+        # Again, with where each value was set.
+        raise ConfigError(explain(error.__cause__, tree.values, tree.where)) from None
     origins = {".".join(path): where for path, where in tree.where.items()}
+    if run_dir is not None:
+        # A run records every key; what is at its default was not set by anybody.
+        origins = {
+            key: where for key, where in origins.items() if where != f"{run_dir}/run.json" or _is_set(config, key)
+        }
     notes = (*tree.notes, *no_effect_notes(config, origins))
     size = getattr(config.model, "size", None)
     for key in {**TRANSFORMER_SIZES, **RESNET_SIZES}.get(size or "", {}):
         origins.setdefault(f"model.{key}", f"size {size}")
-    return Loaded(config, config.name or label, origins, notes)
+    return Loaded(config, config.name or label, origins, notes, run_dir, own)

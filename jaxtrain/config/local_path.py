@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError, UserError
 
 # At least two letters, so that a drive (C:/) is no scheme; one slash, because a `Path` has dropped the second.
@@ -22,8 +23,10 @@ def local_path(path: str | os.PathLike[str], *, what: str, error: type[UserError
         The path, unchanged.
 
     Raises:
-        UserError: The path is the address of an object store or of another place that is not a file system.
+        UserError: It is no path, or the address of an object store or of another place that is not a file system.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise error(refusal(what, "a path", path, "it as text, such as 'runs/mine'"))
     text = os.fspath(path)
     found = _SCHEME.match(text)
     if found is not None:

@@ -14,6 +14,8 @@ from jaxtrain.config.call import Call
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+StepCount = Annotated[int, Field(ge=0)]
 
 _GPT = dict(
     vocab_size=50257, max_sequence_length=1024, position="learned", norm="layernorm",

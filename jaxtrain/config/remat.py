@@ -1,5 +1,6 @@
 """Names of remat policies and of the tensors that they keep or offload, and which go together. No jax here."""
 
+from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 
 # Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
@@ -23,6 +24,11 @@ def check_remat(policy: str, names: tuple[str, ...], offload: tuple[str, ...]) -
     """
     if policy not in POLICIES:
         raise ConfigError(f"unknown remat.policy {policy!r}; known: {', '.join(POLICIES)}")
+    for key, given in (("names", names), ("offload", offload)):
+        # A text is a sequence of letters, of which the first would be called an unknown tensor.
+        if not isinstance(given, tuple | list):
+            word = given if isinstance(given, str) else "query"
+            raise ConfigError(refusal(f"remat.{key}", "a tuple of tensors", given, f"({word!r},)"))
     for key, given, known in (("names", names, TENSOR_NAMES), ("offload", offload, (BLOCK_INPUT, *TENSOR_NAMES))):
         unknown = [name for name in given if name not in known]
         if unknown:

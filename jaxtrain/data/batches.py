@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxtrain.errors import DataError
+from jaxtrain.config.arguments import check_kind, check_whole, refusal
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.runtime.card import card
 from jaxtrain.runtime.cores import usable_cores
 from jaxtrain.runtime.tree_path import path_name
 
@@ -41,6 +43,13 @@ class Batches:
 
     Raises:
         DataError: `rows` is not a dataset with an index, or is empty.
+        ConfigError: The batch size, the seed, `shuffle` or `workers` is of another type or out of range.
+
+    Example:
+        >>> batches = jt.Batches(rows, 8, seed=0, shuffle=True)
+        >>> {name: leaf.shape for name, leaf in batches.spec().items()}
+        {'inputs': (8, 4), 'targets': (8,)}
+        >>> batch = step.loader(batches)(1000)  # batch 1000, at once
     """
 
     def __init__(
@@ -55,7 +64,13 @@ class Batches:
         # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
         from jaxtrain.data.rows import Rows, training_order
 
-        _check_rows(rows)
+        check_rows(rows, what="Batches", write="Batches(jaxtrain.ArrayRows({...}), ...)")
+        example = "Batches(rows, 32, seed=0, shuffle=True)"
+        global_batch_size = check_whole(global_batch_size, what="Batches: global_batch_size", least=1, write=example)
+        seed = check_whole(seed, what="Batches: seed", least=None, write=example)
+        check_kind(shuffle, bool, what="Batches: shuffle", takes="True or False", write=example)
+        if workers is not None:
+            workers = check_whole(workers, what="Batches: workers", least=1, write="workers=4, or None for all cores")
         if len(rows) == 0:
             raise DataError("the data has no rows; give data with at least one row")
         self._rows = rows
@@ -64,6 +79,19 @@ class Batches:
         self._workers = workers or default_workers()
         self._order = training_order(rows, seed) if shuffle else None
         self._example = jax.tree.map(lambda column: column[0], self._read(np.array([0])))
+
+    def __repr__(self) -> str:
+        kind = "held-out order" if self._order is None else "shuffled"
+        return f"Batches of {self._size:,} of {len(self._rows):,} rows, {kind}: {', '.join(self._entries())}"
+
+    def _repr_html_(self) -> str:
+        order = "as the rows are" if self._order is None else "shuffled, without end"
+        rows = f"{self._size:,} of {len(self._rows):,} rows"
+        return card("Batches", {"batch": rows, "order": order, "entries": ", ".join(self._entries())})
+
+    def _entries(self) -> list[str]:
+        leaves = jax.tree_util.tree_leaves_with_path(self.spec())
+        return [f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._size)
@@ -98,10 +126,16 @@ class Batches:
 
         Returns:
             Global arrays in these shardings; this process has read only the rows of its own devices, each once.
+
+        Raises:
+            ConfigError: There is no batch of this number, or an entry has no sharding.
+            DataError: What is read is not what the first row says.
         """
-        assert k >= 0, k
-        assert self._order is not None or k < len(self), k
+        k = check_whole(k, what="Batches.load: k", least=0, write="batches.load(0, shardings)")
+        if self._order is None and k >= len(self):
+            raise ConfigError(f"there is no batch {k}: the rows in order make the batches 0 to {len(self) - 1}")
         spec = self.spec()
+        self._check_shardings(spec, shardings)
         shardings = jax.tree.broadcast({name: shardings[name] for name in spec}, spec)
         needed = _needed_rows(spec, shardings)
         local = self._load_rows(k, needed)
@@ -118,6 +152,15 @@ class Batches:
             spec,
             shardings,
         )
+
+    def _check_shardings(self, spec: Mapping[str, Any], shardings: Any) -> None:
+        """Raises a ConfigError where an entry has no sharding."""
+        write = "batches.load(k, step.batch_shardings(batches.spec()))"
+        if not isinstance(shardings, Mapping):
+            raise ConfigError(refusal("Batches.load: shardings", "a sharding per entry", shardings, write))
+        missing = [name for name in spec if name not in shardings]
+        if missing:
+            raise ConfigError(f"Batches.load: there is no sharding of the entry {missing[0]!r}; write {write}")
 
     def _load_rows(self, k: int, needed: np.ndarray) -> Batch:
         positions = k * self._size + needed
@@ -146,18 +189,27 @@ def default_workers() -> int:
     return min(usable_cores(), _MAX_WORKERS)
 
 
-def _check_rows(rows: Any) -> None:
-    """Raises a DataError where `rows` is not a dataset with an index."""
+def check_rows(rows: Any, *, what: str, write: str) -> None:
+    """Raises an error where `rows` is not a dataset with an index.
+
+    Args:
+        rows: What was given.
+        what: What takes them.
+        write: How a dict of arrays is written there.
+
+    Raises:
+        DataError: It is something else.
+    """
     if isinstance(rows, Mapping):
         raise DataError(
-            f"Batches takes rows with an index, not a dict of {', '.join(map(str, rows)) or 'nothing'}; "
-            "write Batches(jaxtrain.ArrayRows({...}), ...)"
+            f"{what} takes rows with an index, not a dict of {', '.join(map(str, rows)) or 'nothing'}; write {write}"
         )
     import grain
 
     if not isinstance(rows, grain.MapDataset):
+        source = "data.train (or data.validation), " if type(rows).__name__ == "Data" else ""
         raise DataError(
-            f"Batches takes rows with an index (a grain.MapDataset), not {_kind(rows)}; write "
+            f"{what} takes rows with an index (a grain.MapDataset), not {_kind(rows)}; write {source}"
             "jaxtrain.ArrayRows({'inputs': ..., 'targets': ...}) or grain.MapDataset.source(rows)"
         )
 

@@ -2,14 +2,15 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
 import jax
 
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.data.batches import Batch
+from jaxtrain.errors import ConfigError
 
 _DEPTHS = (2, 16)
 _BYTES = 64 * 2**20
@@ -28,10 +29,8 @@ def queue_depth(spec: Mapping[str, Any]) -> int:
     return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
 
 
-def prefetch(
-    load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2
-) -> Generator[tuple[Batch, float], None, None]:
-    """Yields batches start to stop - 1 in order, each with the seconds the consumer waited for it.
+def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2) -> Generator[Batch, None, None]:
+    """Yields batches start to stop - 1 in order; a thread loads the next ones meanwhile.
 
     Closing the iterator stops the thread after the load that is under way.
 
@@ -42,16 +41,34 @@ def prefetch(
         depth: Largest number of batches that are prepared ahead; 0 loads in the consumer, without a thread.
 
     Yields:
-        The batch, and the seconds that the consumer waited for it.
+        Batch `start`, `start + 1`, ..., `stop - 1`, as `load` returns them.
 
     Raises:
+        ConfigError: `load` is no function, or a number is no whole number from 0.
         Exception: Whatever `load` raised, when its batch would be next.
+
+    Example:
+        >>> for batch in jt.prefetch(step.loader(batches), int(state.step), 3):
+        ...     state, metrics = step(state, batch)
+        >>> int(state.step)
+        3
     """
+    # Checked here and not at the first batch: the body of a generator runs only then.
+    if not callable(load):
+        raise ConfigError(
+            refusal("prefetch", "a function k -> batch k", load, "prefetch(step.loader(batches), start, stop)")
+        )
+    example = "prefetch(load, 0, 100)"
+    start = check_whole(start, what="prefetch: start", least=0, write=example)
+    stop = check_whole(stop, what="prefetch: stop", least=0, write=example)
+    depth = check_whole(depth, what="prefetch: depth", least=0, write="depth=2")
+    return _load_ahead(load, start, stop, depth)
+
+
+def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int) -> Generator[Batch, None, None]:
     if depth == 0:
         for k in range(start, stop):
-            begin = time.perf_counter()
-            batch = load(k)
-            yield batch, time.perf_counter() - begin
+            yield load(k)
         return
 
     free = threading.Semaphore(depth)
@@ -74,12 +91,11 @@ def prefetch(
     thread.start()
     try:
         for _ in range(start, stop):
-            begin = time.perf_counter()
             batch, error = ready.get()
             if error is not None:
                 raise error
             free.release()
-            yield batch, time.perf_counter() - begin
+            yield batch
             # Released before the wait for the next one: a batch may be gigabytes of device memory.
             del batch
     finally:

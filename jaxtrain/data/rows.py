@@ -7,13 +7,14 @@ vectorised call, which costs microseconds per row, where Python calls for each r
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 
+from jaxtrain.config.arguments import check_kind, shown
 from jaxtrain.data.permutation import permuted
 from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
@@ -63,10 +64,19 @@ class ArrayRows(Rows):
             as a list.
 
     Raises:
-        DataError: There is no entry, a list cannot become an array, or the entries have different lengths.
+        DataError: There is no entry, an entry cannot become an array of numbers, or the entries have different lengths.
+
+    Example:
+        >>> rows = jt.ArrayRows({"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
+        >>> len(rows), rows[5]["inputs"].shape
+        (8, (4,))
+        >>> images = rows.map(lambda row: {**row, "inputs": row["inputs"].reshape(2, 2)})  # any transformation of grain
     """
 
     def __init__(self, columns: Row):
+        write = "ArrayRows({'inputs': x, 'targets': y})"
+        takes = "one array per entry"
+        check_kind(columns, Mapping, what="ArrayRows", takes=takes, write=write, error=DataError)
         columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
         lengths = {
             path_name(path): len(leaf) if leaf.ndim else None
@@ -79,6 +89,11 @@ class ArrayRows(Rows):
             raise DataError(f"every entry holds one value per row, but {shown} rows; give arrays of one length")
         super().__init__(next(iter(lengths.values())) or 0)
         self._columns = columns
+
+    @property
+    def columns(self) -> Row:
+        """The arrays, not copied."""
+        return self._columns
 
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
@@ -186,6 +201,77 @@ class ConcatenatedRows(Rows):
         return order
 
 
+class SelectedRows(Rows):
+    """Some of the rows of a `Rows`, read from it when they are asked for.
+
+    Args:
+        rows: All rows.
+        numbers: Which of them, int64 [num_rows].
+    """
+
+    def __init__(self, rows: Rows, numbers: np.ndarray):
+        super().__init__(len(numbers))
+        self._rows = rows
+        self._numbers = numbers
+
+    def gather(self, indices: np.ndarray) -> Row:
+        return self._rows.gather(self._numbers[indices % len(self)])
+
+
+class SelectedDataset(grain.MapDataset):
+    """Some of the rows of a dataset that is read row by row.
+
+    Args:
+        rows: All rows.
+        numbers: Which of them, int64 [num_rows].
+    """
+
+    def __init__(self, rows: grain.MapDataset, numbers: np.ndarray):
+        super().__init__()
+        self._rows = rows
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        # The epoch goes on into the index, so that random transformations draw other numbers in each.
+        return self._rows[int(self._numbers[index % len(self)]) + index // len(self) * len(self._rows)]
+
+
+def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
+    """Splits rows at random, the same way whenever their number and the seed are the same.
+
+    Args:
+        rows: Any finite rows with an index.
+        share: Share of the rows in the second part, between 0 and 1.
+        seed: Decides which rows these are.
+
+    Returns:
+        The two parts, which have no row in common and are not empty.
+
+    Raises:
+        DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
+    """
+    if _has_own_order(rows):
+        raise DataError(
+            f"validation={share:g} would take rows out of a weighted mixture; give the rows for validation themselves"
+        )
+    count = max(1, round(len(rows) * share))
+    if count >= len(rows):
+        raise DataError(
+            f"validation={share:g} of {len(rows)} rows leaves none to train on; give more rows, or a smaller share"
+        )
+    order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
+    # Each part in the order of the rows, so that a file is read forwards.
+    train, validation = np.sort(order[count:]), np.sort(order[:count])
+    if isinstance(rows, Rows):
+        return SelectedRows(rows, train), SelectedRows(rows, validation)
+    return SelectedDataset(rows, train), SelectedDataset(rows, validation)
+
+
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
     """Returns the endless training order of rows.
 
@@ -238,9 +324,15 @@ def _check_weights(parts: Sequence[Rows], weights: Sequence[float]) -> None:
 
 def _array(path: Any, value: Any) -> np.ndarray:
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
     except ValueError:
         raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
+    if array.dtype.kind in "OUSMm":
+        raise DataError(
+            f"{path_name(path)} holds {shown(array.flat[0]) if array.size else array.dtype}, which no device can take; "
+            "give an array of numbers (ids for text and classes)"
+        )
+    return array
 
 
 def _row_kind(rows: Rows) -> str:

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats, get_policy
 from jaxtrain.train.given_state import check_not_donated
+from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 
 # (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T]
@@ -41,6 +43,11 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: only the k most likely tokens; None: all.
         top_p: only the most likely tokens whose probabilities sum to p (nucleus, Holtzman et al. 2019); None: all.
+
+    Example:
+        >>> jt.Sampling(temperature=0)  # greedy
+        Sampling(temperature=0, top_k=None, top_p=None)
+        >>> nucleus = jt.Sampling(temperature=0.7, top_p=0.9)
     """
 
     temperature: float = 0.8
@@ -166,14 +173,24 @@ def generate_text(
 
     Raises:
         ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
-            `new_tokens` is below 1, or prompt and continuation exceed its positions.
+            `new_tokens` is below 1, prompt and continuation exceed its positions, or another argument is of another
+            type.
+
+    Example:
+        >>> from jaxtrain.data.tokenizer import ByteTokenizer
+        >>> sharded = jt.shard_model(text_model)
+        >>> params, _ = jax.jit(sharded.init)(jax.random.key(0))
+        >>> texts = jt.generate_text(
+        ...     sharded, params, ByteTokenizer(), ["To be"], new_tokens=2, sampling=jt.Sampling(temperature=0.7)
+        ... )
+        >>> texts[0].startswith("To be")
+        True
     """
+    _check_call(step, params, tokenizer, prompts, sampling, seed)
     sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
     model = sharded_model.model
     if model.decoder is None:
         raise ConfigError(f"model {model.name} does not generate text")
-    if isinstance(prompts, str | bytes):
-        raise ConfigError(f"prompts is one text, {prompts[:20]!r}; use a list of texts: [{prompts[:20]!r}]")
     new_tokens = _checked_new_tokens(new_tokens)
     check_not_donated(params)
     if not len(prompts):
@@ -206,6 +223,26 @@ def generate_text(
         stop = np.flatnonzero(new == tokenizer.end_of_text)
         texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
     return texts
+
+
+def _check_call(step: Any, params: Any, tokenizer: Any, prompts: Any, sampling: Any, seed: Any) -> None:
+    """Raise where an argument of `generate_text` is of another type."""
+    write = "generate_text(step, ...), or generate_text(shard_model(model), ...)"
+    check_kind(step, (TrainStep, ShardedModel), what="generate_text", takes="a train step", write=write)
+    if isinstance(params, TrainState) or params is None:
+        raise ConfigError(refusal("generate_text: params", "parameters", params, "state.params"))
+    if isinstance(prompts, str | bytes):
+        raise ConfigError(f"prompts is one text, {prompts[:20]!r}; use a list of texts: [{prompts[:20]!r}]")
+    what, takes, write = "generate_text: prompts", "a list of texts", "['Once upon a time']"
+    check_kind(prompts, Sequence, what=what, takes=takes, write=write)
+    for prompt in prompts:
+        check_kind(prompt, str, what=what, takes=takes, write=write)
+    if not callable(getattr(tokenizer, "encode", None)) or not callable(getattr(tokenizer, "decode", None)):
+        raise ConfigError(refusal("generate_text: tokenizer", "a tokenizer", tokenizer, "data.tokenizer"))
+    temperature = sampling if _is_number(sampling) else 0.8
+    write = f"sampling=Sampling(temperature={temperature})"
+    check_kind(sampling, Sampling, what="generate_text: sampling", takes="a record", write=write)
+    check_whole(seed, what="generate_text: seed", least=None, write="seed=0")
 
 
 def _checked_new_tokens(new_tokens: int) -> int:

@@ -8,6 +8,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
+from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
 
 # The mesh axes that shard one dim, as in a PartitionSpec; None: the dim is not sharded.
@@ -48,6 +49,58 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "activation_mlp": ("tensor",),
     "activation_vocab": ("tensor",),
 }
+"""Logical axis -> the mesh axes that shard it; `rules` of `make_train_step` adds to it and replaces single rows.
+
+An axis that is not in the table has no rule, and naming it is an error; an empty row shards over nothing.
+
+Example:
+    >>> jt.DEFAULT_RULES["batch"]
+    ('data', 'fsdp', 'expert')
+    >>> jt.DEFAULT_RULES["mlp"]
+    ('tensor',)
+"""
+
+
+def check_axes(axes: object, *, what: str, write: str = "{'layer/kernel': ('embed', 'mlp')}") -> None:
+    """Raises an error where something is no table of logical axes.
+
+    Args:
+        axes: What was given.
+        what: Name of the argument, for the message.
+        write: How such a table is written.
+
+    Raises:
+        ConfigError: It is no mapping, or a row is no tuple.
+    """
+    takes = "a dict from path to the logical name of each dim"
+    check_kind(axes, Mapping, what=what, takes=takes, write=write)
+    assert isinstance(axes, Mapping)
+    for path, row in axes.items():
+        if not isinstance(row, tuple):
+            example = f"{{{path!r}: ({row!r},)}}" if isinstance(row, str) else write
+            raise ConfigError(refusal(f"{what}: {path}", "a tuple with the name of each dim", row, example))
+
+
+def check_rules(rules: object, *, what: str) -> None:
+    """Raises an error where something is no table of sharding rules.
+
+    Args:
+        rules: What was given; None stands for the default rules.
+        what: Name of the argument, for the message.
+
+    Raises:
+        ConfigError: It is no mapping, or a row is no tuple of mesh axes.
+    """
+    if rules is None:
+        return
+    write = f"{what}={{'mlp': ('tensor',)}}"
+    takes = "a dict from logical axis to mesh axes"
+    check_kind(rules, Mapping, what=what, takes=takes, write=write)
+    assert isinstance(rules, Mapping)
+    for name, axes in rules.items():
+        if not isinstance(axes, tuple | list):
+            example = f"{what}={{{name!r}: ({axes!r},)}}" if isinstance(axes, str) else write
+            raise ConfigError(refusal(f"{what}: {name}", "a tuple of mesh axes", axes, example))
 
 
 def entry_axes(entry: Entry) -> tuple[str, ...]:

@@ -117,6 +117,19 @@ def with_parameters(layout: Layout, params: Params) -> Layout:
     return replace(layout, parameters=found)
 
 
+def layout_of_part(layout: Layout, name: str, axes: AxesTable) -> Layout:
+    """The layout of a model that is a part of another one, whose paths begin with the part's name.
+
+    Args:
+        layout: of the whole.
+        name: of the part: "teacher" for parameters `teacher/...`.
+        axes: the part's own table.
+    """
+    prefix = f"{name}/"
+    known = {path.removeprefix(prefix): specs for path, specs in layout.parameters.items() if path.startswith(prefix)}
+    return replace(layout, axes=axes, parameters=known)
+
+
 def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> ParameterSpecs:
     """The specs of a parameter, without the axes that the code being traced handles itself.
 
@@ -321,7 +334,8 @@ def gather_parameters(
         params: a tree of parameters.
         prefix: path of the tree inside the model ("blocks").
         num_layers: given when the leaves are one layer of parameters stored with a leading dim of this size.
-        skip: top-level sub-trees of `params` that are left as stored (they are gathered inside their own scans).
+        skip: sub-trees of `params` ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their
+            own scans).
     """
     layout = _layout.get()
     if layout is None or layout.mesh.shape["fsdp"] == 1:
@@ -329,7 +343,7 @@ def gather_parameters(
 
     def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         name = path_name(path)
-        if name.split("/")[0] in skip:
+        if any(name == one or name.startswith(f"{one}/") for one in skip):
             return leaf
         full = f"{prefix}/{name}" if prefix else name
         if num_layers is None:
@@ -364,13 +378,15 @@ def _gather(x: jax.Array, gathered: NamedSharding, stored: NamedSharding, *, sum
     pipeline stage must not do.
     """
 
-    @jax.custom_vjp
-    def gather(x: jax.Array) -> jax.Array:
+    def place(x: jax.Array) -> jax.Array:
         # As stored first, or the compiler gathers what x was cast from: twice the bytes, and a copy in float32.
         return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), gathered)
 
+    gather = jax.custom_vjp(place)
+
+    # `place` and not `gather`, so that a gradient can be differentiated forward (the curvature that Sophia takes).
     def forward(x: jax.Array) -> tuple[jax.Array, None]:
-        return gather(x), None
+        return place(x), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
         if sum_first:

@@ -1,7 +1,8 @@
 """What users see of a run: phases with their time, one bar or one line per logged row, and the result.
 
 Phases and progress are written to standard error, results (a sample, the summary) to standard output, so that the file
-of `jaxtrain sample ... > file` holds only the sample.
+of `jaxtrain sample ... > file` holds only the sample. A notebook shows standard error as an error: there, phases and
+progress are one output below the cell, which is updated.
 """
 
 import os
@@ -14,7 +15,9 @@ from typing import Any, TextIO
 
 from jaxtrain.metrics.eta import RemainingTime, Trend
 from jaxtrain.metrics.format import format_clock, format_count, format_duration
+from jaxtrain.metrics.notebook_view import NotebookView
 from jaxtrain.metrics.terminal import LiveView
+from jaxtrain.runtime.notebook import in_notebook
 
 _SLOW_PHASE_SECONDS = 2.0
 
@@ -31,15 +34,15 @@ class Phase:
 
 
 class Progress:
-    """Shows the progress of a run: live on a terminal, as plain lines elsewhere.
+    """Shows the progress of a run: live on a terminal and in a notebook, as plain lines elsewhere.
 
     Only the first process prints.
 
     Args:
         process_index: index of the JAX process; only process 0 prints.
         live: True for a bar with the terminal's control codes, False for plain lines; None: a bar where standard error
-            is a terminal and neither NO_COLOR nor CI is set.
-        errors: stream for phases and progress; None: standard error.
+            is a terminal and neither NO_COLOR nor CI is set, or in a notebook.
+        errors: stream for phases and progress; None: standard error, in a notebook the output of the cell.
         output: stream for results; None: standard output.
     """
 
@@ -52,10 +55,13 @@ class Progress:
         output: TextIO | None = None,
     ):
         self.silent = process_index != 0
-        self._errors = errors if errors is not None else sys.stderr
+        notebook = errors is None and in_notebook()
+        self._errors = errors if errors is not None else sys.stdout if notebook else sys.stderr
         self._output = output if output is not None else sys.stdout
-        is_live = _wants_live(self._errors) if live is None else live
-        self._view = LiveView(self._errors) if is_live and not self.silent else None
+        is_live = notebook or _wants_live(self._errors) if live is None else live
+        self._view: LiveView | NotebookView | None = None
+        if is_live and not self.silent:
+            self._view = NotebookView() if notebook else LiveView(self._errors)
         self._remaining: RemainingTime | None = None
         self._losses = Trend()
         self._total_steps = 0

@@ -81,7 +81,7 @@ class Meter:
             step: steps done by all processes of the run so far; the count of tokens or examples follows from it.
             loss: of the step.
             grad_norm: global norm of the gradients before clipping.
-            learning_rate: of the step; None where the optimizer alone knows it.
+            learning_rate: of the step; None where it is not known.
             skipped_steps: steps with non-finite gradients so far.
             device_memory_bytes: peak memory of a device, in bytes; None where it is not known.
             more: metrics of the task, appended.

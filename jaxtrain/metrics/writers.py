@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 import numpy as np
 
+from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
@@ -68,6 +69,15 @@ class JsonlWriter:
 
     Args:
         path: the file of metrics.
+
+    Raises:
+        ConfigError: a path, a step or a value of another type.
+
+    Example:
+        >>> with jt.JsonlWriter("runs/mine/metrics.jsonl") as writer:
+        ...     writer.scalars(1, {"loss": 2.5})
+        >>> print(writer.path.read_text(), end="")
+        {"step": 1, "loss": 2.5}
     """
 
     def __init__(self, path: str | Path):
@@ -81,16 +91,25 @@ class JsonlWriter:
         self.close()
 
     def scalars(self, step: int, values: Scalars) -> None:
-        self._append({"step": int(step)} | {name: plain_number(value) for name, value in values.items()})
+        step, write = _checked_step(step), "writer.scalars(int(state.step), {'loss': float(metrics['loss'])})"
+        check_kind(values, Mapping, what="JsonlWriter.scalars: values", takes="a dict of numbers", write=write)
+        for name, value in values.items():
+            if value is not None and np.ndim(value):
+                what = f"JsonlWriter.scalars: {name!r}"
+                raise ConfigError(refusal(what, "one number", value, "float(...) of one entry, or a name per entry"))
+        self._append({"step": step} | {name: plain_number(value) for name, value in values.items()})
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._append({"step": int(step), name: text})
+        write = "writer.text(1, 'sample', 'Once upon a time')"
+        check_kind(text, str, what="JsonlWriter.text: text", takes="a text", write=write)
+        self._append({"step": _checked_step(step), name: text})
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of steps after `step`, and incomplete lines; the file is replaced atomically.
 
         A run that resumes at `step` repeats the later steps, so that rows from before would be in the file twice.
         """
+        step = _checked_step(step)
         self.close()
         if not self.path.exists():
             return
@@ -111,6 +130,10 @@ class JsonlWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", buffering=1, encoding="utf-8")
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def _checked_step(step: Any) -> int:
+    return check_whole(step, what="JsonlWriter: step", least=0, write="int(state.step)")
 
 
 class TensorBoardWriter:

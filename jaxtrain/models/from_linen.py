@@ -7,12 +7,14 @@ from typing import Any
 
 import flax.errors
 import jax
-from flax import linen
+from flax import linen, nnx
 from flax.linen.module import InterceptorContext
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
+from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, ModelState, Params
 
@@ -64,13 +66,26 @@ def from_linen(
     Raises:
         ConfigError: `module` is not a Linen module; or it holds dropout or batch norm, and no argument or field
             switches it between training and evaluation.
+
+    Example:
+        >>> model = jt.from_linen(linen.Dense(3), np.zeros((1, 4), np.float32), axes={"kernel": ("embed", "mlp")})
     """
     if not isinstance(module, linen.Module):
+        if isinstance(module, nnx.Module):
+            kind = type(module).__name__
+            write = f"from_nnx(lambda rngs: {kind}(..., rngs=rngs)) for a module of flax.nnx"
+            raise ConfigError(refusal("from_linen", "a module of flax.linen", module, write))
         given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         made = f"{module.__name__}()" if isinstance(module, type) else "Module()"
         raise ConfigError(
             f"from_linen takes a module of flax.linen, not {given}; write from_linen({made}, example_inputs)"
         )
+    if axes is not None:
+        check_axes(axes, what="from_linen: axes")
+    for leaf in jax.tree.leaves(example_inputs):
+        if getattr(leaf, "shape", None) is None or getattr(leaf, "dtype", None) is None:
+            takes, write = "inputs with shape and dtype", "np.zeros((1, 28, 28, 1), np.float32)"
+            raise ConfigError(refusal("from_linen: example_inputs", takes, leaf, write))
     taken = inspect.signature(type(module).__call__).parameters
     arguments = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in taken}
     own_fields = {field.name for field in dataclasses.fields(module)}

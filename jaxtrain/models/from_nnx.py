@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax.core import Tracer
 
+from jaxtrain.config.arguments import check_function, check_kind
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import shard_key
 from jaxtrain.models.layers import Linear
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params
@@ -133,20 +135,28 @@ def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check_maker(make: object) -> None:
+def check_maker(make: object, *, of: str) -> None:
     """Raise an error where `make` is not a function of the random streams alone.
+
+    Args:
+        make: what was given.
+        of: the function that takes it.
 
     Raises:
         ConfigError: says what was given, and how to write it.
     """
     kind = make if isinstance(make, type) else type(make)
-    write = f"write from_nnx(lambda rngs: {kind.__name__}(..., rngs=rngs))"
+    more = "" if of == "from_nnx" else ", ..."
+    write = f"write {of}(lambda rngs: {kind.__name__}(..., rngs=rngs){more})"
     if isinstance(make, nnx.Module):
+        raise ConfigError(f"{of} takes a function that builds the module, not an instance of {kind.__name__}; {write}")
+    if isinstance(make, linen.Module) or issubclass(kind, linen.Module):
+        write = f"write from_linen({kind.__name__}(...), example_inputs)"
         raise ConfigError(
-            f"from_nnx takes a function that builds the module, not an instance of {kind.__name__}; {write}"
+            f"{of} takes a function that builds a module of flax.nnx, not {kind.__name__} of Linen; {write}"
         )
     if not callable(make):
-        raise ConfigError(f"from_nnx takes a function rngs -> module, not {kind.__name__} {str(make)[:60]!r}")
+        raise ConfigError(f"{of} takes a function rngs -> module, not {kind.__name__} {str(make)[:60]!r}")
     try:
         # Flax's metaclass hides what a class takes.
         signature = inspect.signature(functools.partial(make.__init__, None) if isinstance(make, type) else make)
@@ -156,9 +166,9 @@ def _check_maker(make: object) -> None:
         signature.bind(None)
     except TypeError:
         name = getattr(make, "__name__", kind.__name__)
-        write = f"write from_nnx(lambda rngs: {name}(..., rngs=rngs))"
+        write = f"write {of}(lambda rngs: {name}(..., rngs=rngs){more})"
         raise ConfigError(
-            f"from_nnx calls {name} with the random streams alone, but it takes {signature}; {write}"
+            f"{of} calls {name} with the random streams alone, but it takes {signature}; {write}"
         ) from None
 
 
@@ -191,9 +201,20 @@ def from_nnx(
             holds an array in a plain container.
 
     Example:
-        >>> model = from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
+        >>> model = jt.from_nnx(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
     """
-    _check_maker(make)
+    check_maker(make, of="from_nnx")
+    if axes is not None:
+        check_axes(axes, what="from_nnx: axes")
+    if call is not None:
+        takes, write = (
+            "a function (module, inputs, key, train) -> outputs",
+            "call=lambda module, inputs, key, train: ...",
+        )
+        check_function(call, what="from_nnx: call", takes=takes, write=write)
+    takes = "a tuple of top-level names of parameters"
+    write = f"gathers_itself=({gathers_itself!r},)" if isinstance(gathers_itself, str) else "gathers_itself=('blocks',)"
+    check_kind(gathers_itself, tuple, what="from_nnx: gathers_itself", takes=takes, write=write)
     make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     if not isinstance(abstract, nnx.Module):

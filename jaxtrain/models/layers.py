@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config.arguments import refusal
 from jaxtrain.config.models import RopeScaling
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import row_numbers
 from jaxtrain.models.initializers import Initializer
 from jaxtrain.ops.linear import linear
@@ -90,7 +92,20 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
     Returns:
         The shape and dtype of x.
+
+    Raises:
+        ConfigError: a rate that is no number from 0 to below 1, or a key that is none.
+
+    Example:
+        >>> jt.dropout(jnp.ones((2, 4)), 0.5, None).tolist()  # without a key: evaluation
+        [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+        >>> dropped = jt.dropout(jnp.ones((2, 4)), 0.5, jax.random.key(0))
     """
+    write = "dropout(x, 0.1, key) with key=jax.random.key(0)"
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise ConfigError(refusal("dropout: rate", "a number from 0 to below 1", rate, write))
+    if key is not None and not isinstance(key, jax.Array):
+        raise ConfigError(refusal("dropout: key", "a random key, or None", key, write))
     if rate == 0 or key is None:
         return x
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(x.shape[0]))

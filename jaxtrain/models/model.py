@@ -6,10 +6,14 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxtrain.config.arguments import check_functions, check_kind, check_whole, refusal
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.described import parameters_table, parameters_text
+from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import path_name, shard_key
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
+from jaxtrain.runtime.card import card
 
 Params = dict[str, Any]
 ModelState = dict[str, Any]
@@ -84,9 +88,18 @@ class DrawsByRow:
 
     Attributes:
         function: what is called.
+
+    Example:
+        >>> def call(module, inputs, key, train):
+        ...     return jt.dropout(module(inputs), 0.1, key if train else None)
+        >>> model = jt.from_nnx(lambda rngs: nnx.Linear(4, 3, rngs=rngs), call=jt.DrawsByRow(call))
     """
 
     function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigError(refusal("DrawsByRow", "a function of a model", self.function, "DrawsByRow(call)"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -100,6 +113,20 @@ class Parts:
         stack: top-level key of params whose leaves have a leading dim [num_layers].
         num_layers: of the stack.
         embed, layers, head: pure functions; see their protocols.
+
+    Example:
+        >>> def layers(stack, carry, inputs, *, first_layer, key, train):
+        ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), carry, stack["w"])[0]
+        >>> parts = jt.Parts(
+        ...     stack="blocks",
+        ...     num_layers=2,
+        ...     embed=lambda params, inputs, *, key, train: inputs,
+        ...     layers=layers,
+        ...     head=lambda params, carry, *, train: carry @ params["head"],
+        ... )
+        >>> init = lambda key: {"blocks": {"w": jnp.ones((2, 4, 4))}, "head": jnp.ones((4, 3))}
+        >>> jt.count_parameters(jt.from_functions(init, parts=parts))
+        44
     """
 
     stack: str
@@ -107,6 +134,17 @@ class Parts:
     embed: Embed
     layers: Layers
     head: Head
+
+    def __post_init__(self) -> None:
+        takes = "the top-level name of the stack in params"
+        check_kind(self.stack, str, what="Parts: stack", takes=takes, write="stack='blocks'")
+        check_whole(self.num_layers, what="Parts: num_layers", least=1, write="num_layers=12")
+        calls = {
+            "embed": (self.embed, "embed(params, inputs, *, key, train) -> carry"),
+            "layers": (self.layers, "layers(stack, carry, inputs, *, first_layer, key, train) -> carry"),
+            "head": (self.head, "head(params, carry, *, train) -> outputs"),
+        }
+        check_functions(calls, of="Parts", write="Parts('blocks', 12, embed, layers, head)")
 
 
 @dataclass(frozen=True)
@@ -121,8 +159,8 @@ class Model:
             changes without a gradient (batch statistics); params come in the compute dtype.
         axes: parameter path (or pattern with `*`) -> logical axis names, one for each dim; paths left out are sharded
             by the default rule.
-        gathers_itself: top-level sub-trees of params whose shards `apply` gathers itself, one layer at a time; the step
-            gathers all others before `apply`.
+        gathers_itself: sub-trees of params ("blocks") whose shards `apply` gathers itself, one layer at a time; the
+            step gathers all others before `apply`.
         decoder: generation, for models that have it.
         parts: the model partitioned for a pipeline; None: it runs with parallel.pipe=1 only.
         has_experts: whether it has parameters that the `expert` axis can shard.
@@ -132,6 +170,14 @@ class Model:
         num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.
         remat: the remat policy that the model was built with; None: none.
         rebuild: builds the model again with another remat policy; None: not possible.
+
+    Example:
+        >>> def init(key):
+        ...     return {"w": jax.random.normal(key, (4, 3))}, {"count": jnp.int32(0)}
+        >>> def apply(params, model_state, inputs, *, key, train):
+        ...     return inputs @ params["w"], {"count": model_state["count"] + 1}
+        >>> model = jt.Model("counts", init, apply, axes={"w": ("embed", "mlp")})
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
     """
 
     name: str
@@ -147,6 +193,29 @@ class Model:
     num_outputs: int | None = None
     remat: Remat | None = None
     rebuild: "Rebuild | None" = None
+
+    def __post_init__(self) -> None:
+        write = "Model('mine', init, apply), or from_functions(init, apply) for functions without state"
+        check_kind(self.name, str, what="Model: name", takes="a text", write=write)
+        calls = {
+            "init": (self.init, "init(key) -> (params, model_state)"),
+            "apply": (self.apply, "apply(params, model_state, inputs, *, key, train) -> (outputs, model_state)"),
+        }
+        check_functions(calls, of="Model", write=write)
+        check_axes(self.axes, what=f"axes of the model {self.name}")
+
+    def __repr__(self) -> str:
+        return f"Model {self.name!r}: {parameters_text(_drawn(self)[0])}"
+
+    def _repr_html_(self) -> str:
+        params, model_state = _drawn(self)
+        facts = {
+            "parameters": parameters_text(params),
+            "model_state": f"{len(jax.tree.leaves(model_state))} arrays" if model_state else None,
+            "pipeline": None if self.parts is None else f"{self.parts.num_layers} layers in {self.parts.stack}",
+            "generates": None if self.decoder is None else f"up to {self.decoder.max_length:,} tokens",
+        }
+        return card(repr(self).partition(":")[0], facts, body=parameters_table(params, axes=self.axes))
 
 
 @dataclass(frozen=True)
@@ -230,10 +299,11 @@ def from_functions(
         parts: the model partitioned for a pipeline.
 
     Raises:
-        ConfigError: not exactly one of `apply` and `parts`.
+        ConfigError: something that is no function, or not exactly one of `apply` and `parts`.
 
     Example:
-        >>> model = from_functions(lambda key: {"w": jax.random.normal(key, (4,))}, lambda p, x: x @ p["w"])
+        >>> init = lambda key: {"w": jax.random.normal(key, (4, 3))}
+        >>> model = jt.from_functions(init, lambda params, inputs: inputs @ params["w"])
     """
 
     if not callable(init) or not (apply is None or callable(apply)):
@@ -242,7 +312,13 @@ def from_functions(
             f"{type(init).__name__} and {type(apply).__name__}"
         )
     if (apply is None) == (parts is None):
-        raise ConfigError("from_functions takes apply or parts: give one of them")
+        raise ConfigError(
+            f"from_functions takes apply or parts, not {'neither' if apply is None else 'both'}; "
+            "write from_functions(init, apply)"
+        )
+    if parts is not None:
+        write = "parts=Parts('blocks', num_layers, embed, layers, head)"
+        check_kind(parts, Parts, what="from_functions: parts", takes="a record of parts", write=write)
 
     def apply_model(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
@@ -254,6 +330,28 @@ def from_functions(
     return Model(name, lambda key: (init(key), {}), applied, axes or {}, parts=parts)
 
 
+def _drawn(model: Model) -> tuple[Any, Any]:
+    """What `init` gives, as shapes; nothing where it fails, which a user sees when the model is used, not shown."""
+    try:
+        return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    except Exception:
+        return {}, {}
+
+
+def check_is_model(model: Any, *, what: str) -> None:
+    """Raise where something is no `Model`.
+
+    Args:
+        model: what was given.
+        what: the argument, for the message.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    write = f"{what}(step.model), or make a model with from_nnx, from_linen or from_functions"
+    check_kind(model, Model, what=what, takes="a jaxtrain.Model", write=write)
+
+
 def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter; nothing is allocated."""
     params, _ = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -261,5 +359,14 @@ def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def count_parameters(model: Model) -> int:
-    """Number of parameters, from shapes alone: nothing is allocated."""
+    """Number of parameters, from shapes alone: nothing is allocated.
+
+    Raises:
+        ConfigError: something that is no model.
+
+    Example:
+        >>> jt.count_parameters(model)
+        15
+    """
+    check_is_model(model, what="count_parameters")
     return sum(shape.size for shape in parameter_shapes(model).values())

@@ -1,9 +1,12 @@
 """A model's parameters with the kernels of its linear layers in 8-bit integers, for inference."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, Params
@@ -34,10 +37,14 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
             or belong to another model.
 
     Example:
-        >>> small = quantize(state.params, step.model)
-        >>> Evaluator(step)(dataclasses.replace(state, params=small, ema=None), batches)
+        >>> params, _ = jax.jit(text_model.init)(jax.random.key(0))
+        >>> small = jt.quantize(params, text_model)  # in place of params in `apply`, EvaluationState or generate_text
     """
-    if format not in FORMATS:
+    write = "quantize(state.params, step.model)"
+    check_kind(model, Model, what="quantize: model", takes="a jaxtrain.Model", write=write)
+    if not isinstance(params, Mapping):
+        raise ConfigError(refusal("quantize: params", "the parameters of the model", params, write))
+    if not isinstance(format, str) or format not in FORMATS:
         raise ConfigError(f"no quantized format {format!r}; known: {', '.join(FORMATS)}")
     if not model.linears:
         raise ConfigError(

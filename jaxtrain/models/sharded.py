@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import flax.errors
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.config.arguments import refusal, shown
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
 from jaxtrain.layout.sharding import (
     Layout,
@@ -23,6 +26,7 @@ from jaxtrain.models.context import model_context
 from jaxtrain.models.model import Apply, Model, ModelState, Params, PartsApply, key_for
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.runtime.card import card
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,13 @@ class ShardedModel:
         abstract_params: the parameters as `ShapeDtypeStruct`s in the dtypes that they are stored in, with their
             shardings: pass them to `Checkpointer.restore` as its target.
         abstract_model_state: the same for `model_state` (values that change without a gradient); it is replicated.
+
+    Example:
+        >>> sharded = jt.shard_model(model)
+        >>> def forward(params, inputs):
+        ...     return sharded.apply(params, {}, inputs, key=None, train=False)[0]
+        >>> jax.jit(forward)(state.params, np.ones((8, 4), np.float32)).shape
+        (8, 3)
     """
 
     model: Model
@@ -49,6 +60,22 @@ class ShardedModel:
     init: Callable[[jax.Array], tuple[Params, ModelState]]
     abstract_params: Params
     abstract_model_state: ModelState
+
+    def __repr__(self) -> str:
+        return f"ShardedModel {self.model.name!r}: {self.summary}"
+
+    def _repr_html_(self) -> str:
+        return card(f"ShardedModel {self.model.name!r}", {"": self.summary}, body=self.parameters_html())
+
+    @property
+    def summary(self) -> str:
+        """Parameters, mesh and number formats in words."""
+        parameters = parameters_text(self.abstract_params)
+        return f"{parameters}, {mesh_text(self.mesh)}, {self.policy.name}"
+
+    def parameters_html(self) -> str:
+        """A table of the parameters, with the mesh axes that each is sharded over."""
+        return parameters_table(self.abstract_params, layout=self.layout)
 
     @property
     def mesh(self) -> Mesh:
@@ -83,6 +110,9 @@ class ShardedModel:
 
         Returns:
             Outputs, and the model_state after this batch.
+
+        Raises:
+            ConfigError: the model cannot be applied to such parameters or inputs; the model's own error is its cause.
         """
         return self._apply(self.model.apply, params, model_state, inputs, key=key, train=train)
 
@@ -108,9 +138,28 @@ class ShardedModel:
         compute = self.policy.compute_dtype
         # Inside a step the layout of the trace may leave out axes that the step handles itself.
         with contextlib.nullcontext() if current_layout() is not None else self.context():
+            if not jax.tree.leaves(params) and jax.tree.leaves(self.abstract_params):
+                write = "sharded.apply(params, model_state, inputs, key=None, train=False)"
+                raise ConfigError(refusal(f"the model {self.model.name}", "its parameters", params, write))
             params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
             key = key_for(self.model.apply, key)
-            return apply(params, model_state, cast_floats(inputs, compute), key=key, train=train)
+            inputs = cast_floats(inputs, compute)
+            try:
+                return apply(params, model_state, inputs, key=key, train=train)
+            except (TypeError, ValueError, KeyError, IndexError, AttributeError, flax.errors.FlaxError) as error:
+                raise ConfigError(_inapplicable(self.model, inputs, error)) from error
+
+
+def _inapplicable(model: Model, inputs: Any, error: Exception) -> str:
+    """The line for a model that fails on its inputs: these, the error that the model raised, and what helps."""
+    given = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(inputs)}
+    arrays = ", ".join(f"{name} {shown(leaf)}".strip() for name, leaf in given.items())
+    text = " ".join(str(error).split())[:160]
+    return (
+        f"the model {model.name} cannot be applied to inputs ({arrays.replace('an array ', '')}): "
+        f"{type(error).__name__}: {text}; write a model for such inputs, or give inputs of the shape and dtype that it "
+        "takes (the error before this one shows the line)"
+    )
 
 
 def stored_params(params: Params, policy: Policy, trainable: Callable[[str], bool] | None) -> Params:
@@ -154,7 +203,11 @@ def place_model(
 
     # Traced once for its shapes and for every program that creates parameters.
     init = jax.jit(lambda key: model.init(key), inline=True)
-    drawn, model_state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    created = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    if not isinstance(created, tuple) or len(created) != 2:
+        what, takes = f"init of the model {model.name}", "to return the pair (params, model_state)"
+        raise ConfigError(refusal(what, takes, created, "`return params, {}`, or use from_functions(init, apply)"))
+    drawn, model_state = created
     params = jax.eval_shape(lambda params: stored_params(params, policy, trainable), drawn)
     _check_table(params, model)
     layout = with_parameters(layout, params)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config.arguments import check_kind, check_whole
 from jaxtrain.layout.sharding import gather_parameters, platform
-from jaxtrain.models.from_nnx import building, from_dict, to_dict
+from jaxtrain.models.from_nnx import building, check_maker, from_dict, to_dict
 from jaxtrain.remat.policy import Remat
 
 
@@ -19,7 +20,20 @@ def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nn
         make: rngs -> one layer.
         num_layers: layers of the stack; each is initialised from its own key.
         rngs: random streams; `params` gives the keys.
+
+    Raises:
+        ConfigError: `make` is no function of the random streams, or another argument is of another type.
+
+    Example:
+        >>> stack = jt.make_stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 12, nnx.Rngs(0))
+        >>> stack.kernel.shape
+        (12, 4, 4)
     """
+    check_maker(make, of="make_stack")
+    example = "make_stack(make, 12, rngs)"
+    num_layers = check_whole(num_layers, what="make_stack: num_layers", least=1, write=example)
+    write = f"{example} with rngs=nnx.Rngs(0), or the rngs of the module around"
+    check_kind(rngs, nnx.Rngs, what="make_stack: rngs", takes="the random streams of a module", write=write)
     make = building(make)
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), num_layers)

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtrain.config.arguments import check_functions, check_kind
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.from_nnx import building, from_dict, linear_kernels, metadata_axes, to_dict
+from jaxtrain.layout.rules import check_axes
+from jaxtrain.models.from_nnx import building, check_maker, from_dict, linear_kernels, metadata_axes, to_dict
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, Rebuild
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat.policy import Remat
@@ -54,8 +56,34 @@ def from_stages(
         ConfigError: the module has no such stack, or it has variables that are not parameters.
 
     Example:
-        >>> model = from_stages(make, stack="blocks", embed=lambda m, tokens, key, train: m.embedding(tokens), ...)
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.blocks = jt.make_stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs)
+        ...         self.head = nnx.Linear(4, 3, rngs=rngs)
+        >>> model = jt.from_stages(
+        ...     Net,
+        ...     stack="blocks",
+        ...     embed=lambda net, inputs, key, train: inputs,
+        ...     block=lambda layer, carry, inputs, key, train: nnx.relu(layer(carry)),
+        ...     head=lambda net, carry, train: net.head(carry),
+        ... )
+        >>> model.parts.num_layers
+        2
     """
+    check_maker(make, of="from_stages")
+    takes = "the name of the attribute that holds the stack"
+    check_kind(stack, str, what="from_stages: stack", takes=takes, write="stack='blocks'")
+    calls = {
+        "embed": (embed, "(module, inputs, key, train) -> carry"),
+        "block": (block, "(block, carry, inputs, key, train) -> carry"),
+        "head": (head, "(module, carry, train) -> outputs"),
+    }
+    check_functions(calls, of="from_stages", write="from_stages(make, stack='blocks', embed=..., block=..., head=...)")
+    if axes is not None:
+        check_axes(axes, what="from_stages: axes")
+    if remat is not None:
+        write = f"remat=Remat({remat!r})" if isinstance(remat, str) else "remat=Remat('full')"
+        check_kind(remat, Remat, what="from_stages: remat", takes="a policy", write=write)
     make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, template, rest = nnx.split(abstract, nnx.Param, ...)

@@ -1,175 +1,22 @@
-"""Tasks: how a loss is computed from outputs and batch. A task adds nothing to a model and knows no mesh.
-
-A loss is a (weighted sum, weight) pair, normalised once by the global weight, so that accumulation, padding and
-every mesh give the same number. Shapes: B batch, L sequence, V vocabulary, C classes, O targets.
-"""
+"""The shipped tasks. Shapes: B batch, L sequence, V vocabulary, C classes, O targets."""
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.arguments import check_number, refusal, shown
 from jaxtrain.config.call import CalledTask
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.task import Batch, LogitsLoss, Task, TaskSums
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
 from jaxtrain.runtime.call import call_function, described
-
-Batch = Mapping[str, Any]
-Sums = dict[str, tuple[jax.Array, jax.Array]]
-# Weighted sum of the loss and its weight, float32 [], and metric sums.
-TaskSums = tuple[jax.Array, jax.Array, Sums]
-Loss = Callable[[Any, Batch], TaskSums]
-
-
-@dataclass(frozen=True)
-class LogitsLoss:
-    """A loss that takes `DeferredLogits` where outputs hold logits, and may differ in evaluation.
-
-    A `Task.loss` that is a plain function gets computed logits, and training and evaluation both call it.
-
-    Attributes:
-        train: as `Task.loss`.
-        evaluate: the same without terms that only training needs (z-loss).
-    """
-
-    train: Loss
-    evaluate: Loss
-
-    def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
-        return self.train(outputs, batch)
-
-
-@dataclass(frozen=True)
-class Task:
-    """How the outputs of a model are compared with a batch: the loss and its metrics.
-
-    Attributes:
-        name: for people and for `run.json`.
-        loss: (outputs, batch) -> (weighted sum float32 [], weight float32 [], metrics); each metric is name ->
-            (sum, weight) of its own, both scalars or vectors. A batch with `targets` always has `weights`; rows without
-            weights count 1. No gradient flows through the weight. If the loss is a `LogitsLoss`, it receives
-            `DeferredLogits` in place of logits.
-        batch_axes: batch key -> logical axes of its dims; keys left out have ("batch",) first and the rest replicated.
-        reads_weights: whether the loss uses the batch's `weights`. If not, evaluation removes the padding rows of the
-            last batch before it calls the loss.
-        num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
-            refused when it is read.
-    """
-
-    name: str
-    loss: Loss
-    batch_axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
-    reads_weights: bool = False
-    num_classes: Callable[[Any], int] | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not callable(self.loss):
-            raise ConfigError(
-                f"Task takes a name and a loss function, not {_shown(self.name)} and {_shown(self.loss)}; "
-                "write Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
-            )
-
-    @property
-    def evaluation(self) -> Loss:
-        """The loss that evaluation computes."""
-        return self.loss.evaluate if isinstance(self.loss, LogitsLoss) else self.loss
-
-    @property
-    def takes_deferred_logits(self) -> bool:
-        """Whether the loss takes `DeferredLogits` where outputs hold logits."""
-        return isinstance(self.loss, LogitsLoss)
-
-
-# What the step, a row of metrics.jsonl and the evaluator report by themselves.
-_RESERVED = (
-    *("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "learning_rate", "loss_scale"),
-    *("step", "tokens", "examples", "tokens_per_second", "examples_per_second", "step_seconds", "data_wait_seconds"),
-    *("model_flops_utilization", "device_memory_bytes", "perplexity"),
-)
-
-
-def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSums:
-    """Compute the loss of a task, its weight and its metrics, and check what the loss returned.
-
-    Args:
-        task: whose loss is computed.
-        outputs: of the model.
-        batch: its rows.
-        train: True in a train step, False in evaluation.
-
-    Returns:
-        Sum float32 [], weight float32 [], and (sum, weight) pairs.
-
-    Raises:
-        ConfigError: the loss returned something else.
-    """
-    found = (task.loss if train else task.evaluation)(outputs, _with_weights(batch))
-    wanted = f"the loss of task {task.name!r} must return (sum, weight, metrics)"
-    example = "return jnp.sum(losses), jnp.float32(losses.size), {}"
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        count = f"{len(found)} values" if isinstance(found, (tuple, list)) else _shown(found)
-        raise ConfigError(f"{wanted}, but it returned {count}; write `{example}`")
-    total, weight, metrics = found
-    for name, value in (("sum", total), ("weight", weight)):
-        if not _is_numeric(value) or jnp.shape(value) != ():
-            raise ConfigError(f"{wanted}, two numbers and a dict, but its {name} is {_shown(value)}; write `{example}`")
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(f"{wanted}, but its metrics are {_shown(metrics)}; write `{example}`")
-    for name, pair in metrics.items():
-        if name in _RESERVED:
-            raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which is reported already; rename it")
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(_is_numeric(value) for value in pair):
-            raise ConfigError(
-                f"metric {name!r} of task {task.name!r} must be a pair (sum, weight), not {_shown(pair)}; "
-                f"write {{{name!r}: (jnp.sum(values), jnp.float32(values.size))}}"
-            )
-    pairs = {name: (_as_array(value), _as_array(by)) for name, (value, by) in metrics.items()}
-    return jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32), pairs
-
-
-def divisor(weight: jax.Array) -> jax.Array:
-    """Choose what a sum is divided by to be a mean: float32 [], the weight (a negative one too), or 1 where it is 0."""
-    return jnp.where(weight != 0, weight, 1)
-
-
-def _with_weights(batch: Batch) -> Batch:
-    """Add `weights` of 1 to a batch without any, so that a loss finds them in training as in evaluation."""
-    targets = batch.get("targets")
-    if "weights" in batch or not isinstance(targets, (jax.Array, np.ndarray)) or not targets.ndim:
-        return batch
-    # As `data.Batches` has it: integer targets with more dimensions are one per token.
-    shape = targets.shape if jnp.issubdtype(targets.dtype, jnp.integer) else targets.shape[:1]
-    return {**batch, "weights": jnp.ones(shape, jnp.float32)}
-
-
-def _as_array(value: Any) -> jax.Array:
-    return jnp.asarray(value, jnp.float32)
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, (int, float, np.ndarray, np.generic, jax.Array))
-
-
-def _shown(value: Any) -> str:
-    """Show a value in an error message: its type and shape, never its numbers."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return f"an array {value.dtype.name}{list(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if value is None or isinstance(value, (str, int, float)):
-        return repr(value)
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if callable(value) and isinstance(getattr(value, "__name__", None), str):
-        return f"the function {value.__name__}"
-    return f"a {type(value).__name__}"
 
 
 def target_weights(batch: Batch) -> jax.Array:
@@ -183,8 +30,19 @@ def target_weights(batch: Batch) -> jax.Array:
         float32, of the shape of the targets.
 
     Raises:
-        ConfigError: no targets, or weights of another shape.
+        ConfigError: no batch with an array of targets, or weights of another shape.
+
+    Example:
+        >>> jt.target_weights({"targets": jnp.array([2, -100, 0])}).tolist()
+        [1.0, 0.0, 1.0]
     """
+    write = "target_weights({'inputs': x, 'targets': y})"
+    if not isinstance(batch, Mapping):
+        raise ConfigError(refusal("target_weights", "a batch", batch, write))
+    for name in ("targets", "weights"):
+        value = batch.get(name)
+        if value is not None and not isinstance(value, jax.Array | np.ndarray):
+            raise ConfigError(refusal(f"target_weights: {name}", "an array", value, write))
     weights, targets = _weights(batch), batch["targets"]
     return jnp.where(targets < 0, 0.0, weights) if jnp.issubdtype(targets.dtype, jnp.integer) else weights
 
@@ -223,7 +81,7 @@ def _checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.A
     elif isinstance(logits, (jax.Array, np.ndarray)):
         shape, dtype = logits.shape, logits.dtype
     else:
-        raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {_shown(logits)}")
+        raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {shown(logits)}")
     weights = target_weights(batch)
     targets = batch["targets"]
     if jnp.issubdtype(targets.dtype, jnp.integer):
@@ -275,9 +133,16 @@ def language_modeling(
         The task.
 
     Raises:
-        ConfigError: a block size for logits that are not partitioned.
+        ConfigError: a block size for logits that are not partitioned, or a weight that is no number.
+
+    Example:
+        >>> task = jt.language_modeling(z_loss=1e-4)
+        >>> task.batch_axes["targets"]
+        ('batch', 'sequence')
     """
     check_blocks(logits, block)
+    if z_loss is not None:
+        check_number(z_loss, what="language_modeling: z_loss", takes="a number or None", write="z_loss=1e-4")
 
     def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
@@ -309,6 +174,9 @@ def classification() -> Task:
 
     Returns:
         The task.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
     """
 
     def loss(outputs: Any, batch: Batch) -> TaskSums:
@@ -328,11 +196,14 @@ def regression() -> Task:
 
     Returns:
         The task.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.regression(), optax.adamw(1e-3))  # targets [B, 3]
     """
 
     def loss(outputs: Any, batch: Batch) -> TaskSums:
         if not isinstance(outputs, (jax.Array, np.ndarray)):
-            raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {_shown(outputs)}")
+            raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {shown(outputs)}")
         weights, targets = _weights(batch), batch["targets"]
         if not jnp.issubdtype(targets.dtype, jnp.integer) and not jnp.issubdtype(targets.dtype, jnp.floating):
             raise ConfigError(f"regression needs real targets, but they are {targets.dtype.name}; give float32")

@@ -2,6 +2,9 @@
 
 import optax
 
+from jaxtrain.config.arguments import refusal
+from jaxtrain.errors import ConfigError
+
 
 class ElementwiseTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation with the promise of `elementwise`."""
@@ -23,8 +26,16 @@ def elementwise(transformation: optax.GradientTransformation) -> ElementwiseTran
     Returns:
         The same transformation, declared.
 
+    Raises:
+        ConfigError: It is no optax transformation.
+
     Example:
-        >>> optimizer = jaxtrain.elementwise(optax.adamw(1e-3))
+        >>> optimizer = jt.elementwise(optax.adamw(1e-3))
     """
+    if not isinstance(transformation, optax.GradientTransformation):
+        name = getattr(transformation, "__name__", "adamw") if callable(transformation) else "adamw"
+        rate = transformation if isinstance(transformation, float) else "1e-3"
+        write = f"elementwise(optax.{name}({rate}))"
+        raise ConfigError(refusal("elementwise", "an optax transformation", transformation, write))
     accepts_more = optax.with_extra_args_support(transformation)
     return ElementwiseTransformation(accepts_more.init, accepts_more.update)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.config.schema import (
+from jaxtrain.config.optimizers import (
     AdafactorConfig,
     AdamWConfig,
     CalledOptimizer,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
-from jaxtrain.models.tasks import Batch, Sums, TaskSums, divisor
+from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
 from jaxtrain.parallel.reduction import DataReduction, sum_dtype
 from jaxtrain.parallel.traced import calls_back, traced
@@ -60,6 +60,7 @@ def compute_gradients(
     accumulation_steps: int,
     layout: Layout,
     zero: int = 0,
+    on_shards: bool = True,
 ) -> Gradients:
     """Compute the gradients of the mean loss, over all microbatches.
 
@@ -76,6 +77,8 @@ def compute_gradients(
         accumulation_steps: microbatches.
         layout: of the step.
         zero: ZeRO stage, see `DataReduction`.
+        on_shards: whether microbatches may be accumulated on shards of `data`, where the loss sees a shard's rows only
+            and draws random numbers of these shapes.
 
     Returns:
         The gradients, and the sums over the global batch.
@@ -87,7 +90,10 @@ def compute_gradients(
         )
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     arguments = (params, fixed, model_state, batch, key)
-    accumulate = _choose_accumulation(differentiate, arguments, accumulation_steps, layout, zero)
+    if on_shards:
+        accumulate = _choose_accumulation(differentiate, arguments, accumulation_steps, layout, zero)
+    else:
+        accumulate = _automatic(differentiate, accumulation_steps, layout, zero)
     total, model_state, (loss_sum, weight, metrics) = accumulate(*arguments)
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)

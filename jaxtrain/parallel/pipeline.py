@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import constrain_parameters
-from jaxtrain.models.tasks import TaskSums, divisor
+from jaxtrain.models.task import TaskSums, divisor
 from jaxtrain.parallel import stage as on_stage
 from jaxtrain.parallel.gradients import Gradients
 from jaxtrain.parallel.microbatches import Tree, batch_specs

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models.tasks import TaskSums
+from jaxtrain.models.task import TaskSums
 from jaxtrain.parallel import stage as on_stage
 from jaxtrain.parallel.microbatches import Tree, batch_specs
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode

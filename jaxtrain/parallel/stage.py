@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, path_name, use_layout
-from jaxtrain.models.tasks import TaskSums
+from jaxtrain.models.task import TaskSums
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule

@@ -1,12 +1,13 @@
 """Precision policies (the formats that parameters are stored in and computed in), and dynamic loss scaling for fp16."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.precision.quantized import QuantizedKernel
@@ -25,6 +26,10 @@ class Policy:
         matmul_precision: `jax.default_matmul_precision` of the step; None: the default of the backend.
         loss_scaled: Whether gradients need a dynamic loss scale.
         linear_format: Format in which the linear layers of blocks multiply (`ops/linear.py`); None: the compute dtype.
+
+    Example:
+        >>> mixed = jt.Policy("mine", jnp.float32, jnp.bfloat16, None)
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), policy=mixed)
     """
 
     name: str
@@ -33,6 +38,26 @@ class Policy:
     matmul_precision: str | None
     loss_scaled: bool = False
     linear_format: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("param_dtype", self.param_dtype), ("compute_dtype", self.compute_dtype)):
+            if not _is_floating(dtype):
+                raise ConfigError(refusal(f"Policy: {name}", "a floating-point dtype", dtype, f"{name}=jnp.bfloat16"))
+        try:
+            with jax.default_matmul_precision(self.matmul_precision):  # pyright: ignore[reportArgumentType] None too
+                pass
+        except ValueError:
+            takes = "highest, high, default, tensorfloat32, bfloat16, float32 or None"
+            raise ConfigError(
+                refusal("Policy: matmul_precision", takes, self.matmul_precision, "matmul_precision=None")
+            ) from None
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -73,10 +98,14 @@ def get_policy(policy: str | Policy) -> Policy:
 
     Raises:
         ConfigError: There is no policy of this name.
+
+    Example:
+        >>> jt.get_policy("bf16").compute_dtype.__name__
+        'bfloat16'
     """
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ConfigError(f"unknown precision policy {policy!r}; known: {', '.join(POLICIES)}")
     return POLICIES[policy]
 
@@ -112,7 +141,14 @@ class LossScaling:
         maximum: The scale never grows above this.
 
     Raises:
-        ConfigError: `initial` is not between `minimum` and `maximum`, or `growth_interval` is below 1.
+        ConfigError: A number is of another type, `initial` is not between `minimum` and `maximum`, or
+            `growth_interval` is below 1.
+
+    Example:
+        >>> scaling = jt.LossScaling(initial=1024, growth_interval=500)
+        >>> step = jt.make_train_step(
+        ...     model, jt.classification(), optax.adamw(1e-3), policy="fp16", loss_scaling=scaling
+        ... )
     """
 
     initial: float = 2.0**15
@@ -121,6 +157,11 @@ class LossScaling:
     maximum: float = 2.0**24
 
     def __post_init__(self) -> None:
+        for name, value in (("initial", self.initial), ("minimum", self.minimum), ("maximum", self.maximum)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(refusal(f"LossScaling: {name}", "a number", value, "LossScaling(initial=32768)"))
+        write = "growth_interval=2000"
+        check_whole(self.growth_interval, what="LossScaling: growth_interval", least=None, write=write)
         if not 0 < self.minimum <= self.initial <= self.maximum:
             raise ConfigError(
                 f"the loss scale starts at initial={self.initial:g}, outside minimum={self.minimum:g} to "

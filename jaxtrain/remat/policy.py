@@ -33,6 +33,14 @@ class Remat:
         names: tensors kept under policy names, out of `TENSOR_NAMES`.
         offload: tensors moved to the host's memory in the forward pass and back in the backward pass, under policies
             full and names, out of `TENSOR_NAMES` and `BLOCK_INPUT`.
+
+    Example:
+        >>> model = jt.build_model(
+        ...     {"kind": "transformer", "num_layers": 2, "embed_dim": 16, "num_heads": 2},
+        ...     input_shape=(8,),
+        ...     vocab_size=256,
+        ...     remat=jt.Remat("names", ("attention_output",)),
+        ... )
     """
 
     policy: str = "none"

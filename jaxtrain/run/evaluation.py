@@ -10,13 +10,16 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.tasks import Batch, Sums, Task, task_sums
+from jaxtrain.models.task import Batch, Sums, Task
+from jaxtrain.models.task_sums import calling_sums, task_sums
+from jaxtrain.run.evaluation_checks import check_evaluated, check_evaluation
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.batch import BatchFeed, is_placed
-from jaxtrain.train.checks import check_batch, check_task
+from jaxtrain.train.checks import check_task
 from jaxtrain.train.given_state import InitialState, check_batch_not_deleted, check_consistent, check_not_donated
-from jaxtrain.train.parallelism import Parallelism, make_pipeline, microbatches
+from jaxtrain.train.parallelism import Parallelism, check_stages, make_pipeline, microbatches
 from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
 from jaxtrain.train.step import TrainStep
@@ -38,7 +41,15 @@ class Evaluator:
         feed: how batches reach the mesh.
 
     Raises:
-        ConfigError: a sharded model without a task, or layers that do not divide over the stages of its mesh.
+        ConfigError: something else than a step, a sharded model without a task, or layers that do not divide over the
+            stages of its mesh.
+
+    Example:
+        >>> held_out = jt.Batches(rows, 8, seed=0, shuffle=False)
+        >>> evaluate = jt.Evaluator(step)
+        >>> means = evaluate(state, jt.prefetch(step.loader(held_out), 0, len(held_out)))
+        >>> sorted(means)
+        ['eval_accuracy', 'eval_loss']
     """
 
     def __init__(
@@ -49,6 +60,7 @@ class Evaluator:
         parallelism: Parallelism | None = None,
         compiler_options: Mapping[str, Value] | None = None,
     ):
+        check_evaluated(step)
         self._initial_state: Callable[[], InitialState | None] = lambda: None
         if isinstance(step, TrainStep):
             if task is not None or parallelism is not None or compiler_options is not None:
@@ -64,17 +76,27 @@ class Evaluator:
             check_task(task)
             assert task is not None
             mesh = step.mesh
+            check_stages(task, mesh)
             self._sharded_model, self._task = step, task
             self._pipeline = make_pipeline(step.model, step.layout, parallelism or Parallelism(), 1)
             self.feed = BatchFeed(step, task, microbatches(self._pipeline, 1))
             options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
-        self._jitted = jax.jit(self._sums, static_argnums=3, compiler_options={**options.used} or None)
+        self._jitted = jax.jit(self._sums, static_argnums=4, compiler_options={**options.used} or None)
         self._count = jax.jit(_rows_before_padding)
 
-    def _sums(self, params: Params, model_state: ModelState, batch: Batch, num_rows: int | None) -> Sums:
+    def _sums(
+        self, params: Params, model_state: ModelState, batch: Batch, moment: tuple[Any, Any], num_rows: int | None
+    ) -> Sums:
         sharded_model, task = self._sharded_model, self._task
         with sharded_model.context():
-            if self._pipeline is not None and num_rows is None:
+            if task.calls_model:
+                step, number = moment
+                loss_key, call_key = jax.random.split(jax.random.fold_in(jax.random.key(0), number))
+                average = (params, model_state)
+                call = ModelCall(sharded_model.apply, params, model_state, False, step, call_key, average)
+                batch = _first_rows(batch, batch, num_rows)
+                (loss_sum, weight, metrics), _ = calling_sums(task, call, batch, loss_key)
+            elif self._pipeline is not None and num_rows is None:
                 loss_sum, weight, metrics = evaluation_sums(self._pipeline, sharded_model, task, params, batch)
             else:
                 # Logits of all rows where some are left out: deferred ones hold a kernel, which has no rows.
@@ -98,15 +120,18 @@ class Evaluator:
             for language models. A mean over no weight is NaN; of no batches there is nothing.
 
         Raises:
-            ConfigError: a state that was donated to a step, or whose average is not of its parameters.
+            ConfigError: no state or no batches, a state that was donated to a step or is of another model, or whose
+                average is not of its parameters.
         """
+        check_evaluation(self._sharded_model, state, batches)
         params, model_state = state.evaluation_params, state.evaluation_model_state
         check_not_donated({"params": params, "model_state": model_state})
         if isinstance(state, TrainState):
             check_consistent(state, self._initial_state())
         totals: dict[str, tuple[Any, Any]] = {}
-        for batch in batches:
-            check_batch(batch)
+        step = state.step
+        for number, batch in enumerate(batches):
+            self.feed.check(batch)
             check_batch_not_deleted(batch)
             if is_placed(batch, self._sharded_model.mesh):
                 self.feed.shardings(batch)  # one line where rows do not divide, before anything is traced
@@ -115,10 +140,12 @@ class Evaluator:
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue
-            sums = jax.device_get(self._jitted(params, model_state, dict(batch), num_rows))
+            sums = jax.device_get(self._jitted(params, model_state, dict(batch), (step, number), num_rows))
             for name, (total, weight) in sums.items():
                 before = totals.get(name, (0.0, 0.0))
-                totals[name] = (before[0] + np.asarray(total, np.float64), before[1] + np.asarray(weight, np.float64))
+                # A total has no weight: it is added up and not divided.
+                by = None if weight is None else before[1] + np.asarray(weight, np.float64)
+                totals[name] = (before[0] + np.asarray(total, np.float64), by)
         means = {f"eval_{name}": _mean(total, weight) for name, (total, weight) in totals.items()}
         if self._task.name == "language_modeling" and "eval_loss" in means:
             means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
@@ -147,7 +174,9 @@ def _first_rows(tree: Any, batch: Mapping[str, Any], count: int | None) -> Any:
 
 
 def _mean(total: Any, weight: Any) -> Any:
-    """total / weight, NaN where the weight is 0."""
+    """total / weight, NaN where the weight is 0; the total where there is no weight."""
+    if weight is None:
+        return float(total) if np.ndim(total) == 0 else total
     total, weight = np.broadcast_arrays(total, weight)
     mean = np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight != 0)
     return float(mean) if mean.ndim == 0 else mean

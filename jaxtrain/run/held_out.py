@@ -1,5 +1,7 @@
 """Evaluation of a run on its held-out rows: when it is due, what is shown and recorded of it."""
 
+from typing import TYPE_CHECKING
+
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
@@ -7,6 +9,9 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.record import RunRecord
 from jaxtrain.train.assemble import Run, reading_threads
 from jaxtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    pass
 
 
 class HeldOut:
@@ -16,43 +21,61 @@ class HeldOut:
         run: what is trained.
         record: receives the metrics.
         progress: what people see.
+        evaluator: of the run's step.
 
     Attributes:
         metrics: of the last evaluation; empty before it.
     """
 
-    def __init__(self, run: Run, record: RunRecord, progress: Progress) -> None:
+    def __init__(self, run: Run, record: RunRecord, progress: Progress, *, evaluator: Evaluator) -> None:
         self._run, self._record, self._progress = run, record, progress
-        self._evaluator = Evaluator(run.step)
+        self._evaluator = evaluator
         self._step: int | None = None
         self.metrics: Scalars = {}
 
-    def evaluate(self, number: int, state: TrainState) -> None:
-        """Evaluate the state after step `number`, unless that was done already."""
-        config, data = self._run.config, self._run.data
-        if data.validation is None or self._step == number:
-            return
-        rows = Batches(
-            data.validation,
-            config.train.global_batch_size,
-            seed=config.seed,
-            shuffle=False,
-            workers=reading_threads(config),
-        )
-        count = min(len(rows), config.evaluation.max_batches or len(rows))
-        loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
-        try:
-            self.metrics = flat_scalars(self._evaluator(state, (batch for batch, _ in loaded)))
-        finally:
-            loaded.close()
+    def evaluate(self, number: int, state: TrainState) -> bool:
+        """Evaluate the state after step `number`; returns False where that was done, or no rows are held out."""
+        if self._run.data.validation is None or self._step == number:
+            return False
+        with self._record.spent.measure("evaluation"):
+            self.metrics = self._evaluated(state)
         self._step = number
         self._record.scalars(number, self.metrics)
         shown = "  ".join(shown_metrics(self.metrics))
         self._progress.message(f"step {number}: {shown}")
+        return True
+
+    def _evaluated(self, state: TrainState) -> Scalars:
+        rows = held_out_batches(self._run)
+        count = min(len(rows), self._run.config.evaluation.max_batches or len(rows))
+        loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
+        try:
+            return flat_scalars(self._evaluator(state, loaded))
+        finally:
+            loaded.close()
 
     def loss_after(self, number: int) -> float | None:
         """The eval_loss after step `number`; None where the last evaluation was of another step."""
         return self.metrics.get("eval_loss") if self._step == number else None
+
+
+def held_out_batches(run: Run) -> Batches:
+    """The batches of a run's held-out rows, which it must have."""
+    config, rows = run.config, run.data.validation
+    assert rows is not None
+    size = config.train.global_batch_size
+    return Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
+
+
+def metric_names(run: Run, state: TrainState, evaluator: Evaluator) -> list[str]:
+    """The names of the metrics of an evaluation, as its first batch gives them.
+
+    Args:
+        run: with held-out rows.
+        state: on the mesh.
+        evaluator: that will evaluate, so that its program is compiled once.
+    """
+    return list(flat_scalars(evaluator(state, [run.step.loader(held_out_batches(run))(0)])))
 
 
 def shown_metrics(metrics: Scalars) -> list[str]:

@@ -29,21 +29,21 @@ class Hooks:
         before_step: (number of the step that comes), before its batch is taken.
         finished: (number, metrics on the device, seconds, data wait), once a step is known to be done.
         wants_pause: number -> whether `pause` is to run after this step (evaluation, a save).
-        pause: (number, state), with nothing in flight.
+        pause: (number, state) -> whether to stop after this step, with nothing in flight.
         stop_requested: number -> whether to stop after this step; asked after every step.
     """
 
     before_step: Callable[[int], None]
     finished: Callable[[int, Mapping[str, jax.Array], float, float], None]
     wants_pause: Callable[[int], bool]
-    pause: Callable[[int, TrainState], None]
+    pause: Callable[[int, TrainState], bool]
     stop_requested: Callable[[int], bool]
 
 
 def train_loop(
     step: TrainStep,
     state: TrainState,
-    batches: Iterator[tuple[Any, float]],
+    batches: Iterator[Any],
     *,
     first: int,
     last: int,
@@ -55,7 +55,7 @@ def train_loop(
     Args:
         step: compiled.
         state: after step `first - 1`; donated.
-        batches: pairs of a batch on the mesh and the seconds it was waited for.
+        batches: batches on the mesh; the seconds that each is waited for are reported as the step's data wait.
         first, last: step numbers.
         max_skipped_in_a_row: non-finite steps after which training is given up.
         hooks: what happens around the steps.
@@ -88,9 +88,12 @@ def train_loop(
 
     for number in range(first, last + 1):
         hooks.before_step(number)
-        batch, waited = next(batches)
+        asked = time.perf_counter()
+        batch = next(batches)
+        received = time.perf_counter()
+        waited = received - asked
         if pending is None:
-            clock = time.perf_counter()
+            clock = received
         state, metrics = step(state, batch)
         settle(waited)
         pending = Pending(number, metrics, waited)
@@ -99,5 +102,6 @@ def train_loop(
             settle()
             if stop or number == last:
                 return state, number
-            hooks.pause(number, state)
+            if hooks.pause(number, state):
+                return state, number
     return state, first - 1

@@ -1,41 +1,74 @@
 """Parts of a run that came from Python: recorded by name, and never replaced by the config's without a word."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
-    from jaxtrain.models.tasks import Task
+    from jaxtrain.models.task import Task
 
 OwnParts = dict[str, str | None]
 
 
-def own_parts(*, model: "Model | None", task: "Task | None", data: "Data | None") -> OwnParts:
+# What a run asks to be given again; other data is noticed by its content.
+_GIVEN_AGAIN = ("model", "task", "optimizer")
+# Settings of the group `optimizer` that hold beside an optimizer from Python.
+_BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
+
+
+def own_parts(
+    *, model: "Model | None", task: "Task | None", data: "Data | None", optimizer_state: Any = None
+) -> OwnParts:
     """The record for `run.json` and checkpoints: part -> the name of what was passed in; None: the config's.
 
     Args:
         model, task: named by their names; None: the config's.
         data: named by the first line of its description; None: the config's.
+        optimizer_state: of an optimizer from Python, as shapes, which names it; None: the config's.
     """
     described = None if data is None else next(iter(data.description), "data")
     return {
         "model": None if model is None else model.name,
         "task": None if task is None else task.name,
         "data": described,
+        "optimizer": None if optimizer_state is None else _optimizer_name(optimizer_state),
     }
 
 
-def recorded_parts(record: Mapping[str, Any]) -> OwnParts:
-    """What `run.json` or the metadata of a checkpoint says of the parts from Python."""
-    found = record.get("from_python")
-    if isinstance(found, Mapping):
-        return {part: found.get(part) for part in ("model", "task", "data")}
-    # Records without the group know of models alone.
-    return {"model": "a model" if record.get("own_model") else None, "task": None, "data": None}
+def _optimizer_name(state: Any) -> str:
+    """What an optax transformation is called: it has no name but those of the parts of its state."""
+    names = dict.fromkeys(name.removesuffix("State") for name in _state_names(state))
+    return ", ".join(name for name in names if name not in ("Empty", "Masked", "MaskedNode")) or "without state"
+
+
+def _state_names(state: Any) -> Iterator[str]:
+    if isinstance(state, tuple) and type(state) is not tuple:
+        yield type(state).__name__
+    if isinstance(state, (tuple, list)):
+        for part in state:
+            yield from _state_names(part)
+    elif isinstance(state, Mapping):
+        for part in state.values():
+            yield from _state_names(part)
+
+
+def optimizer_notes(origins: Mapping[str, str]) -> list[str]:
+    """What a run with an optimizer from Python says of settings of the config's, which it replaces.
+
+    Args:
+        origins: dotted keys that somebody set -> where.
+    """
+    replaced = [
+        f"{key} ({where})"
+        for key, where in origins.items()
+        if key.startswith("optimizer.") and key.split(".")[1] not in _BESIDE_OPTIMIZER
+    ]
+    return [f"the optimizer came from Python: {', '.join(replaced)} has no effect"] if replaced else []
 
 
 def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:
@@ -47,18 +80,19 @@ def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[s
         needed: the parts that the command uses.
 
     Raises:
-        ConfigError: names the first such part and says how to evaluate from Python.
+        ConfigError: names these parts and says how to give them in Python.
     """
     parts = recorded_parts(record)
     own = [part for part in needed if parts[part] is not None]
     if own:
         shown = " and ".join(f"{part} ({parts[part]})" for part in own)
-        arguments = ", ".join(f"{part}=..." for part in own)
-        other = ", or give other data with data.kind=... data.path=..." if own == ["data"] else ""
+        given = ", ".join(f"{part}=..." for part in own if part != "data")
+        opened = f"jt.open_run({str(run_dir)!r}{', ' if given else ''}{given})"
+        how = f"{opened}.evaluate(data)" if "data" in own else opened
+        other = ", or give other data with data.kind=... data.path=..." if "data" in own else ""
         raise ConfigError(
-            f"{run_dir} was trained with {shown} from Python, which its config does not describe: evaluate it there, "
-            f"with jt.run_config(CONFIG, {arguments}, run_dir={str(run_dir)!r}), which ends with an evaluation, or "
-            f"with jt.Checkpointer and jt.Evaluator{other}"
+            f"{run_dir} was trained with {shown} from Python, which its config does not describe: write {how} in "
+            f"Python{other}"
         )
 
 
@@ -69,21 +103,20 @@ def check_given_again(record: Mapping[str, Any], given: OwnParts, run_dir: Path)
         ConfigError: names the first such part.
     """
     saved = recorded_parts(record)
-    # Other data is noticed by its content.
-    for part in ("model", "task"):
+    for part in _GIVEN_AGAIN:
         if saved[part] is not None and given[part] is None:
             raise ConfigError(
-                f"the run in {run_dir} was trained with a {part} from Python ({saved[part]}) and would go on with the "
-                f"config's: call jt.run_config(..., {part}=...) with it, use another run directory, or start again "
-                "with resume never"
+                f"the run in {run_dir} was trained with {'an' if part == 'optimizer' else 'a'} {part} from Python "
+                f"({saved[part]}) and would go on with the config's: call jt.run_config(..., {part}=...) with it (or "
+                "jt.fit, if that made the run), use another run directory, or start again with resume never"
             )
 
 
 def part_changes(record: Mapping[str, Any], given: OwnParts) -> list[str]:
-    """Model and task that differ from those of the record by name, as `task classification -> brier`."""
+    """Model, task and optimizer that differ from those of the record by name, as `task classification -> brier`."""
     saved = recorded_parts(record)
     return [
         f"{part} {saved[part] or 'of the config'} -> {given[part] or 'of the config'}"
-        for part in ("model", "task")
+        for part in _GIVEN_AGAIN
         if saved[part] != given[part]
     ]

@@ -1,8 +1,7 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,31 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.data import Data
-from jaxtrain.errors import DivergedError, PreemptedError
+from jaxtrain.data.stream import BatchStream
+from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
 from jaxtrain.run.banner import banner_lines
+from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
-from jaxtrain.run.held_out import HeldOut
+from jaxtrain.run.evaluation import Evaluator
+from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
-from jaxtrain.run.own_parts import own_parts
+from jaxtrain.run.own_parts import optimizer_notes, own_parts
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import check_resumed, choose_start, finished_row, run_metadata, set_aside
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
+from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
+from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.state import TrainState
 
 _STATUS: dict[type[BaseException], str] = {
@@ -49,6 +54,8 @@ def prepare_session(
     model: Model | None,
     task: Task | None,
     data: Data | None,
+    own_step: OwnStep,
+    callbacks: Sequence[Callback],
     progress: Progress,
     interrupt: Interrupt,
     main: bool,
@@ -60,6 +67,8 @@ def prepare_session(
         run_dir: exists and is locked.
         resume: see `choose_start`.
         model, task, data: your own instead of the config's.
+        own_step: further parts of the step that are your own.
+        callbacks: called between the steps.
         progress: what people see.
         interrupt: entered.
         main: whether this process writes.
@@ -67,32 +76,42 @@ def prepare_session(
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
-    began = time.monotonic()
-    own = own_parts(model=model, task=task, data=data)
-    run = _assembled(loaded, model=model, task=task, data=data, progress=progress)
+    spent = TimeSpent()
+    with spent.measure("reading data"):
+        run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
+    optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
+    own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
     checkpointer = _checkpointer(run, run_dir, progress)
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, run_dir, resume)
         notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
+        notes += [] if own_step.optimizer is None else optimizer_notes(loaded.origins)
         if resumed is not None:
             target = run.step.abstract_state
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
             notes += source_changes(checkpointer.metadata(), metadata["called"])
+            if isinstance(run.batches, BatchStream):
+                notes.append(f"skipping the first {resumed} batches of the iterable")
         progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))
-        state = _compiled_state(run, checkpointer, progress, is_resumed=resumed is not None)
+        state = _compiled_state(run, own_step, checkpointer, progress, spent, is_resumed=resumed is not None)
         start = 0 if resumed is None else int(state.step)
+        watch = Watch(run, run_dir, callbacks=callbacks, start=start)
+        has_ended = start >= run.config.train.steps or watch.status is not None
+        evaluator = Evaluator(run.step)
+        if watch.has_early_stopping and not has_ended:
+            watch.check_metric(metric_names(run, state, evaluator))
         if resumed is None and main:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
             previous = set_aside(run_dir)
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
         # Where no step will give a row, it is read before run.json is begun again.
-        row = finished_row(run_dir) if start >= run.config.train.steps else {}
+        row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
-        record = open_record(loaded, run, run_dir, start=start, own=own, began=began, main=main)
+        record = open_record(loaded, run, run_dir, start=start, has_ended=has_ended, own=own, spent=spent, main=main)
         return Session(
             run=run,
             run_dir=run_dir,
@@ -102,7 +121,8 @@ def prepare_session(
             checkpointer=checkpointer,
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator),
+            watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
             interrupt=interrupt,
@@ -124,16 +144,30 @@ def closing_on_failure(close: Callable[[str], None]) -> Iterator[None]:
         raise
 
 
-def _assembled(loaded: Loaded, *, model: Model | None, task: Task | None, data: Data | None, progress: Progress) -> Run:
+def _assembled(
+    loaded: Loaded,
+    *,
+    model: Model | None,
+    task: Task | None,
+    data: Data | None,
+    own_step: OwnStep,
+    progress: Progress,
+) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config = loaded.config
-    make_mesh(**config_degrees(config.parallel), devices=None)
+    if own_step.mesh is None:
+        make_mesh(**config_degrees(config.parallel), devices=None)
     if model is None and data is None:
         check_kinds(config, own_task=task is not None)
     with progress.phase("reading data") as phase:
         opened = data if data is not None else open_run_data(config)
         phase.note(opened.description[0] if opened.description else "")
-    return assemble(config, opened, name=loaded.name, model=model, task=task)
+    if config.evaluation.early_stopping is not None and opened.validation is None:
+        raise ConfigError(
+            "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
+            "or from Python validation=0.1"
+        )
+    return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
 
 
 def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
@@ -147,16 +181,24 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
     )
 
 
-def _compiled_state(run: Run, checkpointer: Checkpointer, progress: Progress, *, is_resumed: bool) -> TrainState:
+def _compiled_state(
+    run: Run, own_step: OwnStep, checkpointer: Checkpointer, progress: Progress, spent: TimeSpent, *, is_resumed: bool
+) -> TrainState:
     """Compile the step, and create the state or restore it from the newest intact checkpoint."""
+
+    def create() -> TrainState:
+        given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
+        return run.step.init(run.config.seed, **given)
+
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = None if is_resumed else pool.submit(run.step.init, run.config.seed)
-        _compile(run, progress)
+        created = None if is_resumed else pool.submit(create)
+        with spent.measure("compiling"):
+            _compile(run, progress)
         if created is None:
-            with progress.phase("restoring checkpoint"):
+            with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 return checkpointer.restore(run.step.abstract_state)
-        with progress.phase("creating state"):
+        with progress.phase("creating state"), spent.measure("creating state"):
             return jax.block_until_ready(created.result())
 
 

@@ -1,16 +1,24 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
-import time
+import contextlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtrain.config import Loaded
+from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
+from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.own_parts import OwnParts
+from jaxtrain.run.watch import EARLY_STOPPED
+from jaxtrain.runtime.files import strict_json, write_text_atomic
+from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run
 
 
@@ -24,9 +32,12 @@ class RunRecord:
         writers: where rows of metrics go; none on processes other than the main one.
         info: content of run.json at the start; None on processes other than the main one.
         was_done: the run had ended before this process.
-        began: `time.monotonic()` at the start of this process's work on the run.
-        earlier_seconds: wall time of the processes that worked on this run before.
+        spent: where the time of the run goes.
         draws_report: whether report.html is drawn at the end.
+
+    Attributes:
+        spent: as given; who spends time on the run adds it there.
+        draws_report: as given.
     """
 
     def __init__(
@@ -36,8 +47,7 @@ class RunRecord:
         writers: MultiWriter,
         info: Mapping[str, Any] | None,
         was_done: bool,
-        began: float,
-        earlier_seconds: float,
+        spent: TimeSpent,
         draws_report: bool,
     ) -> None:
         self._run_dir = run_dir
@@ -45,8 +55,8 @@ class RunRecord:
         self._info = None if was_done else info
         self._is_main = info is not None
         self._was_done = was_done
-        self._began, self._earlier_seconds = began, earlier_seconds
-        self._draws_report = draws_report
+        self.spent = spent
+        self.draws_report = draws_report
 
     def begin(self, run: Run) -> None:
         """Write run.json with the status `running`, and the tokenizer of the run's data."""
@@ -54,6 +64,20 @@ class RunRecord:
             write_json_atomic(self._run_dir / "run.json", self._info)
         if self._is_main and run.data.tokenizer is not None:
             run.data.tokenizer.save(self._run_dir / "tokenizer.json")
+
+    def keep_time(self) -> None:
+        """Write into run.json where the time went so far: a run that is killed and resumed goes on counting from it."""
+        if self._info is not None:
+            write_json_atomic(self._run_dir / "run.json", {**self._info, "seconds": self.spent.seconds()})
+
+    def held_out(self, found: Mapping[str, Any] | None) -> None:
+        """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
+        if self._is_main and found is not None:
+            # On one line: indented, a matrix would have four lines per count.
+            content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
+            # The run is done and saved; a disk that is full shows where run.json is written.
+            with contextlib.suppress(OSError):
+                write_text_atomic(self._run_dir / "held_out.json", f"{content}\n")
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
@@ -71,7 +95,8 @@ class RunRecord:
         """Close the writers, write the end into run.json, draw the report; a second call does nothing.
 
         Args:
-            status: how the run ended: done, preempted, diverged, stopped or failed.
+            status: how the run ended: done, early stopped, stopped by a callback, preempted, diverged, stopped or
+                failed.
             final: the last metrics.
             progress: shows that the report is drawn.
         """
@@ -79,11 +104,12 @@ class RunRecord:
         writers.close()
         if self._info is None:
             return
-        seconds = self._earlier_seconds + time.monotonic() - self._began
-        final = {**final, "wall_seconds": round(seconds, 2)}
-        write_json_atomic(self._run_dir / "run.json", finished_info(self._info, status=status, final=final))
+        seconds = self.spent.seconds()
+        final = {**final, "wall_seconds": round(sum(seconds.values()), 2)}
+        info = {**self._info, "seconds": seconds}
+        write_json_atomic(self._run_dir / "run.json", finished_info(info, status=status, final=final))
         self._info = None
-        if self._draws_report and (self._run_dir / "metrics.jsonl").exists():
+        if self.draws_report and (self._run_dir / "metrics.jsonl").exists():
             from jaxtrain.metrics.report.page import write_report
 
             with progress.phase("drawing the report"):
@@ -91,7 +117,7 @@ class RunRecord:
 
 
 def open_record(
-    loaded: Loaded, run: Run, run_dir: Path, *, start: int, own: OwnParts, began: float, main: bool
+    loaded: Loaded, run: Run, run_dir: Path, *, start: int, has_ended: bool, own: OwnParts, spent: TimeSpent, main: bool
 ) -> RunRecord:
     """Open the writers of a run and say what its run.json will hold; rows after the resumed step are dropped.
 
@@ -100,8 +126,9 @@ def open_record(
         run: assembled from it.
         run_dir: directory of the run.
         start: steps done before this process; 0 for a fresh run.
+        has_ended: whether no step is left to this process.
         own: the parts that came from Python, by name.
-        began: `time.monotonic()` at the start of this process's work on the run.
+        spent: where the time of this process went so far.
         main: whether this process writes.
 
     Raises:
@@ -114,8 +141,7 @@ def open_record(
             writers=MultiWriter(()),
             info=None,
             was_done=False,
-            began=began,
-            earlier_seconds=0.0,
+            spent=spent,
             draws_report=draws_report,
         )
     info = _info(loaded, run, own)
@@ -123,28 +149,63 @@ def open_record(
     # Last, because whatever fails after it would leave them open.
     writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
     info["created"] = before.get("created") or info["created"]
+    info["resumed_after"] = _resumes(before, start)
+    info["seconds"] = recorded_seconds(before)
+    spent.after(info["seconds"])
     return RunRecord(
         run_dir,
         writers=writers,
         info=info,
-        was_done=start >= config.train.steps and before.get("status") == "done",
-        began=began,
-        earlier_seconds=(before.get("final") or {}).get("wall_seconds") or 0.0,
+        was_done=has_ended and before.get("status") in ("done", EARLY_STOPPED),
+        spent=spent,
         draws_report=draws_report,
     )
 
 
+def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
+    """The steps after which the run was resumed, without those that going back to an earlier step undid."""
+    found = before.get("resumed_after")
+    earlier = [step for step in found if isinstance(step, int) and step < start] if isinstance(found, list) else []
+    return [*earlier, start] if start else []
+
+
 def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
     data = run.data
+    inputs = run.batches.spec().get("inputs")
     info = run_info(
         run.config,
         name=loaded.name,
         mesh_shape=dict(run.step.mesh.shape),
         model={"name": run.step.model.name, "num_parameters": run.num_parameters},
-        data={"description": list(data.description), "fingerprint": data.fingerprint, "reading": data.reading},
+        data={
+            "description": list(data.description),
+            "fingerprint": data.fingerprint,
+            "reading": data.reading,
+            # What the model is built from, so that it can be opened where the data is not.
+            "input_shape": list(data.input_shape),
+            "input_dtype": str(inputs.dtype) if isinstance(inputs, jax.ShapeDtypeStruct) else None,
+            "vocab_size": data.vocab_size,
+            "num_outputs": data.num_outputs,
+        },
     )
+    info["task"] = run.step.task.name
+    info["parameters"] = _parameters(run)
     info["from_python"] = own
     info["called"] = called_sources(run.config, own)
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info
+
+
+def _parameters(run: Run) -> dict[str, str]:
+    """Parameter path -> `float32[160,448] fsdp,-`: dtype, shape, mesh axes of each dimension; `frozen` at the end."""
+    trainable = run.step.program.settings.trainable
+    sizes, found = run.step.mesh.shape, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run.step.sharded_model.abstract_params):
+        name = path_name(path)
+        axes = ["+".join(axis for axis in entry_axes(entry) if sizes[axis] > 1) or "-" for entry in leaf.sharding.spec]
+        sharding = ",".join(axes) if any(axis != "-" for axis in axes) else ""
+        parts = [f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]", sharding]
+        parts.append("" if trainable is None or trainable(name) else "frozen")
+        found[name] = " ".join(part for part in parts if part)
+    return found

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxtrain.metrics.run_card import run_card, run_text
+
 if TYPE_CHECKING:
     from jaxtrain.train.state import TrainState
 
@@ -18,9 +20,22 @@ class Result:
         state: the last state, on the mesh.
         metrics: last logged row and evaluation.
         step: steps done.
+
+    Example:
+        >>> overrides = {"train.steps": 2, "logging.report": False}
+        >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/two")
+        done: step 2, eval accuracy ..., eval loss ...
+        >>> result.step, "eval_loss" in result.metrics
+        (2, True)
     """
 
     run_dir: Path
     state: "TrainState"
     metrics: Mapping[str, float | int | None]
     step: int
+
+    def __repr__(self) -> str:
+        return f"Result of {run_text(self.run_dir)}"
+
+    def _repr_html_(self) -> str:
+        return run_card(f"Result of {self.run_dir}", self.run_dir, facts={"step": f"{self.step:,}"})

@@ -8,10 +8,11 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.run.called_sources import called_sources
-from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes, recorded_parts
+from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 
@@ -96,7 +97,7 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    old = [run_dir / name for name in (*names, "profile") if (run_dir / name).exists()]
+    old = [run_dir / name for name in (*names, "held_out.json", "profile") if (run_dir / name).exists()]
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.

@@ -43,6 +43,8 @@ class StepLog:
             waited: seconds of it that the loop waited for a batch.
         """
         self._meter.record(number, seconds, waited)
+        self._record.spent.add("steps", seconds - waited)
+        self._record.spent.add("waiting for data", waited)
         if number % self._every == 0 or number in self._always:
             self._log(number, metrics)
         else:
@@ -51,7 +53,7 @@ class StepLog:
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         values = flat_scalars(jax.device_get(dict(metrics)))
         standard = {name: values.pop(name) for name in ("loss", "grad_norm", "skipped_steps")}
-        standard["learning_rate"] = values.pop("learning_rate", None)
+        standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
         for name in ("weight", "skipped_in_a_row"):
             values.pop(name)
         self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain.config.arguments import check_whole
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
 from jaxtrain.runtime.compilation_cache import use_cache
@@ -28,6 +29,9 @@ GPU_MEMORY_FRACTION = 0.92
 def start(*, emulate: int | None = None, compilation_cache: str | None = "auto") -> None:
     """Prepares jax: emulated devices, compilation cache and, where a cluster is detected, `jax.distributed`.
 
+    Call it at the top of a script of your own, before anything uses a device. `run_config` calls it by itself. A second
+    call with the same number of devices does nothing.
+
     If other processes do not join in time, this process ends with one line and exit code 2, before jax would abort it.
 
     Args:
@@ -37,23 +41,41 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     Raises:
         ConfigError: Emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
             cannot be joined.
+
+    Example:
+        >>> jt.start(emulate=len(jax.devices()))  # as a rule a number, such as 8, before anything uses jax
+        >>> mesh = jt.make_mesh(data="auto")
     """
     import jax
 
     # jax reads it when it first uses a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     if emulate is not None:
-        if emulate < 1:
-            raise ConfigError(f"--emulate {emulate}: use 1 or more devices")
-        try:
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", emulate)
-        except RuntimeError:
-            raise ConfigError("devices can be emulated only before jax is first used in a process") from None
+        emulate = check_whole(emulate, what="emulate (number of devices)", least=1, write="start(emulate=8)")
+        _emulate(emulate)
     use_cache(compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
         _join(cluster)
+
+
+def _emulate(num_devices: int) -> None:
+    """Makes jax use this many CPU devices in this process."""
+    import jax
+
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        found = jax.local_devices()
+        # A cell of a notebook runs again, and a script may start before a library of its own does.
+        if len(found) == num_devices and found[0].platform == "cpu":
+            return
+        raise ConfigError(
+            f"{num_devices} devices can be emulated only before jax is first used in a process, and it uses "
+            f"{len(found)} devices ({found[0].platform}) already: call start(emulate={num_devices}) first, at the top "
+            "of the script, or restart the notebook's kernel"
+        ) from None
 
 
 def _join(cluster: Cluster) -> None:
@@ -151,7 +173,13 @@ def leave(code: int) -> None:
 
 
 def is_main_process() -> bool:
-    """Returns whether this is process 0, which alone writes files and prints."""
+    """Returns whether this is process 0, which alone writes files and prints.
+
+    Example:
+        >>> if jt.is_main_process():
+        ...     print("written once")
+        written once
+    """
     import jax
 
     return jax.process_index() == 0

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxtrain.config.arguments import check_kind
+from jaxtrain.config.call import Call
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
 from jaxtrain.config.schema import Config, RematConfig
@@ -16,17 +19,21 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
-from jaxtrain.models.tasks import Task, build_task
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
+from jaxtrain.train.make_step import make_train_step
+from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.step import TrainStep
 
 if TYPE_CHECKING:
     from jaxtrain.data import Batches, Data
+    from jaxtrain.data.stream import BatchStream
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Run:
         config: the resolved config.
         name: of the run.
         data: rows and what is known of them.
-        batches: batch k of the training rows.
+        batches: batch k of the training rows, or of an iterable.
         step: the train step, with model, task and mesh.
         num_parameters: of the model.
     """
@@ -45,7 +52,7 @@ class Run:
     config: Config
     name: str
     data: "Data"
-    batches: "Batches"
+    batches: "Batches | BatchStream"
     step: TrainStep
     num_parameters: int
 
@@ -85,30 +92,39 @@ def reading_threads(config: Config) -> int | None:
     return None if config.train.workers == "auto" else config.train.workers
 
 
-def training_batches(config: Config, data: "Data") -> "Batches":
-    """The batches of a config's training rows."""
+def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
+    """The batches of a config's training rows; an iterable of batches is its own."""
     from jaxtrain.data import Batches
+    from jaxtrain.data.stream import BatchStream
 
+    if isinstance(data.train, BatchStream):
+        return data.train
     size = config.train.global_batch_size
     return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
 
 
-def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, own_task: bool) -> None:
+def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
     """Raise where task, model and data do not belong together.
 
     Args:
         config: with a model of its own.
         data: what it was opened as.
-        targets: shape and dtype of a batch's targets.
+        targets: shape and dtype of a batch's targets; None: it has none, or nested ones.
         own_task: whether the task comes from Python.
 
     Raises:
         ConfigError: names the settings that contradict one another.
     """
     check_kinds(config, own_task=own_task, unit=data.unit)
+    own_task = own_task or isinstance(config.task, Call)
     tokens = data.unit == "tokens"
-    integers = np.issubdtype(targets.dtype, np.integer)
-    if config.task == "classification" and not integers:
+    integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
+    if targets is None and not own_task:
+        raise ConfigError(
+            f"task={config.task} needs an entry 'targets' in the rows of the data, which have none; give them, or "
+            "bring a task of your own (Python)"
+        )
+    if config.task == "classification" and integers is False:
         named = " (and data.task=classification if they name classes)" if config.data.kind == "table" else ""
         raise ConfigError(f"task=classification, but the targets of the data are numbers; set task=regression{named}")
     if config.task == "regression" and integers:
@@ -122,8 +138,8 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct, *, ow
     classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)
     if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
         raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
-    longest, length = getattr(config.model, "max_sequence_length", None), data.input_shape[0]
-    if tokens and longest is not None and length > longest:
+    longest, length = getattr(config.model, "max_sequence_length", None), data.input_shape[:1]
+    if tokens and longest is not None and length > (longest,):
         raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
 
 
@@ -136,6 +152,7 @@ def build_step(
     model: Model | None = None,
     task: Task | None = None,
     devices: Sequence[Any] | None = None,
+    own: OwnStep | None = None,
 ) -> TrainStep:
     """The train step of a config, from what the data would say of itself.
 
@@ -146,34 +163,54 @@ def build_step(
         model: your own model instead of the config's.
         task: your own task instead of the config's.
         devices: devices to use, real or compile-only; None: all.
+        own: further parts that came from Python.
 
     Raises:
-        ConfigError: parts that do not fit together, or sizes that do not divide.
+        ConfigError: an argument of another type, parts that do not fit together, or sizes that do not divide.
+
+    Example:
+        >>> step = jt.build_step(jt.load_config("digits_mlp").config, input_shape=(8, 8, 1), num_outputs=10)
+        >>> step.model.name
+        'mlp'
     """
-    mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
+    _check_call(config, input_shape)
+    own = own or OwnStep()
+    mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
     model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
     optimizer = config.optimizer
-    if optimizer.kind == "muon" and optimizer.adamw:
+    if own.optimizer is None and optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
     peak = optimizer.learning_rate
+    # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
+    stack = None if model.parts is None else model.parts.stack
     scale = config.precision.loss_scale
     return make_train_step(
         model,
         task or build_task(config),
-        build_optimizer(optimizer, schedule, axes=model.axes, stack=None if model.parts is None else model.parts.stack),
+        own.optimizer or build_optimizer(optimizer, schedule, axes=model.axes, stack=stack),
         mesh=mesh,
         policy=config.precision.policy,
         accumulation_steps=config.train.accumulation_steps,
         clip_norm=optimizer.clip_norm,
         ema_decay=optimizer.ema_decay,
-        trainable=trainable_of(config, model),
-        learning_rate=schedule,
+        trainable=own.trainable or trainable_of(config, model),
+        learning_rate=schedule if own.optimizer is None else own.learning_rate,
         loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
+        rules=own.rules,
         parallelism=parallelism_of(config),
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
     )
+
+
+def _check_call(config: Any, input_shape: Any) -> None:
+    """Raise where an argument of `build_step` is of another type."""
+    name = config if isinstance(config, str) else "quickstart"
+    write = f"build_step(load_config({name!r}).config, input_shape=data.input_shape)"
+    check_kind(config, Config, what="build_step", takes="the config of a run", write=write)
+    write = f"input_shape=({input_shape},)" if isinstance(input_shape, int) else "input_shape=data.input_shape"
+    check_kind(input_shape, (tuple, list), what="build_step: input_shape", takes="the shape of one row", write=write)
 
 
 def build_sharded_model(
@@ -182,6 +219,9 @@ def build_sharded_model(
     input_shape: tuple[int, ...],
     vocab_size: int | None = None,
     num_outputs: int | None = None,
+    model: Model | None = None,
+    task: Task | None = None,
+    mesh: Mesh | None = None,
     devices: Sequence[Any] | None = None,
 ) -> ShardedModel:
     """The model of a config on its mesh, for all that does not train it.
@@ -190,20 +230,23 @@ def build_sharded_model(
         config: the run.
         input_shape: of one row, as for `build_step`.
         vocab_size, num_outputs: used where the config leaves them out.
+        model: your own model instead of the config's.
+        task: your own task instead of the config's.
+        mesh: instead of one with the degrees of the config.
         devices: devices to use, real or compile-only; None: all.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
-    mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
-    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
+    mesh = make_mesh(**config_degrees(config.parallel), devices=devices) if mesh is None else mesh
+    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
     return shard_model(
         model,
         mesh=mesh,
         policy=config.precision.policy,
         parallelism=parallelism_of(config),
         trainable=trainable_of(config, model),
-        task=build_task(config),
+        task=task or build_task(config),
     )
 
 
@@ -274,6 +317,7 @@ def assemble(
     model: Model | None = None,
     task: Task | None = None,
     devices: Sequence[Any] | None = None,
+    own: OwnStep | None = None,
 ) -> Run:
     """Build model, optimizer, mesh and step from a config.
 
@@ -284,6 +328,7 @@ def assemble(
         model: your own model instead of the config's.
         task: your own task instead of the config's.
         devices: devices to use; None: all.
+        own: further parts that came from Python.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
@@ -291,7 +336,9 @@ def assemble(
     batches = training_batches(config, data)
     spec = batches.spec()
     if model is None:
-        check_fit(config, data, spec["targets"], own_task=task is not None)
+        targets = spec.get("targets")
+        shape = targets if isinstance(targets, jax.ShapeDtypeStruct) else None
+        check_fit(config, data, shape, own_task=task is not None)
     step = build_step(
         config,
         input_shape=data.input_shape,
@@ -300,6 +347,7 @@ def assemble(
         model=model,
         task=task,
         devices=devices,
+        own=own,
     )
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
     parameters = sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params))

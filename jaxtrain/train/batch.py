@@ -2,21 +2,25 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.config.arguments import refusal
+from jaxtrain.data.sources.dataset import Data
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
 from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.train.checks import check_batch, check_ids
 
 
+@runtime_checkable
 class BatchSource(Protocol):
     """What `BatchFeed.loader` needs of `data.Batches`; `check` gets the rows as NumPy arrays before they are placed."""
 
@@ -40,20 +44,33 @@ class BatchFeed:
         self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
         self._known_limits: dict[str, int] | None = None
 
+    def check(self, batch: Any) -> None:
+        """Raise where something is no batch that the task can take.
+
+        Raises:
+            ConfigError: what it is or holds.
+        """
+        check_batch(batch, needs_inputs=not self.task.calls_model)
+
     def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
 
         Raises:
             ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
         """
-        check_batch(batch)
+        self.check(batch)
+        check_leaves(batch, of_shapes=True)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
         """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
 
         Loading raises a `DataError` where a row holds an id that the model does not have.
+
+        Raises:
+            ConfigError: no batches by number, or batches that do not divide by the devices or the microbatches.
         """
+        check_source(batches)
         spec = batches.spec()
         shardings, limits = self.shardings(spec), self._limits(spec)
 
@@ -69,7 +86,8 @@ class BatchFeed:
             ConfigError: no dict with `inputs`, or sizes that do not divide.
             DataError: a host array with an id that the model does not have.
         """
-        check_batch(batch)
+        self.check(batch)
+        check_leaves(batch, of_shapes=False)
         batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
         shardings = self.shardings(batch)
         check_ids(batch, limits=self._limits(batch), where="the batch")
@@ -80,6 +98,39 @@ class BatchFeed:
         if self._known_limits is None:
             self._known_limits = id_limits(self.sharded_model, self.task, batch)
         return self._known_limits
+
+
+def check_source(batches: Any) -> None:
+    """Raise where something gives no batches by their number.
+
+    Raises:
+        ConfigError: what was given, and how to make batches of it.
+    """
+    if not isinstance(batches, BatchSource):
+        rows = "data.train" if isinstance(batches, Data) else "rows"
+        write = f"step.loader(jaxtrain.Batches({rows}, 32, seed=0, shuffle=True))"
+        raise ConfigError(refusal("loader", "batches by number", batches, write))
+
+
+def check_leaves(batch: Mapping[str, Any], *, of_shapes: bool) -> None:
+    """Raise where an entry of a batch is no array of numbers.
+
+    Args:
+        batch: what was given.
+        of_shapes: whether every leaf must have a shape; if not, Python numbers are accepted as scalars.
+
+    Raises:
+        ConfigError: names the entry.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
+        dtype = getattr(leaf, "dtype", None)
+        in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
+        is_number = isinstance(leaf, int | float) and not of_shapes and not in_list
+        if is_number or (dtype is not None and getattr(dtype, "kind", "f") not in "OUSMm"):
+            continue
+        name = path_name(path[:1])
+        write = f"np.asarray({name}) for a list, and ids (numbers) for text"
+        raise ConfigError(refusal(f"{path_name(path)} of the batch", "an array of numbers", leaf, write))
 
 
 def batch_shardings(
@@ -131,6 +182,8 @@ def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any])
         batch: arrays or shapes.
     """
     model = sharded_model.model
+    if task.calls_model:
+        return {}  # what the model is given is known inside the loss alone
     limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
     if task.num_classes is None:
         return limits

@@ -14,7 +14,8 @@ from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model
-from jaxtrain.models.tasks import TASKS, Task
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import TASKS
 
 
 def check_parts(model: Any, task: Any, optimizer: Any) -> None:
@@ -25,6 +26,15 @@ def check_parts(model: Any, task: Any, optimizer: Any) -> None:
     """
     check_model(model)
     check_task(task)
+    check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise where something is no optax transformation.
+
+    Raises:
+        ConfigError: what was given, and how to make an optimizer of it.
+    """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"the optimizer is {_name(optimizer)}, not an optax transformation; {_optimizer_hint(optimizer)}"
@@ -38,11 +48,11 @@ def check_options(accumulation_steps: Any, clip_norm: Any, ema_decay: Any, train
         ConfigError: the option, its value, and what would work.
     """
     if not isinstance(accumulation_steps, int) or isinstance(accumulation_steps, bool) or accumulation_steps < 1:
-        raise ConfigError(f"accumulation_steps={accumulation_steps}; use a whole number from 1")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm={clip_norm}; use a number above 0, or None for no clipping")
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ConfigError(f"ema_decay={ema_decay}; use a number from 0 to below 1, such as 0.999, or None")
+        raise ConfigError(f"accumulation_steps={accumulation_steps!r}; use a whole number from 1")
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+        raise ConfigError(f"clip_norm={clip_norm!r}; use a number above 0, or None for no clipping")
+    if ema_decay is not None and not (_is_number(ema_decay) and 0 <= ema_decay < 1):
+        raise ConfigError(f"ema_decay={ema_decay!r}; use a number from 0 to below 1, such as 0.999, or None")
     if trainable is not None and not callable(trainable):
         raise ConfigError(
             f"trainable is {_name(trainable)}, not a function of a parameter's path; "
@@ -106,8 +116,8 @@ def check_data(data: Any) -> None:
         )
 
 
-def check_batch(batch: Any) -> None:
-    """Raise where a batch is no dict with `inputs`.
+def check_batch(batch: Any, *, needs_inputs: bool = True) -> None:
+    """Raise where a batch is no dict, is empty, or has no entry `inputs` that the model takes.
 
     Raises:
         ConfigError: what the batch is or holds.
@@ -117,7 +127,9 @@ def check_batch(batch: Any) -> None:
             f"the batch is {_name(batch)}, not a dict of arrays; "
             "write {'inputs': x, 'targets': y}, each with the rows as first dimension"
         )
-    if "inputs" not in batch:
+    if not batch:
+        raise ConfigError("the batch is an empty dict; give it arrays, each with the rows as first dimension")
+    if needs_inputs and "inputs" not in batch:
         found = ", ".join(map(str, batch)) or "nothing"
         raise ConfigError(f"the batch has no entry 'inputs', which the model takes; it holds {found}")
 
@@ -164,6 +176,10 @@ def _check_bits(leaf: np.ndarray, where: str) -> None:
     worst = max(int(leaf.max()), int(leaf.min()), key=abs)
     if not kept.min <= worst <= kept.max:
         raise DataError(f"{where} of {worst}, which does not fit into {kept.dtype}; store them as float32")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _name(value: Any) -> str:

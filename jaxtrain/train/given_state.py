@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.model import ModelState, Params
-from jaxtrain.models.tasks import Batch
+from jaxtrain.models.model import Params
+from jaxtrain.models.task import Batch
 from jaxtrain.runtime.donation import first_deleted
 from jaxtrain.train.state import TrainState
 
@@ -153,7 +153,7 @@ def match_leaves(given: Any, wanted: Any, *, what: str, also: Any = None) -> Any
         raise ConfigError(f"{what} does not fit the model and optimizer of this step: {first}{count}")
     leaves = []
     for path, like in expected.items():
-        leaf = _number(found[path], like)
+        leaf = number_as(found[path], like)
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
             raise ConfigError(f"{what} holds {_kind(leaf)} at {path}; give a jax or NumPy array")
         if leaf.shape != like.shape or leaf.dtype not in (like.dtype, others[path].dtype):
@@ -169,7 +169,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _number(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+def number_as(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
     """A Python number as an array of the wanted dtype, where that loses nothing."""
     fits = isinstance(leaf, int) if jnp.issubdtype(like.dtype, jnp.integer) else isinstance(leaf, int | float)
     return np.asarray(leaf, like.dtype) if fits and not isinstance(leaf, bool | np.generic) else leaf
@@ -266,34 +266,3 @@ def reads_numbers(function: Callable[[Params], Any], params: Params) -> bool:
         if any(id(variable) in known for variable in equation.invars):
             known.update(id(variable) for variable in equation.outvars)
     return any(id(variable) in known for variable in jaxpr.outvars)
-
-
-def accept_parts(
-    params: Params | None, model_state: ModelState | None, *, drawn: tuple[Params, ModelState], wanted: TrainState
-) -> dict[str, Any]:
-    """Parameters and model state that a user gives to `init`, in the structure and the shardings of the step.
-
-    Args:
-        params, model_state: trees of jax or NumPy arrays; None where none is given.
-        drawn: shapes of what the model draws, whose dtypes are accepted.
-        wanted: shapes and shardings of the state that they become a part of, whose dtypes are accepted too.
-
-    Returns:
-        What was given, by name.
-
-    Raises:
-        ConfigError: deleted arrays, or another structure, shape or dtype; names the first.
-    """
-    given = {}
-    for name, tree, made, like in (
-        ("params", params, drawn[0], wanted.params),
-        ("model_state", model_state, drawn[1], wanted.model_state),
-    ):
-        if tree is None:
-            continue
-        gone = first_deleted(tree)
-        if gone is not None:
-            raise ConfigError(f"{gone} of {name} is deleted, since a step took it over; copy arrays before that")
-        places = jax.tree.map(lambda leaf: leaf.sharding, like)
-        given[name] = jax.device_put(match_leaves(tree, made, what=name, also=like), places)
-    return given

@@ -53,15 +53,22 @@ def _split(shape: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
     return (shape[0] // microbatches, *shape[1:]) if shape else ()
 
 
-def check_compute_dtype(sharded_model: ShardedModel, state: TrainState, inputs: Any, microbatches: int) -> None:
+def check_compute_dtype(
+    sharded_model: ShardedModel,
+    forward: Callable[[TrainState, Any], Any],
+    state: TrainState,
+    batch: Any,
+    microbatches: int,
+) -> None:
     """Raise where a policy of fewer bits changes no matmul of a model; note it where it leaves some in float32.
 
     Modules that were given `dtype=float32` cast parameters and inputs back up, whatever dtype they come in.
 
     Args:
-        sharded_model: traced, not run.
+        sharded_model: that is trained.
+        forward: what a step computes of a microbatch; traced, not run.
         state: of the step, arrays or shapes.
-        inputs: of all rows of the batch, arrays or shapes.
+        batch: of all rows, arrays or shapes.
         microbatches: into which the rows are divided.
 
     Raises:
@@ -72,12 +79,8 @@ def check_compute_dtype(sharded_model: ShardedModel, state: TrainState, inputs: 
     ours = bool(model.linears) or isinstance(model.axes, FamilyTable)
     if jnp.dtype(policy.compute_dtype).itemsize >= 4 or ours:
         return
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_split(x.shape, microbatches), x.dtype), inputs)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_split(x.shape, microbatches), x.dtype), dict(batch))
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-
-    def forward(state: TrainState, rows: Any) -> Any:
-        return sharded_model.apply(state.params, state.model_state, rows, key=state.key, train=True)
-
     wide, narrow = _multiply_adds(jax.make_jaxpr(forward)(state, rows).jaxpr)
     if wide and not narrow:
         raise ConfigError(

@@ -5,18 +5,21 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
+from jaxtrain.config.arguments import check_choice, check_kind, check_number, check_whole, refusal
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.rules import DEFAULT_RULES
+from jaxtrain.layout.mesh import check_mesh, make_mesh
+from jaxtrain.layout.rules import DEFAULT_RULES, check_rules
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import STAGES, zero_axes
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
-from jaxtrain.models.tasks import Task
+from jaxtrain.models.task import Task
+from jaxtrain.ops.attention.context_rules import CONTEXT_WAYS
 from jaxtrain.parallel.division import check_model_axes, microbatches_by_name, pipeline_schedule, sequence_axes
+from jaxtrain.parallel.schedules import SCHEDULES
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, get_policy
-from jaxtrain.train.checks import check_model
+from jaxtrain.train.checks import check_model, check_task
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ class Parallelism:
         microbatches: of a pipeline; None: the accumulation steps, or two per stage where that is 1.
         chunks: of layers per stage, under interleaved_1f1b; None: 2.
         max_replicated_fraction: share of parameter bytes that may be replicated although `fsdp` > 1.
+
+    Raises:
+        ConfigError: a value that the option does not have.
+
+    Example:
+        >>> step = jt.make_train_step(
+        ...     model, jt.classification(), optax.adamw(1e-3), parallelism=jt.Parallelism(zero=1)
+        ... )
     """
 
     zero: int = 0
@@ -41,6 +52,22 @@ class Parallelism:
     microbatches: int | None = None
     chunks: int | None = None
     max_replicated_fraction: float = 0.02
+
+    def __post_init__(self) -> None:
+        if isinstance(self.zero, bool) or self.zero not in STAGES:
+            raise ConfigError(f"parallel.zero={self.zero}; use 0, 1, 2 or 3")
+        what, write = "Parallelism: context_attention", "context_attention='auto'"
+        check_choice(self.context_attention, ("auto", *CONTEXT_WAYS), what=what, write=write)
+        check_choice(self.schedule, SCHEDULES, what="Parallelism: schedule", write="schedule='1f1b'")
+        if self.microbatches is not None:
+            check_whole(self.microbatches, what="Parallelism: microbatches", least=1, write="microbatches=8")
+        if self.chunks is not None:
+            check_whole(self.chunks, what="Parallelism: chunks", least=1, write="chunks=2")
+        what, takes = "Parallelism: max_replicated_fraction", "a number from 0 to 1"
+        write = "max_replicated_fraction=0.02"
+        check_number(self.max_replicated_fraction, what=what, takes=takes, write=write)
+        if not 0 <= self.max_replicated_fraction <= 1:
+            raise ConfigError(refusal(what, takes, self.max_replicated_fraction, write))
 
 
 def make_layout(
@@ -59,8 +86,6 @@ def make_layout(
     Raises:
         ConfigError: an axis or option that this model or task cannot use.
     """
-    if parallelism.zero not in STAGES:
-        raise ConfigError(f"parallel.zero={parallelism.zero}; use 0, 1, 2 or 3")
     if parallelism.zero == 3 and mesh.shape["fsdp"] == 1 and mesh.shape["data"] > 1:
         raise ConfigError(
             f"parallel.zero=3 spreads parameters over fsdp, but the mesh has data={mesh.shape['data']} and fsdp=1; "
@@ -74,6 +99,8 @@ def make_layout(
         has_sequence=task is None or any("sequence" in row for row in task.batch_axes.values()),
         has_experts=model.has_experts and any("experts" in row for row in model.axes.values()),
     )
+    if task is not None:
+        check_stages(task, mesh)
     chosen = {**DEFAULT_RULES, **(rules or {})}
     for name, axes in chosen.items():
         unknown = [axis for axis in axes if axis not in mesh.shape]
@@ -90,6 +117,44 @@ def make_layout(
         context_attention=parallelism.context_attention,
         state_axes=zero_axes(parallelism.zero),
     )
+
+
+def check_stages(task: Task, mesh: Mesh) -> None:
+    """Raise where a task cannot be computed by the stages of a pipeline.
+
+    Raises:
+        ConfigError: its loss calls the model itself, or depends on rows of other microbatches.
+    """
+    stages = mesh.shape["pipe"]
+    if stages == 1:
+        return
+    if task.calls_model:
+        raise ConfigError(
+            f"parallel.pipe={stages}, but the loss of task {task.name!r} calls the model itself, which a pipeline's "
+            "stages run once per microbatch; use parallel.pipe=1, with fsdp in its place"
+        )
+    if task.rows == "global":
+        raise ConfigError(
+            f"parallel.pipe={stages}, but task {task.name!r} has rows='global', and the last stage sees one microbatch "
+            "at a time; use parallel.pipe=1, with fsdp in its place"
+        )
+
+
+def check_placement(mesh: object, rules: object, parallelism: object, *, of: str) -> None:
+    """Raise where what places a model is of another type.
+
+    Args:
+        mesh, rules, parallelism: what was given; None stands for the default.
+        of: the function that takes them.
+
+    Raises:
+        ConfigError: what was given, what is wanted, and how to write it.
+    """
+    check_mesh(mesh, what=f"{of}: mesh")
+    check_rules(rules, what="rules")
+    if parallelism is not None:
+        what, takes = f"{of}: parallelism", "the options of the mesh axes"
+        check_kind(parallelism, Parallelism, what=what, takes=takes, write="parallelism=Parallelism(zero=1)")
 
 
 def shard_model(
@@ -119,10 +184,17 @@ def shard_model(
             use.
 
     Example:
-        >>> sharded = shard_model(model, mesh=make_mesh(tensor=2), policy="bf16")
-        >>> params = checkpointer.restore(sharded.abstract_params, prefix="params")
+        >>> sharded = jt.shard_model(model, policy="bf16")
+        >>> sharded.abstract_params["kernel"].shape
+        (4, 3)
     """
     check_model(model)
+    check_placement(mesh, rules, parallelism, of="shard_model")
+    if task is not None:
+        check_task(task)
+    if trainable is not None and not callable(trainable):
+        takes, write = "a function of a parameter's path", "trainable=lambda path: path.startswith('head')"
+        raise ConfigError(refusal("shard_model: trainable", takes, trainable, write))
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, make_mesh() if mesh is None else mesh, parallelism, rules)
     make_pipeline(model, layout, parallelism, 1)  # refuses what the stages could not run

@@ -1,5 +1,6 @@
 """What a train step computes: pure functions of a state and a batch, without a device in sight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,18 +8,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel, stored_params
-from jaxtrain.models.tasks import Batch, Task, divisor, task_sums
+from jaxtrain.models.task import Batch, Task, TaskSums, divisor
+from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.optim.offload import to_host
-from jaxtrain.parallel.gradients import Gradients, compute_gradients
+from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
+from jaxtrain.parallel.gradients import compute_gradients
+from jaxtrain.parallel.mean_loss import compute_mean_loss
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.train.model_checks import check_compute_dtype
 from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.state import SkippedSteps, TrainState, floating_leaves, merge_leaves, select_leaves
-from jaxtrain.train.update import Metrics, StepSettings, update_state
+from jaxtrain.train.update import MeanGradients, Metrics, StepSettings, mean_gradients, update_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,28 +54,28 @@ def create_state(
     Args:
         program: of the step.
         key: typed key; parameters and the random numbers of every step derive from it.
-        params: parameters to start from; None: those that the model draws.
-        model_state: batch statistics and the like to start from; None: those that the model draws.
+        params: parameters to start from; None, also in place of single ones: those that the model draws.
+        model_state: batch statistics and the like to start from, in the same form.
     """
     settings, policy = program.settings, program.sharded_model.policy
     init_key, run_key = jax.random.split(key)
     drawn = program.sharded_model.init(init_key)
-    params = drawn[0] if params is None else params
-    model_state = drawn[1] if model_state is None else model_state
+    start: Params = drawn[0] if params is None else merge_leaves(params, drawn[0])
+    start_state: ModelState = drawn[1] if model_state is None else merge_leaves(model_state, drawn[1])
     averaged = settings.ema_decay is not None
-    ema = cast_floats(select_leaves(params, settings.trainable), jnp.float32) if averaged else None
-    params = stored_params(params, policy, settings.trainable)
-    optimizer_state = first_optimizer_state(program, params)
+    ema = cast_floats(select_leaves(start, settings.trainable), jnp.float32) if averaged else None
+    stored = stored_params(start, policy, settings.trainable)
+    optimizer_state = first_optimizer_state(program, stored)
     return TrainState(
         step=jnp.int32(0),
-        params=params,
+        params=stored,
         optimizer_state=to_host(optimizer_state) if settings.offload_optimizer else optimizer_state,
-        model_state=model_state,
+        model_state=start_state,
         loss_scale=LossScale.create(settings.loss_scaling) if policy.loss_scaled else None,
         key=run_key,
         skipped=SkippedSteps(jnp.int32(0), jnp.int32(0)),
         ema=ema,
-        ema_model_state=floating_leaves(model_state) if averaged else None,
+        ema_model_state=floating_leaves(start_state) if averaged else None,
     )
 
 
@@ -89,7 +95,7 @@ def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[Tr
     sharded_model, settings = program.sharded_model, program.settings
     with sharded_model.context(required=True):
         count = sum(microbatches(program.pipeline, settings.accumulation_steps).values())
-        check_compute_dtype(sharded_model, state, batch["inputs"], count)
+        check_compute_dtype(sharded_model, _forward_of(program), state, batch, count)
         trained = select_leaves(state.params, settings.trainable)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         gradients = _gradients(program, state, trained, batch, scale)
@@ -99,25 +105,118 @@ def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[Tr
                 trained,
                 gradients,
                 scale,
+                lambda trained: _mean_loss(program, state, trained, batch),
                 optimizer=program.optimizer,
                 layout=sharded_model.layout,
                 settings=settings,
             )
 
 
-def _gradients(program: StepProgram, state: TrainState, trained: Params, batch: Batch, scale: jax.Array) -> Gradients:
-    """Gradients of the mean loss over the global batch, times the loss scale (float32 [])."""
-    sharded_model, task, settings = program.sharded_model, program.task, program.settings
+def find_gradients(program: StepProgram, state: TrainState, batch: Batch) -> MeanGradients:
+    """Mean gradients of a batch at the state's parameters, as the optimizer of a step would get them, unclipped.
+
+    Raises:
+        ConfigError: as `take_step`.
+    """
+    sharded_model, settings = program.sharded_model, program.settings
+    with sharded_model.context(required=True):
+        count = sum(microbatches(program.pipeline, settings.accumulation_steps).values())
+        check_compute_dtype(sharded_model, _forward_of(program), state, batch, count)
+        trained = select_leaves(state.params, settings.trainable)
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        return mean_gradients(_gradients(program, state, trained, batch, scale), scale)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Fixed:
+    """What the loss of a step reads besides the trained parameters and the model_state.
+
+    Attributes:
+        params: all parameters; the frozen ones are read.
+        average: moving averages of the parameters and of the model_state; None: the task does not read them.
+        step: int32 [], steps done; None: the task does not read it.
+    """
+
+    params: Params
+    average: tuple[Params, ModelState] | None
+    step: jax.Array | None
+
+
+def _fixed_of(program: StepProgram, state: TrainState) -> _Fixed:
+    if not program.task.calls_model:
+        return _Fixed(state.params, None, None)
+    averaged = program.settings.ema_decay is not None
+    average = (state.evaluation_params, state.evaluation_model_state) if averaged else None
+    return _Fixed(state.params, average, state.step)
+
+
+def _sums_of(
+    program: StepProgram, fixed: _Fixed, params: Params, model_state: ModelState, rows: Batch, key: jax.Array
+) -> tuple[TaskSums, ModelState]:
+    """The sums of a microbatch in a step, and the model_state after it."""
+    sharded_model, task = program.sharded_model, program.task
+    if task.calls_model:
+        assert fixed.step is not None
+        loss_key, call_key = jax.random.split(key)
+        call = ModelCall(sharded_model.apply, params, model_state, True, fixed.step, call_key, fixed.average)
+        with jax.named_scope("loss"):
+            return calling_sums(task, call, rows, loss_key)
     apply = sharded_model.apply_deferred if task.takes_deferred_logits else sharded_model.apply
+    outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
+    with jax.named_scope("loss"):
+        return task_sums(task, outputs, rows, train=True), model_state
+
+
+def _forward_of(program: StepProgram) -> Callable[[TrainState, Batch], Any]:
+    """What a microbatch computes, to be traced for what it multiplies."""
+
+    def forward(state: TrainState, rows: Batch) -> Any:
+        if not program.task.calls_model:
+            inputs = rows["inputs"]
+            return program.sharded_model.apply(state.params, state.model_state, inputs, key=state.key, train=True)
+        return _sums_of(program, _fixed_of(program, state), state.params, state.model_state, rows, state.key)[0]
+
+    return forward
+
+
+def _mean_loss(program: StepProgram, state: TrainState, trained: Params, batch: Batch) -> jax.Array:
+    """The loss of a step at other trained parameters (float32), with the random numbers of the step: float32 [].
+
+    Raises:
+        ConfigError: on a pipeline, or with a loss scale.
+    """
+    calls = "the optimizer computes the loss again (value_fn, obj_fn, grad_fn: a line search, Sophia, SAM)"
+    if program.pipeline is not None:
+        raise ConfigError(f"{calls}, which a pipeline cannot; use parallel.pipe=1 with fsdp or tensor, or optax.adamw")
+    if state.loss_scale is not None:
+        raise ConfigError(f"{calls}, whose gradients a loss scale does not reach; use the policy bf16 or fp32")
+    if program.task.rows == "global" and program.settings.accumulation_steps > 1:
+        raise ConfigError(f"{calls}, which microbatches of a task with rows='global' cannot; use accumulation_steps=1")
+    # The loss of the parameters as they would be stored.
+    stored = jax.tree.map(
+        lambda new, old: new.astype(old.dtype), trained, select_leaves(state.params, program.settings.trainable)
+    )
+    return _gradients(program, state, stored, batch, jnp.float32(1), compute=compute_mean_loss)
+
+
+def _gradients(
+    program: StepProgram,
+    state: TrainState,
+    trained: Params,
+    batch: Batch,
+    scale: jax.Array,
+    compute: Callable[..., Any] = compute_gradients,
+) -> Any:
+    """Gradients of the mean loss over the global batch, times the loss scale (float32 []); or what `compute` gives."""
+    sharded_model, task, settings = program.sharded_model, program.task, program.settings
 
     def loss(
-        trained: Params, fixed: tuple[Params, jax.Array], model_state: ModelState, rows: Batch, key: jax.Array
+        trained: Params, fixed: tuple[_Fixed, jax.Array], model_state: ModelState, rows: Batch, key: jax.Array
     ) -> tuple[jax.Array, Any]:
-        frozen, scale = fixed
-        params = merge_leaves(trained, frozen)
-        outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
-        with jax.named_scope("loss"):
-            loss_sum, weight, metrics = task_sums(task, outputs, rows, train=True)
+        read, scale = fixed
+        params = merge_leaves(trained, read.params)
+        (loss_sum, weight, metrics), model_state = _sums_of(program, read, params, model_state, rows, key)
         weight = jax.lax.stop_gradient(weight)
         return loss_sum / divisor(weight) * scale, (loss_sum, weight, model_state, metrics)
 
@@ -134,14 +233,29 @@ def _gradients(program: StepProgram, state: TrainState, trained: Params, batch: 
             scale=scale,
             zero=settings.zero,
         )
-    return compute_gradients(
-        loss,
-        trained,
-        (state.params, scale),
-        state.model_state,
-        batch,
-        step_key,
-        accumulation_steps=settings.accumulation_steps,
-        layout=sharded_model.layout,
-        zero=settings.zero,
-    )
+    arguments = (trained, (_fixed_of(program, state), scale), state.model_state, batch, step_key)
+    count, layout, zero = settings.accumulation_steps, sharded_model.layout, settings.zero
+    if task.rows == "global" and count > 1:
+        return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
+    # A shard of data holds some rows of a microbatch only.
+    on_shards = task.rows == "separate" and not task.calls_model
+    return compute(loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards)
+
+
+def _two_passes(program: StepProgram) -> TwoPasses:
+    """The outputs of a microbatch and the loss of all rows, for a task whose rows depend on one another."""
+    sharded_model, task = program.sharded_model, program.task
+
+    def outputs(
+        trained: Params, fixed: tuple[_Fixed, jax.Array], model_state: ModelState, inputs: Any, key: jax.Array
+    ) -> tuple[Any, ModelState]:
+        params = merge_leaves(trained, fixed[0].params)
+        return sharded_model.apply(params, model_state, inputs, key=key, train=True)
+
+    def loss(outputs: Any, fixed: tuple[_Fixed, jax.Array], batch: Batch) -> tuple[jax.Array, TaskSums]:
+        with jax.named_scope("loss"):
+            total, weight, metrics = task_sums(task, outputs, batch, train=True)
+        weight = jax.lax.stop_gradient(weight)
+        return total / divisor(weight) * fixed[1], (total, weight, metrics)
+
+    return TwoPasses(outputs, loss)

@@ -1,15 +1,18 @@
 """What a step carries from one step to the next."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.config.arguments import refusal
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
+from jaxtrain.optim.evaluation import evaluation_weights
 from jaxtrain.precision.policy import LossScale
 
 
@@ -47,6 +50,14 @@ class TrainState:
         skipped: counts of non-finite steps.
         ema: moving average of the trainable params in float32, or None.
         ema_model_state: the same average of the floating leaves of model_state, None where ema is.
+
+    Example:
+        >>> state = step.init(0)
+        >>> int(state.step), state.params["kernel"].shape
+        (0, (4, 3))
+        >>> state, metrics = step(state, step.loader(batches)(0))
+        >>> int(state.step)
+        1
     """
 
     step: jax.Array
@@ -59,10 +70,22 @@ class TrainState:
     ema: Params | None = None
     ema_model_state: ModelState | None = None
 
+    def __repr__(self) -> str:
+        # Any leaf may be a shape, a sharding or donated: what is shown asks none of them.
+        params, optimizer = (len(jax.tree.leaves(tree)) for tree in (self.params, self.optimizer_state))
+        average = "" if self.ema is None else ", a moving average"
+        return f"TrainState: {params} arrays of parameters, {optimizer} of optimizer state{average}"
+
     @property
     def evaluation_params(self) -> Params:
-        """The parameters to evaluate: the moving average where there is one, frozen ones as they are."""
-        return self.params if self.ema is None else merge_leaves(self.ema, self.params)
+        """The parameters to evaluate: the moving average where there is one, frozen ones as they are.
+
+        Without a moving average, the weights that the optimizer keeps for evaluation: the slow ones of
+        `jaxtrain.lookahead`, the averaged ones of `optax.contrib.schedule_free`.
+        """
+        if self.ema is None:
+            return evaluation_weights(self.optimizer_state, self.params)
+        return merge_leaves(self.ema, self.params)
 
     @property
     def evaluation_model_state(self) -> ModelState:
@@ -82,10 +105,23 @@ class EvaluationState:
     Attributes:
         evaluation_params: the parameters to evaluate.
         evaluation_model_state: the model_state that belongs to them.
+        step: steps that were done to get them.
+
+    Example:
+        >>> found = jt.EvaluationState(state.params, state.model_state)
+        >>> sorted(jt.Evaluator(step)(found, [step.loader(batches)(0)]))
+        ['eval_accuracy', 'eval_loss']
     """
 
-    evaluation_params: Params
-    evaluation_model_state: ModelState
+    evaluation_params: Params = field(repr=False)
+    evaluation_model_state: ModelState = field(repr=False)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        write = "EvaluationState(state.params, state.model_state)"
+        for name, value in (("params", self.evaluation_params), ("model_state", self.evaluation_model_state)):
+            if value is None or isinstance(value, TrainState | int | float | str):
+                raise ConfigError(refusal(f"EvaluationState: {name}", f"the {name} of a model", value, write))
 
 
 def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:

@@ -1,33 +1,35 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model, ModelState, Params
-from jaxtrain.models.sharded import place_model, with_sharding
-from jaxtrain.models.tasks import Batch, Task
+from jaxtrain.models.sharded import with_sharding
+from jaxtrain.models.task import Batch
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.precision.policy import LossScaling, Policy, get_policy
+from jaxtrain.precision.policy import Policy
+from jaxtrain.runtime.card import card
 from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compiler_options import CompilerOptions, Value, choose_options
+from jaxtrain.runtime.compiler_options import CompilerOptions
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
-from jaxtrain.train.checks import check_options, check_parts, random_key
-from jaxtrain.train.model_checks import check_trainable
-from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
+from jaxtrain.train.checks import random_key
+from jaxtrain.train.gradient_program import compile_gradients
+from jaxtrain.train.optimizer_arguments import check_optimizer_state
+from jaxtrain.train.option_checks import check_compiled
+from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.placement import state_on_host, state_shardings
 from jaxtrain.train.program import StepProgram, create_state, first_optimizer_state, take_step
+from jaxtrain.train.separate_rows import check_separate_rows
+from jaxtrain.train.start import accept_start
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.update import Metrics, StepSettings
+from jaxtrain.train.update import MeanGradients, Metrics
 
 
 class TrainStep:
@@ -51,6 +53,15 @@ class TrainStep:
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
             cudnn"); empty before `compile`, `use` or the first step.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
+        >>> compiled = step.compile(batches.spec())  # ahead of time; another shape is an error from then on
+        >>> state = step.init(0)
+        >>> for batch in jt.prefetch(step.loader(batches), 0, 2):
+        ...     state, metrics = step(state, batch)
+        >>> sorted(metrics)
+        ['accuracy', 'grad_norm', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
     """
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):
@@ -66,21 +77,40 @@ class TrainStep:
 
         # One function for both uses: jax then traces it once.
         shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+        check_optimizer_state(shapes.optimizer_state)
         offload = program.settings.offload_optimizer
         self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
         self.state_on_host: TrainState = state_on_host(shapes, offload_optimizer=offload)
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
         self._initialize = jax.jit(create, out_shardings=self.state_shardings)
         self._jitted = self._make_jitted()
+        self._find_gradients = compile_gradients(program, self.state_shardings, compiler_options)
         self._compiled: jax.stages.Compiled | None = None
         self._compiled_for: given_state.LeafShapes = {}
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
         # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
+        self._checked_rows = False
         self.choices: tuple[str, ...] = ()
         self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
         self.initial_state: given_state.InitialState | None = None
+
+    def __repr__(self) -> str:
+        compiled = "" if self._compiled is None else ", compiled"
+        return f"TrainStep of {self.model.name!r} for {self.task.name!r}: {self.sharded_model.summary}{compiled}"
+
+    def _repr_html_(self) -> str:
+        settings = self.program.settings
+        facts = {
+            "model": f"{self.model.name}: {self.sharded_model.summary}",
+            "task": self.task.name,
+            "microbatches": None if settings.accumulation_steps == 1 else settings.accumulation_steps,
+            "pipeline": None if self.pipeline is None else self.pipeline.schedule.name,
+            "moving average": settings.ema_decay,
+            "chosen": "; ".join(self.choices),
+        }
+        return card("TrainStep", facts, body=self.sharded_model.parameters_html())
 
     @property
     def model(self) -> Model:
@@ -103,7 +133,12 @@ class TrainStep:
         return self.sharded_model.policy
 
     def init(
-        self, seed: int | jax.Array, *, params: Params | None = None, model_state: ModelState | None = None
+        self,
+        seed: int | jax.Array,
+        *,
+        params: Params | str | Path | None = None,
+        model_state: ModelState | None = None,
+        skip: Sequence[str] = (),
     ) -> TrainState:
         """The state at step 0, created sharded: the same numbers on every mesh.
 
@@ -111,16 +146,27 @@ class TrainStep:
 
         Args:
             seed: an int or a typed key.
-            params: parameters to start from: a tree of jax or NumPy arrays like that of `model.init`, on any devices,
-                in the dtypes of `model.init` or of the state; None: what `model.init` draws.
-            model_state: batch statistics and the like to start from, in the same form; None: those of `model.init`.
+            params: parameters to start from; None: what `model.init` draws. A tree of jax or NumPy arrays like that of
+                `model.init`, on any devices, in the dtypes of `model.init` or of the state. Or the path of a run
+                ("runs/x"), of its `checkpoints` folder, or of one step in it ("runs/x/checkpoints/400"): its newest
+                intact step, or that one, is read straight into the shardings of this step. Of a run with a moving
+                average (`ema_decay`) the average is taken where a parameter has one, and its model_state comes along.
+            model_state: batch statistics and the like to start from, a tree like that of `model.init`; None: those of
+                the run in `params`, else those of `model.init`.
+            skip: patterns of paths of parameters (and of model_state), with `*`, that are not taken from what is given
+                but drawn: `["head/*"]` for another number of classes.
 
         Raises:
-            ConfigError: another structure, shape or dtype; names the first path that differs.
+            ConfigError: another structure, shape or dtype, or a pattern that matches nothing; names the first path
+                that differs, and the pattern to write.
+            CheckpointError: no checkpoint at that path, or none that is intact.
+
+        Example:
+            >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
         key = random_key(seed, self.abstract_state.key)
-        given = given_state.accept_parts(
-            params, model_state, drawn=self.sharded_model.drawn_shapes(), wanted=self.abstract_state
+        given = accept_start(
+            params, model_state, skip, drawn=self.sharded_model.drawn_shapes(), wanted=self.abstract_state
         )
         state = self._initialize(key, **given)
         self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
@@ -164,11 +210,13 @@ class TrainStep:
         Raises:
             ConfigError: a batch that does not fit, or something asked of the model that shows in tracing.
         """
+        shardings = self.batch_shardings(batch)
         specs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             dict(batch),
-            self.batch_shardings(batch),
+            shardings,
         )
+        self._check_rows(batch)
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().lower(self.abstract_state, specs)
 
@@ -186,8 +234,10 @@ class TrainStep:
             choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
 
         Raises:
-            ConfigError: a pipeline stage that would wait for other stages for ever.
+            ConfigError: something that is no compiled step, or a pipeline stage that would wait for other stages for
+                ever.
         """
+        check_compiled(compiled)
         if self.pipeline is not None:
             check_branches(compiled.as_text() or "", self.layout)
         arguments, _ = compiled.args_info
@@ -209,26 +259,66 @@ class TrainStep:
         Raises:
             ConfigError: a state or batch that was donated before, or that does not fit this step.
         """
-        state = given_state.accept_state(
-            state, wanted=self.abstract_state, initial=self.initial_state, last=self.last_state()
-        )
-        given_state.check_batch_not_deleted(batch)
-        if not is_placed(batch, self.mesh):
-            batch = self.place(batch)
+        state, batch = self._accept(state, batch)
         if self._compiled is not None:
             given_state.check_batch_shapes(batch, self._compiled_for)
         if self._compiled is None and self.pipeline is not None:
             self.compile(batch)  # checked, as a program compiled on the way would not be
-        if self._one_at_a_time:
-            jax.block_until_ready(self._last_metrics)
         if self._compiled is not None:
             new_state, self._last_metrics = self._compiled(state, batch)
         else:
+            self._check_rows(batch)
             with record_choices() as choices:
                 new_state, self._last_metrics = self._jitted(state, batch)
             self.choices = tuple(choices) or self.choices  # only a call that traces makes any
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
+
+    def gradients(self, state: TrainState, batch: Batch) -> MeanGradients:
+        """The mean gradients of a batch, which the next step would give to the optimizer; nothing is updated.
+
+        They are those of the same random numbers, over all microbatches, without loss scale and before clipping.
+        Compiled at the first call for a shape of batch.
+
+        Args:
+            state: not donated; it stays valid.
+            batch: leaves [global batch, ...]; host arrays are placed on the mesh.
+
+        Returns:
+            Gradients like the trained parameters and sharded as they are, float32, with loss, weight and metrics.
+
+        Raises:
+            ConfigError: a state or batch that was donated before, or that does not fit this step.
+
+        Example:
+            >>> found = step.gradients(state, batch)
+            >>> norm = optax.tree.norm(found.tree)
+        """
+        state, batch = self._accept(state, batch)
+        self._check_rows(batch)
+        found = self._find_gradients(state, batch)
+        if self._one_at_a_time:
+            jax.block_until_ready(found)
+        return found
+
+    def _check_rows(self, batch: Mapping[str, Any]) -> None:
+        """Raise where microbatches would change the loss in silence; tried once."""
+        if not self._checked_rows:
+            check_separate_rows(self.program, batch)
+            self._checked_rows = True
+
+    def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """State and batch on the mesh, once they are known to fit and no other step is in flight that must not be."""
+        state = given_state.accept_state(
+            state, wanted=self.abstract_state, initial=self.initial_state, last=self.last_state()
+        )
+        self.feed.check(batch)
+        given_state.check_batch_not_deleted(batch)
+        if not is_placed(batch, self.mesh):
+            batch = self.place(batch)
+        if self._one_at_a_time:
+            jax.block_until_ready(self._last_metrics)
+        return state, batch
 
     def _make_jitted(self) -> Any:
         program = self.program
@@ -242,82 +332,3 @@ class TrainStep:
             out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
             compiler_options={**self.compiler_options.used} or None,
         )
-
-
-def make_train_step(
-    model: Model,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    *,
-    mesh: Mesh | None = None,
-    policy: str | Policy = "fp32",
-    accumulation_steps: int = 1,
-    clip_norm: float | None = None,
-    ema_decay: float | None = None,
-    trainable: Callable[[str], bool] | None = None,
-    learning_rate: optax.Schedule | float | None = None,
-    loss_scaling: LossScaling | None = None,
-    rules: Mapping[str, tuple[str, ...]] | None = None,
-    parallelism: Parallelism | None = None,
-    compiler_options: Mapping[str, Value] | None = None,
-    offload_optimizer: bool = False,
-) -> TrainStep:
-    """A train step for any model, task and optimizer, on any mesh.
-
-    Args:
-        model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
-        task: what outputs are compared with.
-        optimizer: any optax transformation, already made with its learning rate.
-        mesh: from `make_mesh`; None: all devices on the `data` axis.
-        policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        accumulation_steps: microbatches per step; results equal those of one large batch, except that batch
-            statistics are those of each (global) microbatch.
-        clip_norm: largest global norm of the gradient; None: no clipping.
-        ema_decay: keep a moving average of the parameters and of model_state (batch statistics); evaluation uses the
-            average. The decay after t updates is min(ema_decay, (1 + t) / (10 + t)).
-        trainable: parameter path -> whether it is trained, True for some and False for others; None: all are.
-        learning_rate: the rate that the metrics show; it does not change the optimizer.
-        loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
-            replaces the default.
-        parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
-        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler_options.py`.
-        offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
-
-    Returns:
-        A `TrainStep`.
-
-    Raises:
-        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting that would have no
-            effect on this model.
-
-    Example:
-        >>> step = make_train_step(model, classification(), optax.adamw(1e-3))
-        >>> state = step.init(0)
-        >>> state, metrics = step(state, {"inputs": images, "targets": labels})
-    """
-    check_parts(model, task, optimizer)
-    check_options(accumulation_steps, clip_norm, ema_decay, trainable)
-    mesh = make_mesh() if mesh is None else mesh
-    parallelism = parallelism or Parallelism()
-    layout = make_layout(model, task, mesh, parallelism, rules)
-    policy = get_policy(policy)
-    settings = StepSettings(
-        accumulation_steps=accumulation_steps,
-        clip_norm=None if clip_norm == math.inf else clip_norm,
-        ema_decay=ema_decay,
-        trainable=trainable,
-        learning_rate=learning_rate if learning_rate is None or callable(learning_rate) else lambda _: learning_rate,
-        loss_scaling=loss_scaling or LossScaling(),
-        parallelism=parallelism,
-        offload_optimizer=offload_optimizer,
-    )
-    pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
-    sharded_model = place_model(
-        model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
-    )
-    check_trainable(sharded_model.abstract_params, trainable)
-    if pipeline is not None:
-        pipeline = replace(pipeline, layout=sharded_model.layout)
-    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), compiled_with)

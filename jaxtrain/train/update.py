@@ -10,10 +10,11 @@ import optax
 
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.tasks import Sums, divisor
+from jaxtrain.models.task import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
+from jaxtrain.train.optimizer_arguments import MeanLoss, extra_arguments, update_optimizer
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves
 
@@ -44,6 +45,7 @@ def update_state(
     trained: Any,
     gradients: Gradients,
     scale: jax.Array,
+    mean_loss: MeanLoss,
     *,
     optimizer: optax.GradientTransformation,
     layout: Layout,
@@ -56,6 +58,7 @@ def update_state(
         trained: its parameters with None where one is frozen.
         gradients: of those, times the loss scale.
         scale: float32 [], the loss scale.
+        mean_loss: trained parameters -> the loss of this batch, for optimizers that compute it again.
         optimizer: gradients -> updates.
         layout: of the step.
         settings: clipping, averages, loss scaling.
@@ -63,8 +66,7 @@ def update_state(
     scaled = state.loss_scale is not None
 
     def unscaled(tree: Any, scale: jax.Array) -> Any:
-        tree = cast_floats(tree, jnp.float32)
-        return jax.tree.map(lambda g: g / scale, tree) if scaled else tree
+        return _unscaled(tree, scale if scaled else None)
 
     grad_norm = optax.tree.norm(unscaled(gradients.tree, scale))
     loss = gradients.loss_sum / divisor(gradients.weight)
@@ -78,17 +80,15 @@ def update_state(
         # an optimizer makes of it.
         return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
 
-    # Some read the loss as `value` (reduce_on_plateau, polyak_sgd); the others are not given it.
-    reads_loss = optax.with_extra_args_support(optimizer)
-
     def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
         finite, scale, clip, loss = scalars
-        updates = unscaled(gradients, scale)
+        updates = grad = unscaled(gradients, scale)
         if clip is not None:
             updates = jax.tree.map(lambda g: g * clip, updates)
         # In float32 as everything the optimizer reads: weight decay of bf16 parameters is not rounded before it counts.
         read = cast_floats(trained, jnp.float32)
-        updates, moved = reads_loss.update(updates, optimizer_state, read, value=loss)
+        extra = extra_arguments(loss, grad, mean_loss)
+        updates, moved = update_optimizer(optimizer, updates, optimizer_state, read, extra)
         moved = keep(moved, optimizer_state, finite)
         return keep(optax.apply_updates(trained, updates), trained, finite), moved
 
@@ -139,6 +139,42 @@ def update_state(
     return new_state, metrics
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MeanGradients:
+    """What `TrainStep.gradients` returns.
+
+    Attributes:
+        tree: like the trained parameters and sharded as they are, None in place of frozen ones; float32, without the
+            loss scale and before clipping.
+        loss: float32 [], the mean over the global batch, NaN where its weight is 0.
+        weight: float32 [], the weight of the batch.
+        metrics: of the task, name -> mean.
+    """
+
+    tree: Any
+    loss: jax.Array
+    weight: jax.Array
+    metrics: Metrics
+
+
+def mean_gradients(gradients: Gradients, scale: jax.Array) -> MeanGradients:
+    """Gradients and sums of a batch as means.
+
+    Args:
+        gradients: times the loss scale.
+        scale: float32 [], the loss scale.
+    """
+    loss = jnp.where(gradients.weight != 0, gradients.loss_sum / divisor(gradients.weight), jnp.nan)
+    return MeanGradients(_unscaled(gradients.tree, scale), loss, gradients.weight, mean_metrics(gradients.metrics))
+
+
+def _unscaled(tree: Any, scale: jax.Array | None) -> Any:
+    """Gradients in float32, divided by the loss scale where there is one."""
+    tree = cast_floats(tree, jnp.float32)
+    return tree if scale is None else jax.tree.map(lambda g: g / scale, tree)
+
+
 def average_decay(decay: float, updates: jax.Array) -> jax.Array:
     """What a moving average keeps of itself after so many updates: (1 + t) / (10 + t), at most `decay`.
 
@@ -159,5 +195,9 @@ def average_decay(decay: float, updates: jax.Array) -> jax.Array:
 
 
 def mean_metrics(sums: Sums) -> Metrics:
-    """name -> sum / weight, scalars or vectors; NaN where the weight is 0."""
-    return {name: jnp.where(weight != 0, total / divisor(weight), jnp.nan) for name, (total, weight) in sums.items()}
+    """name -> sum / weight, NaN where the weight is 0; totals, which have no weight, as they are."""
+
+    def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
+        return total if weight is None else jnp.where(weight != 0, total / divisor(weight), jnp.nan)
+
+    return {name: mean(total, weight) for name, (total, weight) in sums.items()}

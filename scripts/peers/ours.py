@@ -31,7 +31,8 @@ def main(name: str, overrides: list[str]) -> None:
         nonlocal loss
         loss = float(metrics["loss"])
 
-    hooks = Hooks(lambda number: None, finished, lambda number: False, lambda number, state: None, lambda number: False)
+    never = (lambda number: False, lambda number, state: False, lambda number: False)
+    hooks = Hooks(lambda number: None, finished, *never)
 
     def run(steps: int) -> float:
         nonlocal state, done

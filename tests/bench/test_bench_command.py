@@ -83,6 +83,16 @@ def test_parts_left_out_are_not_drawn_as_nothing(tmp_path):
     assert "as timed alone" not in drawn["step"]
 
 
+@pytest.mark.parametrize(("share", "is_said"), [(0.5, False), (1.03, False), (1.5, True)])
+def test_shares_above_the_roofline_are_explained(tmp_path, share, is_said):
+    block = {"name": "MLP", "count": 2, "seconds": 1e-3, "roofline_seconds": share * 1e-3, "share_of_roofline": share}
+    answer = {"config": "c", "device": {"count": 1, "kind": "cpu"}, "blocks": [block], "step": None}
+    draw(answer, tmp_path / "bench.svg")
+    drawn = (tmp_path / "bench.svg").read_text()  # texts are paths, with a comment each
+    assert ("<!-- above 100 %" in drawn) == is_said
+    assert f"<!--  2 ms, {share:.0%} -->" in drawn
+
+
 MISTAKES = {
     "part": (["bench", "bench_cpu", "--skip", "stop"], "--skip stop: no such part; there are"),
     "name for a file": (["bench", "--json", "quickstart"], "--json quickstart is a config; give the file to write"),

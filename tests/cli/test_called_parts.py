@@ -121,7 +121,7 @@ def test_the_run_is_that_of_the_same_parts_from_python(run, here, tmp_path):
 def test_the_run_records_config_and_files(run, folder):
     info = json.loads((run / "run.json").read_text())
     assert info["config"]["model"] == {"kind": "called", "call": "my_package.models:build", "args": {"width": 32}}
-    assert info["from_python"] == {"model": None, "task": None, "data": None}
+    assert info["from_python"] == {"model": None, "task": None, "data": None, "optimizer": None}
     files = {"model": "models.py", "task": "losses.py", "data": "rows.py", "optimizer": "optim.py"}
     assert {name: Path(one["file"]) for name, one in info["called"].items()} == {
         name: folder / "my_package" / file for name, file in files.items()

@@ -10,7 +10,8 @@ import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.config.data import TextData, TokenizerConfig
 from jaxtrain.data import prepare_tokens
-from jaxtrain.run.open_run import open_run, saved_config
+from jaxtrain.run.open_run import open_run
+from jaxtrain.run.saved_config import saved_config
 
 
 @pytest.fixture(params=["text_run", "image_run"])
@@ -59,7 +60,7 @@ def test_reads_the_moving_average_and_the_statistics(image_run):
     assert opened.config.optimizer.ema_decay is not None
     assert opened.model_state
     assert opened.state.evaluation_params is opened.params
-    assert opened.checkpoint_step == 2
+    assert opened.step == 2
 
 
 def test_another_step_is_another_loss(cli, text_run):
@@ -140,7 +141,10 @@ def test_a_task_from_python_is_not_replaced_by_that_of_the_config(cli, own_run):
     assert (answer.code, answer.out) == (2, "")
     (line,) = [line for line in answer.err.splitlines() if line.startswith("jaxtrain: ")]
     assert "task (brier) from Python" in line
-    assert "jt.run_config(CONFIG, task=..., run_dir=" in line
+    assert f"jt.open_run({str(run_dir)!r}, task=...)" in line
+    assert jt.open_run(run_dir, task=brier()).evaluate()["eval_loss"] == pytest.approx(
+        result.metrics["eval_loss"], rel=TOLERANCE
+    )
     again = jt.run_config(run_dir.parent / "classes.yaml", task=brier(), run_dir=run_dir)
     assert again.metrics["eval_loss"] == result.metrics["eval_loss"]
     # The text of a model does not depend on what it was compared with.

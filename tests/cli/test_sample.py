@@ -22,7 +22,7 @@ def sample(cli, run, *words):
 def test_greedy_is_the_argmax_of_full_forward_passes(cli, text_run):
     """The KV cache against the model as it trains, token by token."""
     prompt, count = "The class", 12
-    run = open_run(text_run, with_data=False)
+    run = open_run(text_run)
     ids = list(run.tokenizer.encode(prompt))
 
     @jax.jit
@@ -66,7 +66,7 @@ def test_other_checkpoint_other_text(cli, text_run):
 
 
 def test_fills_the_positions_of_the_model_by_default(cli, text_run):
-    run = open_run(text_run, with_data=False)
+    run = open_run(text_run)
     text = sample(cli, text_run, "-p", "ab", "--top-k", "1")
     # Bytes that are no text are one sign each or fewer, so the count is an upper limit.
     assert len("ab") < len(text) - 1 <= run.config.model.max_sequence_length

@@ -95,4 +95,7 @@ def test_missing_config(name, message):
 def test_folder_instead_of_a_config(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path)
-    assert str(caught.value) == f"config {str(tmp_path)!r} is a folder; name a .yaml file or one of {SHIPPED}"
+    assert str(caught.value) == (
+        f"config {str(tmp_path)!r} is a folder without run.json; name a .yaml file, the directory of a run, or one of "
+        f"{SHIPPED}"
+    )

@@ -81,7 +81,7 @@ def test_workers_and_prefetching_change_nothing(tmp_path: Path) -> None:
         batches = Batches(rows, 4, seed=5, shuffle=True, workers=workers)
         place = dict.fromkeys(batches.spec(), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
         loaded = prefetch(lambda k, load=batches.load, place=place: load(k, place), 0, 6, depth=depth)
-        runs.append([jax.device_get(batch) for batch, _ in loaded])  # two epochs
+        runs.append([jax.device_get(batch) for batch in loaded])  # two epochs
         late = jax.device_get(batches.load(4, place))
         np.testing.assert_array_equal(late["inputs"], runs[-1][4]["inputs"])  # whatever was read before
     for run in runs[1:]:

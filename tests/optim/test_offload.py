@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config.models import MLPConfig
-from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.config.optimizers import OptimizerConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
@@ -23,8 +23,9 @@ from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
 from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.runtime.choices import record_choices
+from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.step import TrainStep
 
 RNG = np.random.default_rng(0)
 BATCH = {"inputs": RNG.normal(size=(8, 64)).astype(np.float32), "targets": np.arange(8, dtype=np.int32)}

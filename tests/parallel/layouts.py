@@ -14,16 +14,18 @@ from pydantic import TypeAdapter
 
 from jaxtrain.config.data import DigitsData, TextData
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.schema import AdamWConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
 from jaxtrain.data import Batches, open_data
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
-from jaxtrain.models.tasks import Task, classification, language_modeling
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.remat.policy import Remat
+from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.step import TrainStep
 
 STEPS = 20
 # What differs between layouts is decided before LLVM, whose first level takes a fifth off the time of these tests.

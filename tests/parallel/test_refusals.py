@@ -14,8 +14,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification, language_modeling
+from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.step import make_train_step
 
 
 def lm(batch: int = 32, length: int = 32, **model: int) -> Callable[..., None]:

@@ -24,8 +24,8 @@ from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.choices import record_choices
+from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.step import make_train_step
 
 MODEL = dict(num_layers=2, embed_dim=64, num_heads=8, max_sequence_length=128)
 ROWS, LENGTH, VOCABULARY = 32, 128, 512

@@ -115,16 +115,16 @@ def row(text: str, label: str) -> str:
         pytest.param("peak", "analytic 20.00 GiB, compiler 22.00 GiB (compiled in 12.3 s)", id="both peaks"),
         pytest.param("verdict", "fits: 22.00 GiB of 76.00 GiB, by the compiler", id="verdict"),
         pytest.param("step time", "1,250.0 ms (1,000.0 to 2,500.0)", id="step with its range"),
-        pytest.param("tokens/s", "210k (26.2k a device)", id="64 x 4096 / 1.25"),
+        pytest.param("tokens/s", "210k (26.2k per device)", id="64 x 4096 / 1.25"),
         pytest.param("MFU", "40.0 % (20.0 to 50.0 %)", id="MFU with its range"),
         pytest.param("bound by", "memory bandwidth", id="bound"),
-        pytest.param("attention scores", r"400.0 ms, bound by memory, 30 FLOPs a byte +32.0 %", id="block"),
+        pytest.param("attention scores", r"400.0 ms, bound by memory, 30 FLOPs per byte +32.0 %", id="block"),
         pytest.param("pipeline bubble", r"20.0 % of the pipeline, 250.0 ms +20.0 %", id="bubble, 1.25 - 0.8 - 0.2"),
         pytest.param("time to train", "100.0 hours (4 d 4:00)", id="hours"),
         pytest.param("on demand", "$2,400", id="rent"),
         pytest.param("spot", "$1,224 in 102.0 hours", id="spot"),
-        pytest.param("spot checkpoints", "every 24:03", id="interval"),
-        pytest.param("spot efficiency", "98.0 %, 4.4 interruptions", id="efficiency"),
+        pytest.param("spot checkpoints", "every 24.1 minutes", id="interval"),
+        pytest.param("spot efficiency", "98.0 %, 4.4 interruptions expected", id="efficiency"),
         pytest.param("energy", "560 kWh, $67.20", id="energy"),
         pytest.param("break-even", "after 4,360 hours of rent", id="break-even"),
     ],
@@ -247,29 +247,32 @@ def fetches(page: str) -> list[str]:
     return [link for link in links if not link.startswith(("#", "data:"))]
 
 
-# Pictures: memory always, the others where there is something to draw.
+# Bars of memory, bars of compilers, bars of time, roofs, points of cost: memory always, the others where there is
+# something to draw.
 @pytest.mark.parametrize(
     ("case", "pictures"),
     [
-        ("one", 4),
-        ("with the compiler", 4),
-        ("nothing known", 1),
-        ("one known of two", 4),
-        ("thirteen parts", 4),
-        ("empty memory", 4),
-        ("ten", 4),
-        ("no prices", 3),
-        ("no link", 2),
+        ("one", (1, 0, 1, 1, 2)),
+        ("with the compiler", (1, 1, 1, 1, 2)),
+        ("nothing known", (1, 0, 0, 0, 0)),
+        ("one known of two", (2, 0, 1, 1, 2)),
+        # 91 GiB of 80: no time and no cost of what does not fit.
+        ("thirteen parts", (1, 0, 0, 0, 0)),
+        ("empty memory", (1, 0, 1, 1, 2)),
+        ("ten", (10, 0, 10, 10, 20)),
+        ("no prices", (1, 0, 1, 1, 0)),
+        ("no link", (1, 0, 0, 1, 0)),
     ],
 )
 def test_page_has_its_pictures_and_fetches_nothing(case, pictures, tmp_path):
     path = tmp_path / "plan.html"
     write_page(CASES[case], path)
     page = path.read_text(encoding="utf-8")
-    assert page.count("<svg") == pictures
+    marks = ("data-memory=", "data-compiled=", "data-time=", 'class="roof"', "data-hours=")
+    assert tuple(page.count(mark) for mark in marks) == pictures
     assert fetches(page) == []
     assert "http" not in page
-    assert "<script" not in page
+    assert page.count("<script>") == 1, "the hover values"
     assert len(set(re.findall(r'\bid="([^"]+)"', page))) == len(re.findall(r'\bid="([^"]+)"', page))
     for name in labels(CASES[case]):
         assert name in page
@@ -282,7 +285,7 @@ def test_page_escapes_what_others_wrote(tmp_path):
     config = made.config.model_copy(update={"name": evil})
     write_page([dataclasses.replace(made, memory=memory, config=config)], tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert "<script" not in page
+    assert "<script>alert" not in page
     # Title, heading, row and picture of the part, peak, note, advice.
     assert page.count("&lt;script&gt;") >= 7
     assert "$x_1$" in page

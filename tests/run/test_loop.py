@@ -23,7 +23,7 @@ def test_a_step_s_seconds_are_its_own_wait_and_its_own_work(monkeypatch, pause_e
     def batches():
         for wait in waits:
             clock[0] += wait
-            yield {}, wait
+            yield {}
 
     def pause(number, state):
         clock[0] += 100

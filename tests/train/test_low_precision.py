@@ -21,7 +21,8 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling, regression
 from jaxtrain.precision.quantized import QuantizedKernel
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.make_step import make_train_step
+from jaxtrain.train.step import TrainStep
 
 STEPS, ROWS, LENGTH = 50, 8, 32
 

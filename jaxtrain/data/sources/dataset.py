@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import load_config
+from jaxtrain.config.arguments import check_choice, check_kind, check_whole, refusal
+from jaxtrain.config.base import Group
 from jaxtrain.config.data import (
     CalledData,
     DataConfig,
@@ -17,11 +19,14 @@ from jaxtrain.config.data import (
     TextData,
     TokenData,
 )
+from jaxtrain.data.batches import check_rows
 from jaxtrain.data.examples import Examples
+from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.call import call_function
+from jaxtrain.runtime.card import card
 
 if TYPE_CHECKING:
     import grain
@@ -34,7 +39,8 @@ class Data:
     """Training and validation rows, and what the rest of a run needs to know about them.
 
     Attributes:
-        train: The training rows, finite and in their own order; `train[i]` is a dict of NumPy arrays.
+        train: The training rows, finite and in their own order; `train[i]` is a dict of NumPy arrays. Or batches
+            without an index, which `jaxtrain.fit` makes of an iterable.
         validation: The rows kept for evaluation; None: there are none.
         fingerprint: JSON values that identify the rows; they depend on the content of the data and not on its path.
         vocab_size: Number of token ids; None for sources other than tokens.
@@ -47,9 +53,17 @@ class Data:
         reading: JSON values with which inputs and classes were turned into numbers: the names of the classes in the
             order of their numbers, and the mean and deviation of the columns of a table. `open_data` accepts it, so
             that other rows are read in the same way. None for sources that need none.
+
+    Example:
+        >>> import dataclasses
+        >>> data = jt.open_data({"kind": "synthetic", "task": "images", "image_size": 8})
+        >>> data.input_shape, data.num_outputs, data.unit
+        ((8, 8, 3), 10, 'examples')
+        >>> mine = dataclasses.replace(data, train=rows, validation=None, fingerprint={"name": "mine"})
     """
 
-    train: "grain.MapDataset"
+    # Any: rows by index for nearly everybody, who pass them on as such; fit alone makes a BatchStream.
+    train: Any
     validation: "grain.MapDataset | None"
     fingerprint: dict[str, Any]
     vocab_size: int | None
@@ -60,6 +74,30 @@ class Data:
     tokenizer: Tokenizer | None
     description: tuple[str, ...]
     reading: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, rows in (("train", self.train), ("validation", self.validation)):
+            if (rows is not None or name == "train") and not isinstance(rows, BatchStream):
+                check_rows(rows, what=f"Data: {name}", write=f"{name}=jaxtrain.ArrayRows({{...}})")
+        write = "fingerprint={'name': 'mine'}"
+        check_kind(self.fingerprint, Mapping, what="Data: fingerprint", takes="a dict of JSON values", write=write)
+        check_choice(self.unit, ("tokens", "examples"), what="Data: unit", write="unit='examples'")
+
+    def __repr__(self) -> str:
+        return "\n  ".join([f"Data: {self._sizes()}", *self.description[:3]])
+
+    def _repr_html_(self) -> str:
+        fingerprint = ", ".join(f"{name} {value}" for name, value in self.fingerprint.items())
+        facts = {"rows": self._sizes(), "description": "; ".join(self.description), "fingerprint": fingerprint[:500]}
+        return card("Data", facts)
+
+    def _sizes(self) -> str:
+        rows = "batches of an iterable" if isinstance(self.train, BatchStream) else f"{len(self.train):,} training rows"
+        found = [rows, f"{'none' if self.validation is None else f'{len(self.validation):,}'} held out"]
+        found += [f"inputs {list(self.input_shape)}"] if self.input_shape else []
+        found += [f"{self.vocab_size:,} ids"] if self.vocab_size is not None else []
+        found += [f"{self.num_outputs} outputs"] if self.vocab_size is None and self.num_outputs is not None else []
+        return ", ".join(found)
 
 
 def open_data(
@@ -81,11 +119,16 @@ def open_data(
             and scales instead of their own. A reading of another kind of data is ignored.
 
     Raises:
-        ConfigError: A key or value of a mapping is wrong.
+        ConfigError: A key or value of a mapping is wrong, or an argument is of another type.
         DataError: The data is missing, empty or corrupt, or has too few tokens for a row.
+
+    Example:
+        >>> data = jt.open_data({"kind": "synthetic", "task": "images", "image_size": 8})
+        >>> batches = jt.Batches(data.train, 8, seed=0, shuffle=True)
     """
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) and config:
         config = load_config({"data": config}).config.data
+    _check_call(config, sequence_length, seed, task, reading)
     match config:
         case TextData() | JsonlData():
             length = _sequence_length(config.sequence_length, sequence_length)
@@ -129,6 +172,8 @@ def open_data(
         case CalledData():
             made = call_function("data", config.call, config.args, error=DataError)
             return made if isinstance(made, Data) else _array_data(config, made)
+        case _:
+            raise ConfigError(f"open_data takes the group data of a config, not a {type(config).__name__}")
 
 
 def _array_data(config: CalledData, made: Any) -> Data:
@@ -148,6 +193,25 @@ def _array_data(config: CalledData, made: Any) -> Data:
         tokenizer=None,
         description=found.description,
     )
+
+
+def _check_call(config: Any, sequence_length: Any, seed: Any, task: Any, reading: Any) -> None:
+    """Raises a ConfigError where an argument of `open_data` is of another type."""
+    if not isinstance(config, Group):
+        word = config if isinstance(config, str) else "digits"
+        write = f"open_data({{'kind': {word!r}}})"
+        if isinstance(getattr(config, "shape", None), tuple):
+            write = "jaxtrain.ArrayRows({'inputs': x, 'targets': y}) for arrays of your own"
+        raise ConfigError(refusal("open_data", "a dict with the kind of data", config, write))
+    if sequence_length is not None:
+        check_whole(sequence_length, what="open_data: sequence_length", least=1, write="sequence_length=256")
+    check_whole(seed, what="open_data: seed", least=None, write="seed=0")
+    if task is not None:
+        known = ("language_modeling", "classification", "regression")
+        check_choice(task, known, what="open_data: task", write="task='classification'")
+    if reading is not None:
+        takes = "what the data of a run says of its reading"
+        check_kind(reading, Mapping, what="open_data: reading", takes=takes, write="reading=data.reading")
 
 
 def _sequence_length(configured: int | None, default: int | None) -> int:

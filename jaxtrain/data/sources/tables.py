@@ -111,6 +111,28 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     )
 
 
+def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -> np.ndarray:
+    """Scales rows as those of the table that a model was trained on.
+
+    Args:
+        reading: `Data.reading` of that table.
+        inputs: Numbers [N, D], the columns in their own units.
+        label: Name of the rows in messages.
+
+    Returns:
+        float32 [N, D].
+
+    Raises:
+        DataError: There are other columns, or a number beyond float32.
+    """
+    inputs = inputs.astype(np.float64)
+    mean, deviation = _saved_scales(reading, inputs, label=label, standardize=reading["mean"] is not None)
+    if mean is not None:
+        inputs = (inputs - mean) / deviation
+    _check_float32(inputs, label=label, what="input")
+    return inputs.astype(np.float32)
+
+
 def _check_float32(values: np.ndarray, *, label: str, what: str) -> None:
     """Raises a DataError where float64 values [N, D] are beyond the range of float32, the dtype of a row."""
     bad = np.argwhere(~(np.abs(values) <= np.finfo(np.float32).max))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_POINTS = 1000
+MAX_POINTS = 200
+# Fewer points are seen as they are.
+_FEWEST_TO_SMOOTH = 24
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,42 @@ def curve(series: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Cur
         The curve; None where the run did not log the metric.
     """
     return thin(*series[name]) if name in series else None
+
+
+def smoothed(values: np.ndarray) -> np.ndarray | None:
+    """Average each value with its neighbours: a centred window of a fifteenth of the values, narrower at both ends.
+
+    A centred window does not lag behind a falling loss, as an exponential average does.
+
+    Args:
+        values: of a metric, in order.
+
+    Returns:
+        As many values; None for few values, which need no smoothing.
+    """
+    count = len(values)
+    if count < _FEWEST_TO_SMOOTH:
+        return None
+    index = np.arange(count)
+    half = np.minimum(max(3, count // 30), np.minimum(index, count - 1 - index))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
+
+
+def last_text(path: Path, name: str) -> tuple[int, str] | None:
+    """Read the last text of a metrics file under a name, such as `sample`, with its step; None where there is none."""
+    found = None
+    if not path.exists():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            # Rows of numbers are by far the most; parsing them again would double the time of a long file.
+            if f'"{name}"' not in line:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get(name), str):
+                found = (row["step"], row[name])
+    return found

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.config import load_config
+from jaxtrain.config.arguments import check_kind, check_whole, refusal
+from jaxtrain.config.base import Group
 from jaxtrain.config.models import CalledModel, ModelConfig
 from jaxtrain.config.remat import BLOCK_INPUT
 from jaxtrain.errors import ConfigError
@@ -46,9 +48,16 @@ def build_model(
         remat: what the backward pass keeps; None: everything, and of a model of your own (`call`) what it says itself.
 
     Raises:
-        ConfigError: a key or value of the mapping is wrong, neither the config nor the data gives a size, or the
+        ConfigError: an argument is of another type, a key or value of the mapping is wrong, neither the config nor the
+            data gives a size, or the
             inputs are of the wrong kind.
+
+    Example:
+        >>> model = jt.build_model({"kind": "mlp", "hidden_dims": [32]}, input_shape=(4,), num_outputs=3)
+        >>> jt.count_parameters(model)
+        259
     """
+    _check_call(config, input_shape, vocab_size, num_outputs, remat)
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model
     if isinstance(config, CalledModel):
@@ -71,3 +80,24 @@ def build_model(
     if config.kind == "mlp":
         return model  # it has no blocks to keep less of
     return dataclasses.replace(model, remat=given, rebuild=Rebuild(model.apply, model.parts, build))
+
+
+def _check_call(config: Any, input_shape: Any, vocab_size: Any, num_outputs: Any, remat: Any) -> None:
+    """Raise where an argument of `build_model` is of another type."""
+    if not (isinstance(config, Group) or (isinstance(config, Mapping) and config)):
+        word = config if isinstance(config, str) else "mlp"
+        write = f"build_model({{'kind': {word!r}}}, input_shape=data.input_shape)"
+        raise ConfigError(refusal("build_model", "a dict with the kind of model", config, write))
+    sizes = input_shape if isinstance(input_shape, tuple | list) else None
+    if sizes is None:
+        write = f"input_shape=({input_shape},)" if isinstance(input_shape, int) else "input_shape=data.input_shape"
+        takes = "the shape of one row, without the batch"
+        raise ConfigError(refusal("build_model: input_shape", takes, input_shape, write))
+    for size in sizes:
+        check_whole(size, what="build_model: input_shape", least=1, write="input_shape=data.input_shape")
+    for name, size in (("vocab_size", vocab_size), ("num_outputs", num_outputs)):
+        if size is not None:
+            check_whole(size, what=f"build_model: {name}", least=1, write=f"{name}=data.{name}")
+    if remat is not None:
+        write = f"remat=Remat({remat!r})" if isinstance(remat, str) else "remat=Remat('full')"
+        check_kind(remat, Remat, what="build_model: remat", takes="a policy", write=write)

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxtrain.config.arguments import check_number, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import constrain, current_layout
@@ -27,11 +29,30 @@ class DeferredLogits:
         hidden: [B, L, D] in the compute dtype.
         kernel: [D, V] in the same dtype, or with `tied` a table [V, D]; replicated over `fsdp`.
         tied: which of the two.
+
+    Raises:
+        ConfigError: something else, or sizes that cannot be multiplied.
+
+    Example:
+        >>> logits = jt.DeferredLogits(jnp.ones((2, 3, 4)), jnp.ones((4, 16)))
+        >>> logits.vocabulary, logits.logits().shape
+        (16, (2, 3, 16))
     """
 
     hidden: jax.Array
     kernel: jax.Array
     tied: bool = field(default=False, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        write = "DeferredLogits(hidden, kernel, tied=False) with hidden [B, L, D] and kernel [D, V] (tied=True: [V, D])"
+        for name, value in (("hidden", self.hidden), ("kernel", self.kernel)):
+            # JAX rebuilds the record with whatever a transformation puts in place of arrays.
+            if value is None or isinstance(value, str | int | float | list | dict):
+                raise ConfigError(refusal(f"DeferredLogits: {name}", "a float array", value, write))
+        hidden, kernel = (tuple(getattr(value, "shape", ())) for value in (self.hidden, self.kernel))
+        if len(hidden) > 1 and len(kernel) == 2 and hidden[-1] != kernel[1 if self.tied else 0]:
+            takes = f"a float array {'[V, D]' if self.tied else '[D, V]'} with D = {hidden[-1]}"
+            raise ConfigError(refusal("DeferredLogits: kernel", takes, self.kernel, write))
 
     def logits(self) -> jax.Array:
         """Compute them: [B, L, V] in the compute dtype, sharded over `activation_vocab`."""
@@ -74,7 +95,15 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
     Returns:
         float32 [...].
+
+    Raises:
+        ConfigError: logits that are no floats, or targets that are no integers of their shape.
+
+    Example:
+        >>> jt.cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist()  # log 4, twice
+        [1.386..., 1.386...]
     """
+    _check_call("cross_entropy", logits, targets)
     return _losses(logits, targets)[0]
 
 
@@ -104,8 +133,20 @@ def cross_entropy_sums(
         The sums over the whole batch, the same on every device.
 
     Raises:
-        ConfigError: blocks were asked for, and batch, sequence or vocabulary do not divide by the mesh.
+        ConfigError: an array of another kind or shape, or blocks were asked for, and batch, sequence or vocabulary do
+            not divide by the mesh.
+
+    Example:
+        >>> sums = jt.cross_entropy_sums(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]), jnp.ones((1, 2)), z_loss=1e-4)
+        >>> float(sums.total) > float(sums.cross_entropy)
+        True
     """
+    _check_call("cross_entropy_sums", logits, targets_BL)
+    if not isinstance(weights_BL, jax.Array | np.ndarray):
+        takes = "weights of the shape of the targets"
+        raise ConfigError(refusal("cross_entropy_sums: weights", takes, weights_BL, "target_weights(batch)"))
+    if z_loss is not None:
+        check_number(z_loss, what="cross_entropy_sums: z_loss", takes="a number or None", write="z_loss=1e-4")
     z_loss = z_loss or 0.0
     weights_BL = jax.lax.stop_gradient(weights_BL)
     if isinstance(logits, DeferredLogits):
@@ -160,6 +201,20 @@ def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | N
             )
         blocks = choose_blocks(tokens, width, vocabulary, itemsize=itemsize, by="vocabulary")
     return blocks
+
+
+def _check_call(name: str, logits: Any, targets: Any) -> None:
+    """Raise where logits and targets are of another kind or shape, or swapped."""
+    write = f"{name}(logits, targets), with logits [..., V] and integer targets [...]"
+    if isinstance(logits, DeferredLogits):
+        shape = logits.hidden.shape[:-1]
+    elif isinstance(logits, jax.Array | np.ndarray) and logits.ndim and jnp.issubdtype(logits.dtype, jnp.floating):
+        shape = logits.shape[:-1]
+    else:
+        raise ConfigError(refusal(f"{name}: logits", "a float array [..., V]", logits, write))
+    is_array = isinstance(targets, jax.Array | np.ndarray)
+    if not is_array or not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape:
+        raise ConfigError(refusal(f"{name}: targets", f"integers {list(shape)}", targets, write))
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -5,13 +5,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import CalledOptimizer
+from jaxtrain.config.optimizers import CalledOptimizer
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import StepTime, Traffic
 
 _UNKNOWN = "not known"
+# What cannot run takes no time and costs nothing; `plan --json` has the figures that it would have with more memory.
+_NONE = "none: it does not fit"
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,42 @@ class _Units:
 
 
 def labels(estimates: Sequence[Estimate]) -> list[str]:
-    """A name for each estimate: its target, with the layout and then a number where that alone is not unique."""
+    """A name for each estimate: its target; where that is not unique, the layout, then what differs or a number."""
     names = [estimate.target.name for estimate in estimates]
     counts = Counter(names)
     names = [
         f"{name} {layout(estimate)}" if counts[name] > 1 else name
         for name, estimate in zip(names, estimates, strict=True)
     ]
+    alike: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        alike.setdefault(name, []).append(index)
+    for indices in alike.values():
+        options = [_options(estimates[index]) for index in indices]
+        differing = [place for place, values in enumerate(zip(*options, strict=True)) if len(set(values)) > 1]
+        for index, option in zip(indices, options, strict=True):
+            names[index] = ", ".join([names[index], *(option[place] for place in differing)])
     counts, seen = Counter(names), Counter()
     for index, name in enumerate(names):
         seen[name] += 1
         if counts[name] > 1:
             names[index] = f"{name} #{seen[name]}"
     return names
+
+
+def _options(estimate: Estimate) -> tuple[str, ...]:
+    """What may differ between plans of one target and mesh, in short words."""
+    config = estimate.config
+    microbatches = config.parallel.microbatches or config.train.accumulation_steps
+    return (
+        f"ZeRO {config.parallel.zero}",
+        f"remat {config.remat.policy}",
+        f"{microbatches} microbatch{'es' if microbatches > 1 else ''}",
+        config.parallel.schedule,
+        config.precision.policy,
+        config.optimizer.kind,
+        f"batch {config.train.global_batch_size:,}",
+    )
 
 
 def headings(estimates: Sequence[Estimate], names: Sequence[str]) -> tuple[str, ...]:
@@ -253,6 +278,8 @@ def _verdict(estimate: Estimate, units: _Units) -> str:
 
 def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     time = estimate.time
+    if estimate.fits is False:
+        return {"step time": _Fact(_NONE)}
     if time is None:
         if estimate.unknown is not None:
             return {"step time": _Fact(f"{_UNKNOWN}: {estimate.unknown}")}
@@ -264,7 +291,7 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     rate = estimate.tokens_per_second or estimate.rows_per_second
     if rate is not None:
         devices = estimate.target.num_devices
-        each = f" ({format_count(rate / devices)} a device)" if devices > 1 else ""
+        each = f" ({format_count(rate / devices)} per device)" if devices > 1 else ""
         rows[f"{estimate.workload.unit}/s"] = _Fact(format_count(rate) + each)
     rows["MFU"] = _Fact(_utilization(time))
     rows["bound by"] = _Fact(time.bound)
@@ -272,7 +299,8 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     if units.is_single:
         # Side by side they would be as many rows again; the page has them as bars.
         for block in time.blocks:
-            text = f"{ms(block.seconds):>12}, bound by {block.bound}, {_three_digits(block.intensity)} FLOPs a byte"
+            work = f"{_three_digits(block.intensity)} FLOPs per byte" if block.flops else "only moves data"
+            text = f"{ms(block.seconds):>12}, bound by {block.bound}, {work}"
             rows[block.name] = _Fact(text, block.seconds / whole if whole else None)
     for traffic in time.traffic:
         label = f"traffic over {traffic.axis}"
@@ -312,6 +340,8 @@ def _traffic(traffic: Traffic, units: _Units) -> str:
 
 def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     cost = estimate.cost
+    if estimate.fits is False:
+        return {"time to train": _Fact(_NONE)}
     if cost is None:
         return {"cost": _Fact(f"{_UNKNOWN}" + ("" if estimate.time else " without a step time"))}
     rows = {
@@ -323,14 +353,14 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     }
     spot = cost.spot
     if spot is not None and not spot.is_sensible:
-        between = format_duration(3600 * spot.hours / spot.interruptions)
+        between = hours(spot.hours / spot.interruptions)
         rows["spot"] = f"not sensible: interrupted every {between}"
     elif spot is not None:
         rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
-        recommended = format_duration(spot.recommended_interval_seconds)
-        asked = format_duration(spot.checkpoint_interval_seconds)
+        recommended = hours(spot.recommended_interval_seconds / 3600)
+        asked = hours(spot.checkpoint_interval_seconds / 3600)
         rows["spot checkpoints"] = f"every {asked}" + ("" if asked == recommended else f" (best: {recommended})")
-        rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {spot.interruptions:,.1f} interruptions"
+        rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {_few(spot.interruptions)} interruptions expected"
     if cost.energy_kwh is None:
         rows["energy"] = _UNKNOWN
     else:
@@ -338,6 +368,10 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     rows["buying the devices"] = dollars(cost.purchase_usd)
     rows["break-even"] = _break_even(cost)
     return {label: _Fact(text) for label, text in rows.items()}
+
+
+def _few(count: float) -> str:
+    return f"{count:,.1f}" if count >= 1 else f"{count:.1g}"
 
 
 def _break_even(cost: Cost) -> str:
@@ -349,9 +383,11 @@ def _break_even(cost: Cost) -> str:
 
 
 def hours(count: float) -> str:
-    """A time of hours; in minutes and seconds where it is less than one."""
-    if count < 1:
+    """A time with its unit: hours, or minutes or seconds where it is less than one of the larger."""
+    if count < 1 / 60:
         return format_duration(3600 * count)
+    if count < 1:
+        return f"{60 * count:.3g} minutes"
     return f"{count:,.1f} hours" if count >= 10 else f"{count:.3g} hours"
 
 

@@ -7,15 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import (
-    AdafactorConfig,
-    AdamWConfig,
-    CalledOptimizer,
-    Config,
-    LionConfig,
-    MuonConfig,
-    SGDConfig,
-)
+from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, CalledOptimizer, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
 from jaxtrain.layout.zero import zero_axes

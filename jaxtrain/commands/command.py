@@ -1,0 +1,42 @@
+"""What a command of `jaxtrain` is: a row of the table of commands, and the types of its arguments."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: its line in the help, an example, its arguments and the function that runs it.
+
+    With `takes_command`, the words after `--` are another command: they are checked and given as `arguments.command`,
+    and `arguments.is_program` says that they begin with a program, not with a command of jaxtrain.
+    """
+
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    takes_command: bool = False
+
+
+def count(text: str) -> int:
+    """Read a whole number of 1 or more."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def step_number(text: str) -> int:
+    """Read a whole number of 0 or more."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """Read a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None

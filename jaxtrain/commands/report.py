@@ -1,0 +1,60 @@
+"""`jaxtrain report`: draws the page of a run again, or one page that compares several runs. It starts no jax."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain.commands.output import print_text
+from jaxtrain.config.local_path import local_path
+from jaxtrain.errors import ConfigError
+from jaxtrain.run.open_run import read_run
+
+
+def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
+    """Write the page of one run, or the comparison of several.
+
+    Args:
+        run_dirs: one directory of a run, or two to eight.
+        output: path of the page; None: `report.html` in the directory of one run, `compare.html` here for several.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: not the directory of a run, the same run twice, too many runs, or no such folder for the page.
+    """
+    from jaxtrain.metrics.report.compare import MOST_RUNS, write_comparison
+    from jaxtrain.metrics.report.page import write_report
+
+    folders = [local_path(run_dir, what="run directory") for run_dir in run_dirs]
+    for folder in folders:
+        read_run(folder)
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise ConfigError(f"{folder} is given twice; give each run once, as in jaxtrain report runs/a runs/b")
+        seen[folder.resolve()] = folder
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(
+            f"{len(folders)} runs are too many for one page, on which {MOST_RUNS} can be told apart; give at most "
+            f"{MOST_RUNS}, and the others to another --output"
+        )
+    path = _page_path(output)
+    if len(folders) == 1:
+        path = write_report(folders[0], path=path)
+    else:
+        path = write_comparison(folders, path or Path("compare.html"))
+    print_text(f"report: {path}")
+    return 0
+
+
+def _page_path(output: str | None) -> Path | None:
+    if output is None:
+        return None
+    path = local_path(output, what="--output")
+    if path.is_dir():
+        raise ConfigError(
+            f"--output {output} is a folder; give the path of a page, as in --output {path / 'report.html'}"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {path.parent}; make it, or give another path")
+    return path

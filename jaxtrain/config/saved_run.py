@@ -1,0 +1,61 @@
+"""The record of a run, `run.json`, read where the directory of a run is given. No jax here."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.local_path import local_path
+from jaxtrain.errors import ConfigError
+
+RUN_FILE = "run.json"
+
+
+def read_run(run_dir: str | Path) -> dict[str, Any]:
+    """Returns the content of a run's `run.json`.
+
+    Args:
+        run_dir: Directory of the run.
+
+    Raises:
+        ConfigError: The path is not the directory of a run.
+    """
+    path = local_path(run_dir, what="run directory")
+    if not path.exists():
+        raise ConfigError(f"no run at {path}; give the directory of a run, with its run.json (runs/<name>)")
+    if not path.is_dir():
+        raise ConfigError(f"{path} is a file; give the directory of a run, with its run.json (runs/<name>)")
+    try:
+        info = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        parent = path.resolve().parent
+        near = f"; did you mean {parent}?" if (parent / RUN_FILE).is_file() else ""
+        raise ConfigError(f"{path} is not a run: it has no run.json{near}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path / RUN_FILE}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{path / RUN_FILE} is not JSON; it was not written by jaxtrain, or is damaged") from None
+    if not isinstance(info, dict) or not isinstance(info.get("config"), dict):
+        raise ConfigError(f"{path / RUN_FILE} holds no config; it was not written by jaxtrain")
+    return info
+
+
+def is_run(path: Path) -> bool:
+    """Returns whether a path is the directory of a run."""
+    return path.is_dir() and (path / RUN_FILE).is_file()
+
+
+def recorded_parts(record: Mapping[str, Any]) -> dict[str, str | None]:
+    """Returns what `run.json` or the metadata of a checkpoint says of the parts that came from Python.
+
+    Args:
+        record: The content of `run.json`, or the metadata.
+
+    Returns:
+        `model`, `task`, `data` and `optimizer`, each with the name of what was passed in; None: the config's.
+    """
+    found = record.get("from_python")
+    if isinstance(found, Mapping):
+        return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
+    # Records without the group know of models alone.
+    return {"model": "a model" if record.get("own_model") else None, "task": None, "data": None, "optimizer": None}

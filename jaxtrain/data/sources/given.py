@@ -1,0 +1,297 @@
+"""Data that a program gives: arrays, rows with an index, datasets of other libraries, or batches one after another."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jaxtrain.data.batches import Batch
+from jaxtrain.data.sources.dataset import Data
+from jaxtrain.data.stream import BatchStream, host_arrays
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.runtime.tree_path import path_name
+
+if TYPE_CHECKING:
+    import grain
+
+    from jaxtrain.data.rows import ArrayRows
+
+_FORMS = (
+    "a dict of arrays such as {'inputs': x, 'targets': y}, a pair (inputs, targets), rows with an index "
+    "(jaxtrain.ArrayRows, a torch or Hugging Face dataset), a jaxtrain.Data, or an iterable of batches"
+)
+# Rows whose content goes into the fingerprint of a dataset that is too large, or too slow, to be read whole.
+_PROBED_ROWS = 8
+# Arrays of up to 1 GiB are digested whole, in about a second; of larger ones (on disk, perhaps) so many rows.
+_DIGESTED_BYTES = 2**30
+_DIGESTED_ROWS = 4096
+
+
+@runtime_checkable
+class IndexedDataset(Protocol):
+    """What torch and Hugging Face datasets have in common; row i is a dict, or a pair (inputs, targets)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens: bool = False) -> Data:
+    """Makes a `Data` of what a program gives.
+
+    Args:
+        given: A dict of arrays [num_rows, ...] (NumPy or jax, nested dicts too), a pair (inputs, targets) of them, rows
+            with an index (a `grain.MapDataset`, or an object with `__len__` and `__getitem__` whose rows are dicts or
+            pairs), a `Data`, or an iterable of batches.
+        validation: Rows for evaluation in one of these forms, or the share of the rows that are kept for it, between
+            0 and 1; None: those of a `Data`, else none.
+        seed: Decides which rows such a share holds.
+        counts_tokens: Whether progress counts the tokens of `inputs` [L] instead of rows.
+
+    Returns:
+        The record. Arrays are identified by their content, other rows by their number and the content of a few of them,
+        batches of an iterable by their shapes.
+
+    Raises:
+        DataError: The rows are empty, or hold something other than numbers.
+        ConfigError: `given` or `validation` is something else.
+    """
+    if isinstance(given, Data):
+        return given if validation is None else _with_validation(given, validation, seed=seed)
+    stream = _stream(given)
+    if stream is not None:
+        return _with_validation(_stream_data(stream), validation, seed=seed)
+    rows, identity, shown = _rows(given, "data")
+    row = rows[0]
+    inputs = row.get("inputs") if isinstance(row, Mapping) else None
+    shape: tuple[int, ...] = np.shape(inputs) if isinstance(inputs, (np.ndarray, np.generic)) else ()
+    is_tokens = counts_tokens and shape != ()
+    data = Data(
+        train=rows,
+        validation=None,
+        fingerprint=identity,
+        vocab_size=None,
+        num_outputs=None,
+        input_shape=shape,
+        unit="tokens" if is_tokens else "examples",
+        units_per_row=next(iter(shape), 1) if is_tokens else 1,
+        tokenizer=None,
+        description=(shown,),
+    )
+    return _with_validation(data, validation, seed=seed)
+
+
+def _stream(given: Any) -> BatchStream | None:
+    """The batches of an iterable that has no index; None for the other forms."""
+    import grain
+
+    if isinstance(given, (Mapping, tuple, str, np.ndarray, jax.Array, grain.MapDataset, IndexedDataset)):
+        return None
+    return BatchStream(given) if isinstance(given, Iterable) else None
+
+
+def _stream_data(stream: BatchStream) -> Data:
+    if jax.process_count() > 1:
+        raise ConfigError(
+            "data is an iterable of batches, which one process alone can train on: several would each read other "
+            "batches; give rows with an index (jaxtrain.ArrayRows, or a dataset with __len__ and __getitem__)"
+        )
+    spec = stream.spec()
+    found = spec.get("inputs")
+    again = "which is read again when it ends" if stream.restarts else "which must last for the run"
+    return Data(
+        train=stream,
+        validation=None,
+        fingerprint={"kind": "batches", "entries": _entries(spec)},
+        vocab_size=None,
+        num_outputs=None,
+        input_shape=tuple(found.shape[1:]) if isinstance(found, jax.ShapeDtypeStruct) else (),
+        unit="examples",
+        units_per_row=1,
+        tokenizer=None,
+        description=(
+            f"an iterable of batches ({_shown(spec)}), {again}",
+            "no fingerprint: a run that goes on skips the batches of the steps that are done, and equals an "
+            "uninterrupted one if the iterable gives the same batches again",
+        ),
+    )
+
+
+def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str]":
+    """Rows with an index, the JSON values that identify them, and a line about them.
+
+    Args:
+        given: what was passed.
+        name: of the argument, in messages.
+    """
+    import grain
+
+    from jaxtrain.data.rows import ArrayRows
+
+    if isinstance(given, tuple) and type(given) is tuple:
+        if len(given) != 2:
+            raise ConfigError(f"{name} is a tuple of {len(given)}, not a pair (inputs, targets); give {_FORMS}")
+        given = {"inputs": given[0], "targets": given[1]}
+    if isinstance(given, Mapping):
+        columns = ArrayRows(host_arrays(given, where=name))
+        return _not_empty(columns, name), _array_identity(columns), _line(columns, "arrays")
+    if isinstance(given, ArrayRows):
+        rows = _not_empty(given, name)
+        return rows, _array_identity(given), _line(rows, "arrays")
+    if isinstance(given, grain.MapDataset):
+        rows = _not_empty(given, name)
+        return rows, _dataset_identity(rows), _line(rows, type(given).__name__)
+    if isinstance(given, IndexedDataset) and not isinstance(given, (str, bytes, np.ndarray, jax.Array)):
+        rows = _not_empty(_dataset_rows(given, name), name)
+        identity = _dataset_identity(rows)
+        drawn = (
+            "" if "sha256" in identity else "; rows are drawn anew when they are read, so a resumed run reads others"
+        )
+        return rows, identity, _line(rows, type(given).__name__) + drawn
+    shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)
+    raise ConfigError(f"{name} is {shown}; give {_FORMS}")
+
+
+def _dataset_rows(dataset: IndexedDataset, name: str) -> "grain.MapDataset":
+    """The rows of a dataset of another library as a `grain.MapDataset`."""
+    import grain
+
+    return grain.MapDataset.source(_HostRows(dataset, name))
+
+
+class _HostRows:
+    """Rows of another library's dataset as dicts of NumPy arrays."""
+
+    def __init__(self, dataset: IndexedDataset, name: str):
+        self._dataset = dataset
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Batch:
+        return host_arrays(self._dataset[int(index)], where=f"row {int(index)} of {self._name}")
+
+
+def _with_validation(data: Data, validation: Any, *, seed: int) -> Data:
+    """The data with rows for evaluation; the fingerprint says which."""
+    if validation is None:
+        rows = None
+    elif isinstance(validation, float) and not isinstance(validation, bool):
+        return _with_share(data, validation, seed=seed)
+    elif isinstance(validation, Data):
+        raise ConfigError("validation is a jaxtrain.Data; give its rows, validation=data.validation, or a share: 0.1")
+    elif _stream(validation) is not None:
+        raise ConfigError(
+            f"validation is {_kind(validation)}, which cannot be read again at each evaluation; give rows with an "
+            "index (a dict of arrays, a dataset), or a share of the rows: validation=0.1"
+        )
+    else:
+        rows, _, _ = _rows(validation, "validation")
+    if rows is not None:
+        _check_same_entries(data, rows)
+        data = replace(data, validation=rows, fingerprint={**data.fingerprint, "num_validation_rows": len(rows)})
+    return data if isinstance(data.train, BatchStream) and rows is None else _described(data)
+
+
+def _with_share(data: Data, share: float, *, seed: int) -> Data:
+    if not 0 < share < 1:
+        raise ConfigError(f"validation={share:g}; use a share of the rows between 0 and 1, such as 0.1, or give rows")
+    if isinstance(data.train, BatchStream):
+        raise ConfigError(
+            f"validation={share:g} takes a share of rows with an index, and data is an iterable of batches; give the "
+            "rows for validation themselves: validation={'inputs': x, 'targets': y}"
+        )
+    from jaxtrain.data.rows import split_rows
+
+    train, validation = split_rows(data.train, share=share, seed=seed)
+    split = {"share": share, "seed": seed, "num_rows": len(train), "num_validation_rows": len(validation)}
+    return _described(replace(data, train=train, validation=validation, fingerprint={**data.fingerprint, **split}))
+
+
+def _described(data: Data) -> Data:
+    """The data with the numbers of its rows as the last line of its description."""
+    held_out = 0 if data.validation is None else len(data.validation)
+    counts = f"{held_out:,} validation rows"
+    if not isinstance(data.train, BatchStream):
+        counts = f"{len(data.train):,} training rows and {counts}"
+    return replace(data, description=(*data.description, counts))
+
+
+def _check_same_entries(data: Data, rows: "grain.MapDataset") -> None:
+    """Raises a DataError where rows for evaluation have other entries than those for training."""
+    if isinstance(data.train, BatchStream):
+        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data.train.spec())
+    else:
+        wanted = data.train[0]
+    found = rows[0]
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        raise DataError(
+            f"validation holds {', '.join(_entries(found))}, but data holds {', '.join(_entries(wanted))}; give both "
+            "the same entries"
+        )
+
+
+def _not_empty(rows: "grain.MapDataset", name: str) -> "grain.MapDataset":
+    if len(rows) == 0:
+        raise DataError(f"{name} has no rows; give at least one")
+    if not isinstance(rows[0], Mapping):
+        raise DataError(f"a row of {name} is {_kind(rows[0])}, not a dict of entries such as 'inputs' and 'targets'")
+    return rows
+
+
+def _line(rows: "grain.MapDataset", kind: str) -> str:
+    return f"{kind}: {_shown(rows[0])}"
+
+
+def _entries(tree: Any) -> dict[str, str]:
+    """Entry -> its dtype and shape, as text."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _shown(tree: Any) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in _entries(tree).items())
+
+
+def _array_identity(rows: "ArrayRows") -> dict[str, Any]:
+    """What identifies arrays: all of their numbers, or those of some rows where reading all would take long."""
+    columns, num_rows = rows.columns, len(rows)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(columns))
+    if num_bytes > _DIGESTED_BYTES:
+        columns = rows.gather(np.linspace(0, num_rows - 1, min(num_rows, _DIGESTED_ROWS)).astype(np.int64))
+    return {"kind": "arrays", "num_rows": num_rows, "sha256": _digest(columns)}
+
+
+def _dataset_identity(rows: "grain.MapDataset") -> dict[str, Any]:
+    """What identifies rows that are read one by one: their number, and a few of them where they are always the same."""
+    probed = np.unique(np.linspace(0, len(rows) - 1, _PROBED_ROWS).astype(int)).tolist()
+    first, second = ([_digest(rows[index]) for index in probed] for _ in range(2))
+    identity = {"kind": "dataset", "num_rows": len(rows), "entries": _entries(rows[0])}
+    if first != second:  # augmented at random: its rows identify nothing
+        return identity
+    return {**identity, "sha256": hashlib.sha256(json.dumps(first).encode()).hexdigest()}
+
+
+def _digest(tree: Any) -> str:
+    """The digest of every name, dtype, shape and number of a tree of arrays."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.asarray(leaf)
+        digest.update(f"{path_name(path)} {array.dtype.name} {list(array.shape)};".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data if array.size else b"")
+    return digest.hexdigest()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and not isinstance(value, type):
+        return f"a function ({getattr(value, '__name__', type(value).__name__)}); call it first"
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    return f"an instance of {type(value).__name__}"

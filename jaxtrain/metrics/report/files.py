@@ -1,0 +1,117 @@
+"""What a page knows of a run: its files, read with patience, and what follows from them at once."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.metrics.report.curves import read_series
+from jaxtrain.metrics.report.html import mapping, number
+from jaxtrain.metrics.report.plots import Reference
+
+Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as its directory describes it.
+
+    Attributes:
+        run_dir: the directory.
+        name: of the run.
+        info: content of `run.json`; empty where it is missing or damaged.
+        series: metric -> (steps, values) of `metrics.jsonl`.
+    """
+
+    run_dir: Path
+    name: str
+    info: Mapping[str, Any]
+    series: Series
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved config."""
+        return mapping(self.info.get("config"))
+
+    @property
+    def final(self) -> Mapping[str, Any]:
+        """The last metrics of a run that ended."""
+        return mapping(self.info.get("final"))
+
+    @property
+    def task(self) -> str:
+        """The name of the task; one of the user's own is not in the config."""
+        own, named = mapping(self.info.get("from_python")).get("task"), self.config.get("task")
+        # A group names the function that makes the task.
+        return str(self.info.get("task") or own or mapping(named).get("call") or named or "")
+
+    @property
+    def is_language(self) -> bool:
+        """Whether the loss is that of a language model, in nats per token."""
+        return self.task == "language_modeling"
+
+    @property
+    def status(self) -> str:
+        """How the run ended, as `run.json` says it."""
+        return str(self.info.get("status") or "unknown")
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step of which anything was logged."""
+        steps = [float(steps[-1]) for steps, _ in self.series.values()]
+        return int(max(steps)) if steps else None
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The steps that the config asks for."""
+        steps = number(mapping(self.config.get("train")).get("steps"))
+        return None if steps is None else int(steps)
+
+    def last(self, name: str) -> float | None:
+        """The last value of a metric; None where there is none, or it is not finite."""
+        if name in self.final:
+            # A null in the final metrics was a number that is not finite; an earlier value would not be the last one.
+            return number(self.final[name])
+        return float(self.series[name][1][-1]) if name in self.series else None
+
+    def best(self, name: str = "eval_loss") -> tuple[int, float] | None:
+        """The step and value where a metric was lowest; None where it was never logged."""
+        if name not in self.series:
+            return None
+        steps, values = self.series[name]
+        at = int(values.argmin())
+        return int(steps[at]), float(values[at])
+
+    def baseline(self) -> Reference | None:
+        """The loss of a uniform guess, for tasks that choose among classes or tokens; None for others."""
+        data, model = mapping(self.info.get("data")), mapping(self.config.get("model"))
+        if self.is_language:
+            count, noun = number(data.get("vocab_size")) or number(model.get("vocab_size")), "tokens"
+        elif self.task == "classification":
+            sizes = (data.get("num_outputs"), model.get("num_classes"), model.get("num_outputs"))
+            count, noun = next((size for size in map(number, sizes) if size), None), "classes"
+        else:
+            return None
+        if count is None or count < 2:
+            return None
+        return Reference(f"uniform guess, {count:,} {noun}", math.log(count))
+
+
+def read_files(run_dir: Path) -> RunFiles:
+    """Read what a page shows of a run; whatever is missing or damaged is empty."""
+    run_dir = Path(run_dir)
+    info = read_json(run_dir / "run.json")
+    name = str(info.get("name") or run_dir.resolve().name)
+    return RunFiles(run_dir, name, info, read_series(run_dir / "metrics.jsonl"))
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Read a JSON object; empty where the file is missing or damaged: a page shows the rest all the same."""
+    try:
+        return mapping(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}

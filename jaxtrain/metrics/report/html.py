@@ -1,0 +1,127 @@
+"""What every page is made of: its frame, escaped text, tables, numbers as people read them."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from html import escape
+from typing import Any
+
+from jaxtrain.metrics.report.script import SCRIPT
+from jaxtrain.metrics.report.style import REPORT_STYLE, STYLE
+
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """Make a complete page.
+
+    Args:
+        title: of the window, not escaped.
+        sections: HTML in its order; empty ones are left out.
+    """
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{text(title)} - jaxtrain</title>\n<style>{STYLE}{REPORT_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(section for section in sections if section)
+        + f"\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, body: str) -> str:
+    """Make a section with a heading; nothing where it has no body."""
+    return f"<section><h2>{text(title)}</h2>{body}</section>" if body else ""
+
+
+def folded(summary: str, body: str) -> str:
+    """Fold a part of the page under one line; a reader opens it."""
+    return f"<details><summary>{text(summary)}</summary>{body}</details>"
+
+
+def facts(rows: Mapping[str, Any], *, keep_empty: bool = False) -> str:
+    """Make a table of keys and values; a list of texts has one line per text.
+
+    Args:
+        rows: key -> value, not escaped.
+        keep_empty: whether rows without a value are shown.
+    """
+    cells = []
+    for key, value in rows.items():
+        if value in (None, "") and not keep_empty:
+            continue
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            shown = "<br>".join(text(item) for item in value)
+        else:
+            shown = text(value if isinstance(value, str) else json.dumps(value, default=str))
+        cells.append(f'<tr><th scope="row">{breakable(key)}</th><td>{shown}</td></tr>')
+    return f'<table class="facts">{"".join(cells)}</table>' if cells else ""
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[int] = ()) -> str:
+    """Make a table with a header, which scrolls on its own where the page is narrow.
+
+    Args:
+        header: names of the columns, not escaped.
+        rows: cells of each row, not escaped; a cell that is a `Markup` is HTML.
+        numbers: columns that are aligned to the right.
+    """
+    kinds = [' class="n"' if column in numbers else "" for column in range(len(header))]
+    top = "".join(f'<th scope="col"{kind}>{text(name)}</th>' for kind, name in zip(kinds, header, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{kind}>{cell if isinstance(cell, Markup) else breakable(cell)}</td>"
+            for kind, cell in zip(kinds, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table class="grid"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+
+def text(value: object) -> str:
+    """Escape a text for HTML; control characters, which a sample of raw bytes may hold, become visible characters."""
+    shown = "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in str(value))
+    return escape(shown, quote=True)
+
+
+def breakable(value: object) -> str:
+    """Escape a text whose lines may break after the `/`, `.` and `_` of a path, which has no spaces."""
+    return re.sub(r"([/._])(?=\w)", r"\1<wbr>", text(value)) if not _is_number(str(value)) else text(value)
+
+
+def _is_number(shown: str) -> bool:
+    return re.fullmatch(r"[-+]?[\d,.]+(e[-+]?\d+)?( \S+)?", shown) is not None
+
+
+def rounded(value: float | None) -> str | None:
+    """A number with four digits; None stays None."""
+    return None if value is None else f"{value:.4g}"
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """The value where it is a mapping, else an empty one: a page shows what it can of a damaged record."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def number(value: object) -> float | int | None:
+    """The value where it is a number, else None."""
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def moment(value: object) -> str:
+    """A time of `run.json` as people read it; empty where it is none."""
+    found = parse_moment(value)
+    return "" if found is None else found.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+
+
+def parse_moment(value: object) -> datetime | None:
+    """A time of `run.json`; None where it is none."""
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None

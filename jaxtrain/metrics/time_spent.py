@@ -1,0 +1,72 @@
+"""Where the wall time of a run goes: seconds per part, over all processes that worked on it one after another.
+
+No jax here.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+Part = Literal[
+    "reading data", "compiling", "creating state", "steps", "waiting for data", "evaluation", "saving", "sampling"
+]
+PARTS: tuple[str, ...] = get_args(Part)
+OTHER = "other"
+
+
+class TimeSpent:
+    """Adds up the seconds of each part of a run.
+
+    Args:
+        earlier: part -> seconds of the processes before this one, as `seconds` gave them.
+        began: `time.monotonic()` when this process began to work on the run; None: at this call.
+
+    Example:
+        spent = TimeSpent()
+        with spent.measure("evaluation"):
+            evaluate()
+        spent.seconds()["evaluation"]
+    """
+
+    def __init__(self, earlier: Mapping[str, float] | None = None, *, began: float | None = None) -> None:
+        self._began = time.monotonic() if began is None else began
+        self._earlier = dict(earlier or {})
+        self._own = dict.fromkeys(PARTS, 0.0)
+
+    def after(self, earlier: Mapping[str, float]) -> None:
+        """Take note of the seconds of the processes before this one, which are known only once a run is resumed."""
+        self._earlier = dict(earlier)
+
+    def add(self, part: Part, seconds: float) -> None:
+        """Add seconds of this process to a part."""
+        self._own[part] += seconds
+
+    @contextmanager
+    def measure(self, part: Part) -> Iterator[None]:
+        """Add the time of a block to a part, also where the block raises."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._own[part] += time.monotonic() - begin
+
+    def seconds(self) -> dict[str, float]:
+        """Return part -> seconds so far, of all processes; `other` is what no part explains, so that all add up."""
+        wall = time.monotonic() - self._began
+        own = {**self._own, OTHER: max(0.0, wall - sum(self._own.values()))}
+        return {part: round(seconds + self._earlier.get(part, 0.0), 3) for part, seconds in own.items()}
+
+
+def recorded_seconds(info: Mapping[str, object]) -> dict[str, float]:
+    """Read part -> seconds off the content of a `run.json`; a record without them gives its whole time as `other`."""
+    found = info.get("seconds")
+    if isinstance(found, Mapping) and found:
+        return {
+            str(part): float(seconds)
+            for part, seconds in found.items()
+            if isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        }
+    final = info.get("final")
+    wall = final.get("wall_seconds") if isinstance(final, Mapping) else None
+    return {OTHER: float(wall)} if isinstance(wall, (int, float)) else {}

@@ -1,0 +1,124 @@
+"""Accumulation for a loss whose rows depend on one another (contrastive losses): two passes over the microbatches.
+
+The first pass keeps the outputs of every microbatch and no activations. The loss of all outputs gives their gradient.
+The second pass computes each microbatch again and takes its outputs' gradient back to the parameters. The gradients are
+those of one large batch, in the memory of a microbatch and of all outputs.
+
+Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (arXiv 2101.06983).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.layout.sharding import Layout, constrain
+from jaxtrain.models.task import Batch, TaskSums
+from jaxtrain.parallel.gradients import Gradients, constrain_gradients
+from jaxtrain.parallel.microbatches import Tree, split_microbatches
+from jaxtrain.parallel.reduction import sum_dtype
+
+
+@dataclass(frozen=True)
+class TwoPasses:
+    """What the two passes compute.
+
+    Attributes:
+        outputs: (trained params, what the loss reads besides, model_state, inputs of a microbatch, key) -> (outputs,
+            model_state).
+        loss: (outputs of all rows, what it reads besides, batch) -> (loss to differentiate, its sums).
+    """
+
+    outputs: Callable[[Tree, Tree, Tree, Any, jax.Array], tuple[Tree, Tree]]
+    loss: Callable[[Tree, Tree, Batch], tuple[jax.Array, TaskSums]]
+
+
+def global_row_gradients(
+    passes: TwoPasses,
+    params: Tree,
+    fixed: Tree,
+    model_state: Tree,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    count: int,
+    layout: Layout,
+    zero: int,
+) -> Gradients:
+    """Compute the gradients of a loss over all rows, with the model applied to one microbatch at a time.
+
+    Args:
+        passes: model and loss.
+        params, fixed, model_state, batch, key: as for `compute_gradients`.
+        count: microbatches.
+        layout: of the step.
+        zero: ZeRO stage.
+
+    Returns:
+        The gradients, and the sums over the global batch.
+    """
+    size = jax.tree.leaves(batch["inputs"])[0].shape[0] // count
+    inputs = split_microbatches(batch["inputs"], count)
+    indices = jnp.arange(count)
+
+    def apply(params: Tree, state: Tree, index: jax.Array, rows: Any) -> tuple[tuple[Tree, Tree], Tree]:
+        outputs, after = passes.outputs(params, fixed, state, rows, jax.random.fold_in(key, index))
+        return _floats_and_rest(outputs), jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+
+    def first(state: Tree, microbatch: tuple[jax.Array, Any]) -> tuple[Tree, tuple[Tree, Tree]]:
+        outputs, state = apply(params, state, *microbatch)
+        return state, outputs
+
+    def loss(floats: Tree, rest: Tree) -> tuple[jax.Array, TaskSums]:
+        merged = jax.tree.map(lambda x: _merge(x, size), (floats, rest))
+        return passes.loss(_together(*merged), fixed, batch)
+
+    last_state, (floats, rest) = jax.lax.scan(first, model_state, (indices, inputs))
+    of_outputs, sums = jax.grad(loss, has_aux=True)(floats, rest)
+
+    def keep_part(total: Tree) -> Tree:
+        return constrain_gradients(total, layout, zero) if zero >= 2 else total
+
+    def second(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Any, Tree]) -> tuple[tuple[Tree, Tree], None]:
+        total, state = carry
+        index, rows, of_rows = microbatch
+
+        def outputs(params: Tree) -> tuple[Tree, Tree]:
+            (floats, _), after = apply(params, state, index, rows)
+            return floats, after
+
+        _, pull, state = jax.vjp(outputs, params, has_aux=True)
+        (tree,) = pull(of_rows)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, tree)
+        return (keep_part(total), state), None
+
+    zeros = keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
+    (total, _), _ = jax.lax.scan(second, (zeros, model_state), (indices, inputs, of_outputs))
+    loss_sum, weight, metrics = sums
+    return Gradients(total, loss_sum, weight, last_state, metrics)
+
+
+def _floats_and_rest(tree: Tree) -> tuple[Tree, Tree]:
+    """The leaves that have a gradient and the others, each with None in the places of the other."""
+    is_float = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
+    floats = jax.tree.map(lambda x, yes: x if yes else None, tree, is_float)
+    return floats, jax.tree.map(lambda x, yes: None if yes else x, tree, is_float)
+
+
+def _together(floats: Tree, rest: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda leaf: leaf is None)
+
+
+def _merge(stacked: jax.Array, size: int) -> jax.Array:
+    """Outputs [count, size, ...] of microbatches in the order of the batch's rows, as `split_microbatches` split them.
+
+    Outputs without rows (a learned temperature) are equal in every microbatch: their mean is each of them, and shares
+    their gradient out.
+    """
+    if stacked.ndim < 2 or stacked.shape[1] != size:
+        is_float = jnp.issubdtype(stacked.dtype, jnp.floating)
+        return jnp.mean(stacked, axis=0) if is_float else stacked[0]
+    rows = jnp.moveaxis(stacked, 0, 1).reshape(stacked.shape[0] * size, *stacked.shape[2:])
+    return constrain(rows, "batch", *[None] * (rows.ndim - 1))

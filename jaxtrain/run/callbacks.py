@@ -1,0 +1,119 @@
+"""What a program may do between the steps of a run: plain functions that see its numbers and may stop it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.run.early_stopping import EarlyStopping
+
+if TYPE_CHECKING:
+    from jaxtrain.train.state import TrainState
+
+Answer = Literal["stop"] | None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A run between two steps, as a callback sees it.
+
+    Attributes:
+        step: steps done.
+        metrics: of that step (`loss`, `grad_norm`, the task's own), of the evaluation (`eval_loss`, ...), or empty
+            after a save; numbers, a vector as `name_0`, `name_1`. Equal on every process.
+        state: the state after that step, on the mesh. Read it, but do not keep it: the next step takes its memory over.
+        run_dir: directory of the run.
+
+    Example:
+        >>> Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
+    """
+
+    step: int
+    metrics: Mapping[str, float | int]
+    state: "TrainState"
+    run_dir: Path
+
+
+@dataclass(frozen=True)
+class Callback:
+    """Functions that a run calls between its steps; each gets a `Moment`, and stops the run by returning "stop".
+
+    They are called on every process, in the order in which the callbacks were given. Where processes would answer
+    differently, process 0 decides. A run that a callback stopped is evaluated, saved and closed like one that is done,
+    and the same call goes on with it. An exception in a callback ends the run with that exception; where the run has
+    one process, the state is saved first.
+
+    Attributes:
+        on_step: called after every `every` steps and after the last one. No step is under way meanwhile, so a device
+            waits: for steps of milliseconds, raise `every`.
+        on_evaluation: called after each evaluation.
+        on_save: called once a checkpoint is complete.
+        every: steps between two calls of `on_step`.
+
+    Raises:
+        ConfigError: none of the functions is given, one is no function, or `every` is no whole number from 1.
+
+    Example:
+        >>> Callback(on_evaluation=lambda moment: "stop" if moment.metrics["eval_accuracy"] > 0.99 else None)
+    """
+
+    on_step: Callable[[Moment], Answer] | None = None
+    on_evaluation: Callable[[Moment], Answer] | None = None
+    on_save: Callable[[Moment], Answer] | None = None
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        given = {"on_step": self.on_step, "on_evaluation": self.on_evaluation, "on_save": self.on_save}
+        for name, function in given.items():
+            if function is not None and not callable(function):
+                raise ConfigError(
+                    f"{name} is {function!r}, not a function of a Moment; write {name}=lambda moment: ..."
+                )
+        if all(function is None for function in given.values()):
+            raise ConfigError("Callback has nothing to call; give on_step=, on_evaluation= or on_save=")
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ConfigError(f"every={self.every!r} of a Callback; use a whole number of steps from 1")
+
+
+def sorted_callbacks(given: Any) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
+    """The callbacks of a run, and the early stopping among them, which is a setting of the run.
+
+    Args:
+        given: what a program passed as `callbacks`.
+
+    Raises:
+        ConfigError: something else is among them, or more than one early stopping.
+    """
+    if isinstance(given, (Callback, EarlyStopping)) or not isinstance(given, Sequence) or isinstance(given, str):
+        hint = f"write callbacks=[{type(given).__name__}(...)]" if isinstance(given, (Callback, EarlyStopping)) else ""
+        raise ConfigError(
+            f"callbacks is {_shown(given)}, not a list; "
+            + (hint or "write callbacks=[jaxtrain.Callback(on_step=...), jaxtrain.EarlyStopping()]")
+        )
+    for one in given:
+        if not isinstance(one, (Callback, EarlyStopping)):
+            written = "jaxtrain.Callback(on_step=...)"
+            if one is EarlyStopping or one is Callback:
+                written = f"{one.__name__}(...)"
+            raise ConfigError(f"callbacks holds {_shown(one)}, not a jaxtrain.Callback; write {written}")
+    stopping = [one for one in given if isinstance(one, EarlyStopping)]
+    if len(stopping) > 1:
+        raise ConfigError(f"callbacks holds {len(stopping)} EarlyStopping; a run has one: leave the others out")
+    return tuple(one for one in given if isinstance(one, Callback)), next(iter(stopping), None)
+
+
+def check_answer(answer: Any, name: str) -> None:
+    """Raise where a callback returned something other than None or "stop"."""
+    if answer is not None and not (isinstance(answer, str) and answer == "stop"):
+        raise ConfigError(f'{name} of a callback returned {_shown(answer)}; return "stop" to stop the run, or nothing')
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return repr(value)
+    if callable(value):
+        return f"the function {getattr(value, '__name__', type(value).__name__)}"
+    return f"an instance of {type(value).__name__}"

@@ -1,0 +1,122 @@
+"""When a run stops because its evaluations get no better. No jax here.
+
+The decision is a function of the evaluations so far, which metrics.jsonl holds: so it survives a kill and a resume.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import EarlyStoppingConfig
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stops a run when a metric of its evaluations gets no better; give it to `fit` or `run_config` as a callback.
+
+    The run then ends as one that is done. Going on needs another `patience`, or none of it. With `keep_best` of the
+    checkpoints, the state with the best value is saved whenever there is a better one, and stays.
+
+    Attributes:
+        metric: of the evaluation, under its name in metrics.jsonl.
+        patience: evaluations in a row without a better value after which the run stops.
+        min_delta: a value is better if it differs from the best one by more than this.
+        mode: whether lower (min) or higher (max) values are better.
+
+    Raises:
+        ConfigError: a value that the config group `evaluation.early_stopping` does not take.
+
+    Example:
+        >>> fit(model, task, optimizer, data=data, validation=0.1, steps=1000, evaluation={"every": 50},
+        ...     callbacks=[EarlyStopping("eval_accuracy", patience=5, mode="max")])
+    """
+
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        load_config({"evaluation": {"every": 1, "early_stopping": self.settings}}, origin="jaxtrain.EarlyStopping")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config group `evaluation.early_stopping` that says the same."""
+        return {**asdict(self), "min_delta": float(self.min_delta)}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the evaluations so far say.
+
+    Attributes:
+        is_over: whether the run is to stop.
+        best_step: step of the best value, the earliest of equal ones; None: no value is a number.
+        best: that value.
+        last_is_best: whether it is the last one.
+    """
+
+    is_over: bool
+    best_step: int | None
+    best: float
+    last_is_best: bool
+
+
+def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> Verdict:
+    """Whether a run stops, by its evaluations in the order of their steps.
+
+    A value that is not finite is no better than any.
+
+    Args:
+        evaluations: step -> value of the metric.
+        rule: which values are better, and how many that are not end the run.
+    """
+    sign = 1.0 if rule.mode == "min" else -1.0
+    reference = best = math.inf
+    best_step: int | None = None
+    without = 0
+    for step in sorted(evaluations):
+        value = sign * evaluations[step]
+        if not math.isfinite(value):
+            value = math.inf
+        if value < best:
+            best, best_step = value, step
+        if value < reference - (rule.min_delta if math.isfinite(reference) else 0.0):
+            reference, without = value, 0
+        else:
+            without += 1
+    last = max(evaluations, default=None)
+    return Verdict(without >= rule.patience, best_step, sign * best, best_step is not None and best_step == last)
+
+
+def recorded_evaluations(run_dir: Path, rule: EarlyStoppingConfig, *, every: int, last: int) -> dict[int, float]:
+    """The values of the metric that metrics.jsonl holds, of the evaluations that were due.
+
+    Args:
+        run_dir: directory of the run.
+        rule: names the metric.
+        every: steps between evaluations; that at the end of a shorter run is not among them.
+        last: the step that the run goes on from; rows of later ones do not count.
+
+    Returns:
+        Step -> value; NaN where it was not finite.
+    """
+    found: dict[int, float] = {}
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # a kill in the middle of a line
+            continue
+        step = row.get("step") if isinstance(row, dict) else None
+        if isinstance(step, int) and step <= last and step % every == 0 and rule.metric in row:
+            value = row[rule.metric]
+            found[step] = math.nan if value is None else float(value)
+    return found

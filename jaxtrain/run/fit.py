@@ -1,0 +1,234 @@
+"""A whole run of parts from Python: `fit` writes the config that says the same, and trains as `run_config` does."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.schema import AXES, Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.run.callbacks import Callback, sorted_callbacks
+from jaxtrain.run.early_stopping import EarlyStopping
+from jaxtrain.run.result import Result
+from jaxtrain.run.trainer import run_folder, train_loaded
+from jaxtrain.runtime import distributed
+
+if TYPE_CHECKING:
+    import optax
+    from jax.sharding import Mesh
+
+    from jaxtrain.data import Data
+    from jaxtrain.models.model import Model, ModelState, Params
+    from jaxtrain.models.task import Task
+    from jaxtrain.train.parallelism import Parallelism
+
+
+def fit(
+    model: "Model",
+    task: "Task",
+    optimizer: "optax.GradientTransformation",
+    *,
+    data: Any,
+    validation: Any = None,
+    steps: int | None = None,
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    mesh: "Mesh | None" = None,
+    policy: str = "fp32",
+    accumulation_steps: int = 1,
+    clip_norm: float | None = None,
+    ema_decay: float | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    learning_rate: "optax.Schedule | float | None" = None,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
+    parallelism: "Parallelism | None" = None,
+    compiler_options: Mapping[str, bool | int | float | str] | None = None,
+    offload_optimizer: bool = False,
+    params: "Params | Any" = None,
+    model_state: "ModelState | Any" = None,
+    skip: Sequence[str] = (),
+    seed: int = 0,
+    run_dir: str | Path | None = None,
+    resume: str | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+    logging: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback | EarlyStopping] = (),
+    progress: Progress | None = None,
+) -> Result:
+    """Train your own model as a run: locked, logged, evaluated, saved, reported, and resumed by the same call.
+
+    Args:
+        model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
+        task: what outputs are compared with.
+        optimizer: any optax transformation, already made with its learning rate.
+        data: a dict of arrays [num_rows, ...] (NumPy or jax; nested dicts too) such as {"inputs": x, "targets": y}, or
+            the pair (x, y); rows with an index (`ArrayRows`, any `grain.MapDataset`, a torch or Hugging Face dataset:
+            `__len__`, and `__getitem__` giving a dict or a pair); a `Data`; or an iterable of batches, in one process,
+            whose first batches a resumed run skips.
+        validation: rows for evaluation, in the same forms but the last, or the share of the rows that are kept for it
+            (0.1); None: those of a `Data`, else none.
+        steps: total number of optimizer steps. Give it or `epochs`.
+        epochs: passes over the training rows, in place of `steps`.
+        batch_size: rows per step over all devices and microbatches; None: 32, or that of an iterable of batches.
+        mesh: from `make_mesh`; None: all devices on the `data` axis.
+        policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
+        accumulation_steps: microbatches per step.
+        clip_norm: largest global norm of the gradient; None: no clipping.
+        ema_decay: largest decay of a moving average of the parameters, which evaluation uses; None: none.
+        trainable: parameter path -> whether it is trained; None: all are.
+        learning_rate: the rate that the metrics show, a number or a schedule; it does not change the optimizer.
+        rules, parallelism, compiler_options, offload_optimizer: see `make_train_step`.
+        params, model_state, skip: what training starts from, as for `TrainStep.init`; None: what the model draws.
+        seed: of the parameters, the order of the rows, dropout, and the rows that a share takes.
+        run_dir: where everything is written; None: runs/run.
+        resume: None goes on with the run that the directory holds if it trains the same (more steps are allowed) and
+            refuses another one; never starts anew; must and auto are as for `run_config`.
+        evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
+        overrides: any other keys of a config, dotted or nested: {"profile.start_step": 20}.
+        callbacks: `Callback` and `EarlyStopping`.
+        progress: where phases and progress are shown; None: on standard error.
+
+    Returns:
+        The result, once all steps are done or the run has stopped early: the last state and its metrics.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: before training starts.
+        DivergedError: non-finite steps in a row.
+        PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
+
+    Example:
+        >>> result = fit(model, classification(), optax.adamw(1e-3), data=(images, labels), validation=0.1, epochs=5)
+        >>> result.metrics["eval_accuracy"]
+    """
+    sorted_callbacks(callbacks)
+    num_steps = _length(steps, epochs)
+    given: dict[str, Any] = {
+        "seed": seed,
+        "train": {"accumulation_steps": accumulation_steps},
+        "optimizer": {"clip_norm": clip_norm, "ema_decay": ema_decay, "offload": offload_optimizer},
+        "precision": {"policy": policy},
+        "compiler_options": _group(compiler_options, "compiler_options", "{'xla_gpu_enable_triton_gemm': False}"),
+        "evaluation": _group(evaluation, "evaluation"),
+        "checkpoint": _group(checkpoint, "checkpoint"),
+        "logging": _group(logging, "logging"),
+    }
+    if num_steps is not None:
+        given["train"]["steps"] = num_steps
+    if batch_size is not None:
+        given["train"]["global_batch_size"] = batch_size
+    # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
+    cache = _loaded(given, overrides).config.compilation_cache
+    folder = run_folder(run_dir, "run")
+    given["name"] = folder.name or "run"
+    distributed.start(compilation_cache=cache)
+    from jaxtrain.train.checks import check_parts
+    from jaxtrain.train.own_step import OwnStep, check_shown
+
+    check_parts(model, task, optimizer)
+    check_shown(learning_rate, rules)
+    _check_mesh(mesh, parallelism)
+    opened = _data(data, validation, seed=seed, task=task)
+    given["train"] |= _sizes(opened, epochs=epochs, batch_size=batch_size)
+    given["task"] = task.name if task.name in _known_tasks() else Config().task
+    if mesh is not None:
+        given["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
+    if parallelism is not None:
+        given["parallel"] = {**given.get("parallel", {}), **dataclasses.asdict(parallelism)}
+    own_step = OwnStep(
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        trainable=trainable,
+        rules=rules,
+        mesh=mesh,
+        params=params,
+        model_state=model_state,
+        skip=skip,
+    )
+    return train_loaded(
+        _loaded(given, overrides),
+        folder,
+        resume=resume,
+        model=model,
+        task=task,
+        data=opened,
+        own_step=own_step,
+        callbacks=callbacks,
+        progress=progress,
+    )
+
+
+def _length(steps: Any, epochs: Any) -> int | None:
+    """The number of steps, where it is given; None where `epochs` is.
+
+    Raises:
+        ConfigError: both or none is given, or `epochs` is no number above 0.
+    """
+    if (steps is None) == (epochs is None):
+        raise ConfigError("fit takes steps= or epochs=: " + ("give one of them" if steps is None else "leave one out"))
+    if epochs is None:
+        return steps
+    if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < math.inf:
+        raise ConfigError(f"epochs={epochs!r}; use a number above 0, such as 5")
+    return None
+
+
+def _group(value: Any, name: str, example: str = "{'every': 100}") -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} is not a dict; write {name}={example}")
+    return dict(value or {})
+
+
+def _loaded(given: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Loaded:
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides={overrides!r} is not a dict; write overrides={{'profile.start_step': 20}}")
+    return load_config(given, keywords=overrides, origin="jaxtrain.fit")
+
+
+def _known_tasks() -> Sequence[str]:
+    from jaxtrain.models.tasks import TASKS
+
+    return tuple(TASKS)
+
+
+def _check_mesh(mesh: Any, parallelism: Any) -> None:
+    from jax.sharding import Mesh
+
+    from jaxtrain.train.parallelism import Parallelism
+
+    if parallelism is not None and not isinstance(parallelism, Parallelism):
+        raise ConfigError(f"parallelism={parallelism!r}; write parallelism=jaxtrain.Parallelism(zero=1)")
+    if mesh is not None and (not isinstance(mesh, Mesh) or mesh.axis_names != AXES):
+        shown = f"a mesh of {', '.join(map(str, mesh.axis_names))}" if isinstance(mesh, Mesh) else repr(mesh)
+        raise ConfigError(f"mesh is {shown}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
+
+
+def _data(given: Any, validation: Any, *, seed: int, task: "Task") -> "Data":
+    from jaxtrain.data.sources.given import data_of
+
+    return data_of(given, validation=validation, seed=seed, counts_tokens=task.name == "language_modeling")
+
+
+def _sizes(data: "Data", *, epochs: float | None, batch_size: int | None) -> dict[str, int]:
+    """Keys of the group `train` that only the data can say.
+
+    Raises:
+        ConfigError: they contradict what was given.
+    """
+    from jaxtrain.data.stream import BatchStream
+
+    if isinstance(data.train, BatchStream):
+        size = data.train.batch_size
+        if batch_size not in (None, size):
+            raise ConfigError(f"batch_size={batch_size}, but the iterable gives batches of {size} rows; leave it out")
+        if epochs is not None:
+            raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
+        return {"global_batch_size": size}
+    if epochs is None:
+        return {}
+    size = batch_size or Config().train.global_batch_size
+    return {"steps": math.ceil(epochs * len(data.train) / size)}

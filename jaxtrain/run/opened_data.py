@@ -1,0 +1,69 @@
+"""The data of a saved run, opened again: read as the run read it, and compared with what it was trained on."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.config import Config
+from jaxtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from jaxtrain.data import Data, Tokenizer
+
+
+def open_saved_data(
+    config: Config, info: Mapping[str, Any], run_dir: Path, *, tokenizer: "Tokenizer | None", is_other: bool
+) -> tuple["Data", list[str]]:
+    """The data of a run's config, its values turned into numbers as in training, and remarks for people.
+
+    Args:
+        config: of the run.
+        info: content of `run.json`.
+        run_dir: for messages.
+        tokenizer: the run's.
+        is_other: whether the config names other data than the run's, so that a difference is no remark.
+
+    Raises:
+        DataError: the data cannot be opened, or was made with another tokenizer.
+    """
+    from jaxtrain.data import open_data
+
+    saved = info.get("data") or {}
+    length = getattr(config.model, "max_sequence_length", None)
+    task = config.task if isinstance(config.task, str) else None
+    data = open_data(config.data, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
+    _check_tokenizer(data, tokenizer, run_dir)
+    remarks = []
+    same = saved.get("fingerprint") == json.loads(json.dumps(data.fingerprint))
+    if data.reading is not None and saved.get("reading") is None and not same:
+        remarks.append(
+            "run.json does not say how the run scaled its inputs and numbered its classes; those of this data are "
+            "used, and metrics are wrong where they differ"
+        )
+    return data, remarks if is_other else [*remarks, *_data_changes(saved, data)]
+
+
+def _check_tokenizer(data: "Data", tokenizer: "Tokenizer | None", run_dir: Path) -> None:
+    """Raise where the ids of token shards were made with another tokenizer than the run's."""
+    from jaxtrain.data.tokenizer import tokenizer_sha256
+
+    if tokenizer is None:
+        return
+    for source in data.fingerprint.get("components", [data.fingerprint]):
+        # Text was encoded on opening, with the run's tokenizer unless an override asked for another.
+        if source.get("kind") == "tokens" and source["tokenizer_sha256"] != tokenizer_sha256(tokenizer):
+            raise DataError(
+                f"the token shards ({data.description[0]}) were made with another tokenizer than the run's; prepare "
+                f"them again with data.tokenizer.kind=file data.tokenizer.path={run_dir / 'tokenizer.json'}"
+            )
+
+
+def _data_changes(saved: Mapping[str, Any], data: "Data") -> list[str]:
+    """A remark when the data is not what the run was trained on: its held-out rows are others then."""
+    before = saved.get("fingerprint")
+    after = json.loads(json.dumps(data.fingerprint))
+    if before is None or before == after:
+        return []
+    differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    return [f"the data has changed since the run ({', '.join(differ)}): rows it was trained on may be among these"]

@@ -1,0 +1,107 @@
+"""The parameters of a checkpoint for evaluation: restored without optimizer state, straight into a mesh's shardings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.tree import is_inside, stored_name
+from jaxtrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from jaxtrain.models.model import ModelState, Params
+    from jaxtrain.models.sharded import ShardedModel
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What evaluation needs of one checkpoint.
+
+    Attributes:
+        step: of the checkpoint.
+        params: parameters, or their moving average where the run keeps one.
+        model_state: batch statistics and the like, or their moving average where the run keeps one.
+    """
+
+    step: int
+    params: "Params" = field(repr=False)
+    model_state: "ModelState" = field(repr=False)
+
+
+def restore_for_evaluation(
+    run_dir: Path, sharded_model: "ShardedModel", *, step: int | None, report: Callable[[str], None]
+) -> Restored:
+    """Read parameters and model state of one checkpoint.
+
+    The run may be training: a checkpoint that it deletes while it is read is passed over for a newer one.
+
+    Args:
+        run_dir: directory of the run.
+        sharded_model: the run's model; its shardings are those of the result.
+        step: of the checkpoint; None: the newest intact one.
+        report: receives one line for each damaged checkpoint that is passed over.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, none is intact, or it is of another model.
+    """
+    checkpoints = Checkpointer(run_dir / "checkpoints", read_only=True)
+    steps = checkpoints.steps()
+    if not steps:
+        raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
+    if step is not None and step not in steps:
+        raise CheckpointError(f"no checkpoint of step {step} in {checkpoints.directory}; there are {_listed(steps)}")
+    damaged: dict[int, str] = {}
+    with checkpoints:
+        # Both parts must be of one step, so a damaged one is passed over here and not in the checkpointer.
+        while candidates := [one for one in checkpoints.steps() if one not in damaged and step in (None, one)]:
+            candidate = candidates[-1]
+            try:
+                return _restore(checkpoints, sharded_model, candidate)
+            except DamagedError as error:
+                damaged[candidate] = str(error)
+                if step is None and candidate in checkpoints.steps():
+                    report(f"{error}; an older one is used")
+    first = next(iter(damaged.values()), f"step {step} was deleted while it was read")
+    raise CheckpointError(first if step is not None else f"no intact checkpoint is left in {run_dir}: {first}")
+
+
+def _restore(checkpoints: Checkpointer, sharded_model: "ShardedModel", step: int) -> Restored:
+    import jax
+
+    from jaxtrain.train.placement import average_shapes
+    from jaxtrain.train.state import averaged_model_state, merge_leaves
+
+    wanted, wanted_state = sharded_model.abstract_params, sharded_model.abstract_model_state
+    # The checkpoint itself says what has an average: no setting of the run need be known.
+    averaged = {name for name in checkpoints.info(step).leaves if is_inside(name, "ema")}
+    if not averaged:
+        params = checkpoints.restore(wanted, step=step, prefix="params")
+        return Restored(step, params, checkpoints.restore(wanted_state, step=step, prefix="model_state"))
+    ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in averaged)
+    params = checkpoints.restore(ema, step=step, prefix="ema")
+    if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(wanted)):
+        # Frozen parameters have no average.
+        params = merge_leaves(params, checkpoints.restore(wanted, step=step, prefix="params"))
+    model_state = checkpoints.restore(wanted_state, step=step, prefix="model_state")
+    saved = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
+    return Restored(step, params, averaged_model_state(saved, model_state))
+
+
+def quantized_params(params: "Params", sharded_model: "ShardedModel", format: str) -> "tuple[Params, str]":
+    """The parameters quantized on their devices, and a line for people."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtrain.metrics.format import format_bytes
+    from jaxtrain.models.quantize import quantize, quantized_bytes
+
+    small = jax.jit(lambda params: quantize(params, sharded_model.model, format))(params)
+    compute = jnp.dtype(sharded_model.policy.compute_dtype)
+    after, before = map(format_bytes, quantized_bytes(small, compute))
+    return small, f"{format}: linear layers of {after} instead of {before} in {compute.name}"
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[-10:]))

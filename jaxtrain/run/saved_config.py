@@ -1,0 +1,62 @@
+"""The config of a saved run, for the machine that opens it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.local_path import local_path
+from jaxtrain.config.saved_run import read_run
+
+
+def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Loaded:
+    """The config of a run for this machine.
+
+    The saved degrees (and kernels) say how the run was trained, not what is here, so `data` takes all devices unless an
+    override says otherwise. Text is read with the tokenizer that was saved with the run: another one, trained on other
+    text, would give the ids other meanings.
+
+    Args:
+        run_dir: directory of the run.
+        overrides: `key=value` strings, or a mapping of keys, on top.
+
+    Raises:
+        ConfigError: not a run, or a wrong key or value.
+    """
+    run_dir = local_path(run_dir, what="run directory")
+    saved = dict(read_run(run_dir)["config"])
+    parallel = saved.get("parallel")
+    if isinstance(parallel, dict):
+        saved["parallel"] = {key: value for key, value in parallel.items() if key == "max_replicated_fraction"}
+    # What computes attention and how logits are chunked was for the hardware of the run; neither changes a number.
+    for group, keys in (("model", ("attention",)), ("loss", ("logits", "block"))):
+        if isinstance(saved.get(group), dict):
+            saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
+    words = [] if isinstance(overrides, Mapping) else list(overrides)
+    keywords = dict(overrides) if isinstance(overrides, Mapping) else {}
+    tokenizer = run_dir / "tokenizer.json"
+    loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
+    chose_tokenizer = any(key.startswith("data.tokenizer") for key in changed_keys(overrides))
+    if hasattr(loaded.config.data, "tokenizer") and tokenizer.is_file() and not chose_tokenizer:
+        keywords = {**keywords, "data.tokenizer.kind": "file", "data.tokenizer.path": str(tokenizer)}
+        loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
+    return loaded
+
+
+def changed_keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
+    """The dotted keys that overrides set.
+
+    Args:
+        overrides: `key=value` strings, or a mapping of keys, nested or dotted.
+    """
+    if isinstance(overrides, Mapping):
+        return list(_dotted(overrides))
+    return [override.removeprefix("--").partition("=")[0] for override in overrides]
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

@@ -1,0 +1,44 @@
+"""Options of a train step, checked before anything is made of them: one line for each mistake."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.config.arguments import check_kind, check_number, refusal
+from jaxtrain.errors import ConfigError
+from jaxtrain.precision.policy import LossScaling
+
+
+def check_settings(learning_rate: Any, loss_scaling: Any, compiler_options: Any, offload_optimizer: Any) -> None:
+    """Raise where an option of `make_train_step` is of another type.
+
+    Raises:
+        ConfigError: what was given, what is wanted, and how to write it.
+    """
+    if learning_rate is not None and not callable(learning_rate):
+        takes = "a number, a schedule or None"
+        check_number(learning_rate, what="make_train_step: learning_rate", takes=takes, write="learning_rate=1e-3")
+    if loss_scaling is not None:
+        initial = loss_scaling if isinstance(loss_scaling, int | float) else 32768
+        write = f"loss_scaling=LossScaling(initial={initial})"
+        takes = "the rule of a loss scale"
+        check_kind(loss_scaling, LossScaling, what="make_train_step: loss_scaling", takes=takes, write=write)
+    if compiler_options is not None:
+        write = "compiler_options={'xla_cpu_enable_fast_math': False}"
+        takes = "a dict from option to value"
+        check_kind(compiler_options, Mapping, what="make_train_step: compiler_options", takes=takes, write=write)
+    write = "offload_optimizer=True"
+    check_kind(offload_optimizer, bool, what="make_train_step: offload_optimizer", takes="True or False", write=write)
+
+
+def check_compiled(compiled: Any) -> None:
+    """Raise where something is no compiled program.
+
+    Raises:
+        ConfigError: what was given, and how to make one.
+    """
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise ConfigError(
+            refusal("TrainStep.use", "a compiled step", compiled, "step.use(step.lower(batch).compile())")
+        )

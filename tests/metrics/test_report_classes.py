@@ -1,0 +1,213 @@
+"""Mistakes of a classifier on the page, small pictures as PNG, and several runs on one page."""
+
+import base64
+import io
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from jaxtrain.metrics.picture import thumbnail
+from jaxtrain.metrics.report.compare import write_comparison
+from jaxtrain.metrics.report.page import write_report
+from jaxtrain.runtime.files import write_json_atomic
+
+_HELD_OUT = {
+    "task": "classification", "step": 10, "rows": 10, "of_rows": 10, "right": 7, "num_classes": 3,
+    "classes": ["cat", "<b>dog</b>", "owl"], "matrix": [[0, 0, 4], [0, 1, 2], [1, 1, 3], [2, 0, 1]],
+    "confusions": [[0, 1, 2], [2, 0, 1]],
+    "mistakes": [{"row": 7, "target": 0, "predicted": 1, "loss": 3.25, "confidence": 0.9, "picture": "aGVsbG8="}],
+}  # fmt: skip
+
+
+def _run(run_dir, *, held_out=None, info=None, rows=()):
+    run_dir.mkdir(exist_ok=True)
+    write_json_atomic(
+        run_dir / "run.json", {"name": run_dir.name, "status": "done", "task": "classification"} | (info or {})
+    )
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if held_out is not None:
+        write_json_atomic(run_dir / "held_out.json", held_out)
+    return run_dir
+
+
+def _text(page):
+    page = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.DOTALL).replace("<wbr>", "")
+    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
+
+
+def test_the_confusion_matrix_and_the_worst_mistakes_are_shown(tmp_path):
+    html = write_report(_run(tmp_path, held_out=_HELD_OUT, rows=[{"step": 10, "loss": 1.0}])).read_text()
+    text = _text(html)
+    assert "7 of 10 held-out rows were classified correctly after step 10." in text
+    # Long names stand in the rows only, with the numbers that the columns have.
+    assert "0 1 2 0 cat 4 2 · 1 &lt;b&gt;dog&lt;/b&gt; · 3 · 2 owl 1 · ·" in text
+    assert 'title="cat taken for &lt;b&gt;dog&lt;/b&gt;: 2 of 6"' in html
+    assert "cat taken for &lt;b&gt;dog&lt;/b&gt; , 90 % sure row 7, loss 3.25" in text
+    assert 'src="data:image/png;base64,aGVsbG8="' in html
+
+
+def test_short_names_head_the_columns(tmp_path):
+    short = _HELD_OUT | {"classes": ["cat", "dog", "owl"]}
+    assert "cat dog owl cat 4 2 ·" in _text(write_report(_run(tmp_path, held_out=short)).read_text())
+
+
+def test_many_classes_are_told_in_words(tmp_path):
+    many = _HELD_OUT | {"num_classes": 1000, "classes": None, "matrix": None, "of_rows": 50_000}
+    text = _text(write_report(_run(tmp_path, held_out=many)).read_text())
+    assert "7 of 10 held-out rows (the first of 50,000) were classified" in text
+    assert "0 taken for 1: 2 times 2 taken for 0: 1 time" in text
+    assert "Confusion matrix" not in text
+
+
+def test_mistakes_of_an_earlier_end_say_so(tmp_path):
+    html = write_report(_run(tmp_path, held_out=_HELD_OUT, rows=[{"step": 15, "loss": 1.0}])).read_text()
+    assert "after step 10, an earlier end of this run." in _text(html)
+
+
+@pytest.mark.parametrize(
+    "held_out",
+    [
+        pytest.param({}, id="empty"),
+        pytest.param({"task": "other", "rows": 3}, id="of-another-task"),
+        pytest.param(_HELD_OUT | {"rows": "many"}, id="rows-that-are-no-number"),
+        pytest.param(_HELD_OUT | {"matrix": 3, "mistakes": 3, "confusions": None, "classes": 3}, id="no-lists"),
+        pytest.param(_HELD_OUT | {"matrix": [[0, 9, 1], ["x"]], "mistakes": [{"row": "x"}, 3]}, id="odd-entries"),
+        pytest.param(_HELD_OUT | {"classes": ["a"]}, id="too-few-names"),
+        pytest.param(_HELD_OUT | {"right": 10}, id="no-mistakes"),
+    ],
+)
+def test_a_damaged_record_leaves_the_page_whole(tmp_path, held_out):
+    assert "</html>" in write_report(_run(tmp_path, held_out=held_out)).read_text()
+
+
+def test_a_picture_cannot_leave_its_attribute(tmp_path):
+    mistake = _HELD_OUT["mistakes"][0] | {"picture": '"><script>alert(1)</script>'}
+    html = write_report(_run(tmp_path, held_out=_HELD_OUT | {"mistakes": [mistake]})).read_text()
+    assert "alert(1)" not in html
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "size"),
+    [
+        ((8, 6), np.float32, (8, 6)),
+        ((8, 6, 1), np.int32, (8, 6)),
+        ((100, 60, 3), np.uint8, (32, 32)),
+        ((33, 8, 3), np.float64, (32, 8)),
+    ],
+    ids=["grey", "one-channel", "colour-averaged", "barely-too-high"],
+)
+def test_thumbnails_are_pictures_that_others_read(shape, dtype, size):
+    values = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    content = thumbnail(values)
+    assert content is not None
+    drawn = image.imread(io.BytesIO(content), format="png")
+    assert drawn.shape[:2] == size
+    if shape[0] <= 32:
+        plain = values.reshape(shape[:2]).astype(float)
+        # The smallest value is black and the largest white; PNG rounds to 1/255.
+        np.testing.assert_allclose(drawn, (plain - plain.min()) / np.ptp(plain), atol=0.5 / 255 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.zeros(5),
+        np.zeros((4, 4, 2)),
+        np.zeros((1, 64)),
+        np.zeros((0, 4)),
+        np.full((4, 4), np.nan),
+        np.zeros((2, 2, 2, 2)),
+    ],
+    ids=["row", "two-channels", "flat-line", "empty", "nan", "four-dims"],
+)
+def test_what_is_no_picture_has_no_thumbnail(values):
+    assert thumbnail(values) is None
+
+
+def test_a_constant_picture_is_drawn():
+    assert base64.b64encode(thumbnail(np.ones((4, 4))))
+
+
+_ROWS = {"fingerprint": {"kind": "digits"}, "num_outputs": 10}
+
+
+def _compared(tmp_path, first, second, rows=None):
+    rows = rows or [{"step": step, "loss": 2.0 / step, "accuracy": 0.5} for step in (1, 2, 4)]
+    runs = [
+        _run(tmp_path / name, info=info, rows=[*rows, {"step": 4, "eval_loss": 0.1 * (index + 3)}])
+        for index, (name, info) in enumerate((("a", first), ("b", second)))
+    ]
+    html = write_comparison(runs, tmp_path / "compare.html").read_text()
+    assert "://" not in html
+    return html
+
+
+def test_runs_are_compared_on_one_page(tmp_path):
+    configs = [{"config": {"optimizer": {"learning_rate": rate, "b1": 0.9}}, "data": _ROWS} for rate in (0.1, 0.01)]
+    html = _compared(tmp_path, *configs)
+    text = _text(html)
+    assert "a has the lowest held-out loss: 0.3, at step 4." in text
+    assert "optimizer.learning_rate 0.1 0.01" in text
+    assert "optimizer.b1" not in text
+    assert "uniform guess, 10 classes: 2.303" in text
+    assert f"<b>{0.3}</b>" in html
+    # Held-out loss, training loss and accuracy: each run by its colour and its dash.
+    assert html.count("stroke-dasharray:6 3") > 3
+    assert math.isclose(html.count("<figure>"), 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"task": "regression"}, {}, "The tasks differ (a regression, b classification): their losses are of"),
+        ({"data": _ROWS}, {"data": {"fingerprint": {"kind": "x"}}}, "The data differs between the runs"),
+        ({"status": "diverged"}, {}, "a is diverged: its last row is of step 4."),
+    ],
+    ids=["tasks", "data", "status"],
+)
+def test_what_cannot_be_compared_is_said(tmp_path, first, second, words):
+    assert words in _text(_compared(tmp_path, first, second))
+
+
+def test_a_run_without_metrics_or_held_out_rows_is_said(tmp_path):
+    runs = [
+        _run(tmp_path / "a", rows=[{"step": 1, "loss": 1.0, "eval_loss": 1.0}]),
+        _run(tmp_path / "b", rows=[{"step": 1, "loss": 1.0}]),
+        _run(tmp_path / "c"),
+    ]
+    text = _text(write_comparison(runs, tmp_path / "page.html").read_text())
+    assert "b has no held-out loss: it evaluated no held-out rows." in text
+    assert "c has logged no metrics." in text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    runs = [_run(tmp_path / folder / "run") for folder in ("x", "y")]
+    text = _text(write_comparison(runs, tmp_path / "page.html").read_text())
+    assert "x/run" in text
+    assert "y/run" in text
+
+
+def test_a_long_name_is_shortened_on_the_pictures_only(tmp_path):
+    name = "a_run_with_" + "a_very_" * 10 + "long_name"
+    runs = [_run(tmp_path / one, rows=[{"step": 1, "loss": 1.0}]) for one in (name, "b")]
+    html = write_comparison(runs, tmp_path / "page.html").read_text()
+    assert f"<b>{name}</b>" in html
+    shown = [label for label in re.findall(r">([^<>]*…[^<>]*)</text>", html)]
+    assert len(shown) == 1
+    # 48 letters and the line before them take 329 of the 440 pixels of a picture.
+    assert len(shown[0]) == 48
+
+
+def test_eight_long_runs_give_a_page_below_200_kb(tmp_path):
+    rows = [
+        {"step": step, "loss": 1.0 + 1 / step, "grad_norm": 2.5, "learning_rate": 1e-3, "tokens_per_second": 1e4 + step}
+        for step in range(1, 1001)
+    ]
+    runs = [_run(tmp_path / f"run{index}", rows=rows) for index in range(8)]
+    assert len(write_comparison(runs, tmp_path / "page.html").read_text()) < 200_000

@@ -1,0 +1,283 @@
+"""What happens between the steps: callbacks and what they may do, early stopping, an optimizer from Python."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import pytest
+from test_fit import X, Y, digests, fit, stop_after
+from training_runs import losses, rows
+
+import jaxtrain as jt
+from jaxtrain.cli import main
+from jaxtrain.config.schema import EarlyStoppingConfig
+from jaxtrain.run.early_stopping import judge, recorded_evaluations
+
+
+def status(run_dir: Path) -> str:
+    return json.loads((run_dir / "run.json").read_text())["status"]
+
+
+def kept(run_dir: Path) -> set[int]:
+    return {int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()}
+
+
+def test_callbacks_see_the_run(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def step(moment: jt.Moment) -> None:
+        seen.append(("step", moment.step, moment.metrics["loss"], int(moment.state.step)))
+
+    def save(moment: jt.Moment) -> None:
+        seen.append(("save", moment.step, (moment.run_dir / "checkpoints" / str(moment.step)).is_dir()))
+
+    fit(
+        tmp_path,
+        validation=0.25,
+        steps=5,
+        evaluation={"every": 2},
+        checkpoint={"every": 4},
+        callbacks=[
+            jt.Callback(on_step=step, every=2, on_save=save),
+            jt.Callback(on_evaluation=lambda moment: seen.append(("evaluation", moment.step, sorted(moment.metrics)))),
+        ],
+    )
+    loss = losses(tmp_path)
+    names = ["eval_accuracy", "eval_loss"]
+    assert seen == [
+        ("step", 2, loss[2], 2),
+        ("evaluation", 2, names),
+        ("step", 4, loss[4], 4),
+        ("evaluation", 4, names),
+        ("save", 4, True),
+        ("step", 5, loss[5], 5),
+        ("evaluation", 5, names),
+        ("save", 5, True),
+    ]
+
+
+@pytest.mark.long
+def test_callbacks_move_no_loss(tmp_path: Path) -> None:
+    fit(tmp_path / "without")
+    fit(tmp_path / "with", callbacks=[jt.Callback(on_step=lambda moment: None)])
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_a_callback_stops_a_run_and_the_same_call_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stop = jt.Callback(on_step=lambda moment: "stop" if moment.step == 3 else None)
+    fit(tmp_path / "whole", validation=0.25)
+    result = fit(tmp_path / "run", validation=0.25, callbacks=[stop])
+    assert (result.step, status(tmp_path / "run")) == (3, "stopped by a callback")
+    assert "eval_loss" in result.metrics
+    assert kept(tmp_path / "run") == {3}
+    assert "stopped by a callback before step 6" in capfd.readouterr().out
+    assert fit(tmp_path / "run", validation=0.25, callbacks=[stop]).step == 6
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert digests(tmp_path / "run", 6) == digests(tmp_path / "whole", 6)
+
+
+def test_an_error_in_a_callback_is_raised_once_the_state_is_saved(tmp_path: Path) -> None:
+    def fail(moment: jt.Moment) -> None:
+        if moment.step == 3:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fit(tmp_path, callbacks=[jt.Callback(on_step=fail)])
+    assert (status(tmp_path), kept(tmp_path)) == ("failed", {3})
+    assert fit(tmp_path).step == 6
+
+
+VERDICTS = {
+    "nothing yet": ({}, {}, (False, None)),
+    "better every time": ({1: 3.0, 2: 2.0, 3: 1.0}, {}, (False, 3)),
+    "worse twice": ({1: 1.0, 2: 2.0, 3: 3.0}, {}, (True, 1)),
+    "worse once": ({1: 1.0, 2: 2.0}, {}, (False, 1)),
+    "equal is no better": ({1: 1.0, 2: 1.0, 3: 1.0}, {}, (True, 1)),
+    "better in between": ({1: 2.0, 2: 3.0, 3: 1.0, 4: 2.0}, {}, (False, 3)),
+    "better by too little": ({1: 1.0, 2: 0.95, 3: 0.91}, {"min_delta": 0.1}, (True, 3)),
+    "better by enough in two": ({1: 1.0, 2: 0.95, 3: 0.85}, {"min_delta": 0.1}, (False, 3)),
+    "higher is better": ({1: 0.1, 2: 0.2, 3: 0.3}, {"mode": "max"}, (False, 3)),
+    "lower is worse": ({1: 0.3, 2: 0.2, 3: 0.1}, {"mode": "max"}, (True, 1)),
+    "not finite": ({1: 1.0, 2: math.nan, 3: math.inf}, {}, (True, 1)),
+    "never finite": ({1: math.nan, 2: math.nan}, {}, (True, None)),
+    "in the order of steps": ({3: 3.0, 1: 1.0, 2: 2.0}, {}, (True, 1)),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_verdict(case: str) -> None:
+    evaluations, settings, wanted = VERDICTS[case]
+    verdict = judge(evaluations, EarlyStoppingConfig(patience=2, **settings))
+    assert (verdict.is_over, verdict.best_step) == wanted
+
+
+def test_evaluations_are_read_from_what_a_kill_left(tmp_path: Path) -> None:
+    lines = [
+        '{"step": 2, "loss": 1.0}',
+        '{"step": 2, "eval_loss": 0.1234567890123}',
+        '{"step": 3, "eval_loss": 0.5}',  # at the end of a shorter run
+        '{"step": 4, "eval_loss": null}',
+        '{"step": 8, "eval_loss": 0.2}',
+        '{"step": 6, "eval_lo',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    found = recorded_evaluations(tmp_path, EarlyStoppingConfig(), every=2, last=6)
+    assert found[2] == 0.1234567890123
+    assert math.isnan(found.pop(4))
+    assert list(found) == [2]
+    assert recorded_evaluations(tmp_path / "none", EarlyStoppingConfig(), every=2, last=6) == {}
+
+
+def overfit(run_dir: Path, **changes: Any) -> jt.Result:
+    """Evaluated on other classes than it learns, a model only gets worse: the first evaluation stays the best."""
+    arguments: dict[str, Any] = dict(
+        optimizer=optax.adam(3e-2),
+        steps=20,
+        validation=(X[:48], (Y[:48] + 1) % 8),
+        evaluation={"every": 2},
+        checkpoint={"every": 4, "keep_last": 1, "keep_best": True},
+        callbacks=[jt.EarlyStopping(patience=3)],
+    )
+    return fit(run_dir, **(arguments | changes))
+
+
+def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    result = overfit(whole)
+    evaluated = {row["step"]: row["eval_loss"] for row in rows(whole) if "eval_loss" in row}
+    best = min(evaluated, key=lambda step: evaluated[step])
+    assert best == 2, "the example does not overfit"
+    assert (result.step, status(whole)) == (8, "early stopped")
+    assert kept(whole) == {2, 8}, "the best and the last"
+    shown = f"early stopped before step 20: eval_loss got no better in 3 evaluations, the best is {evaluated[2]:.4g} at"
+    assert shown in capfd.readouterr().out
+    with pytest.raises(jt.PreemptedError):
+        overfit(half, callbacks=[jt.EarlyStopping(patience=3), stop_after(5)])
+    assert overfit(half).step == 8
+    assert (losses(half), status(half)) == (losses(whole), "early stopped")
+    assert digests(half, 8) == digests(whole, 8)
+    assert kept(half) == {2, 8}
+
+    record, logged = (whole / "run.json").read_text(), rows(whole)
+    again = overfit(whole)
+    assert "already stopped early at step 8: raise evaluation.early_stopping.patience" in capfd.readouterr().err
+    assert (again.step, again.metrics["eval_loss"]) == (8, result.metrics["eval_loss"])
+    assert (whole / "run.json").read_text() == record, "a run that ended keeps its record"
+    assert rows(whole) == logged
+    assert overfit(whole, callbacks=[jt.EarlyStopping(patience=5)]).step == 12
+
+
+@pytest.mark.long
+def test_the_best_by_another_metric_is_kept(tmp_path: Path) -> None:
+    """A metric that only rises, of which lower is better, while the loss falls."""
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        value, weight, _ = jt.classification().loss(outputs, batch)
+        return value, weight, {"spread": (jax.numpy.sum(outputs**2), jax.numpy.float32(outputs.size))}
+
+    fit(
+        tmp_path,
+        task=jt.Task("spread", loss, reads_weights=True),
+        steps=12,
+        validation=(X[:48], Y[:48]),
+        evaluation={"every": 2},
+        checkpoint={"every": None, "keep_last": 1, "keep_best": True},
+        callbacks=[jt.EarlyStopping("eval_spread", patience=2)],
+    )
+    evaluated = [row for row in rows(tmp_path) if "eval_loss" in row]
+    assert [row["eval_spread"] for row in evaluated] == sorted(row["eval_spread"] for row in evaluated)
+    assert [row["eval_loss"] for row in evaluated] == sorted((row["eval_loss"] for row in evaluated), reverse=True)
+    assert kept(tmp_path) == {2, 6}
+
+
+DIGITS = {
+    "task": "classification",
+    "model": {"kind": "mlp", "hidden_dims": [16]},
+    "data": {"kind": "digits"},
+    "optimizer": {"kind": "adamw"},
+    "train": {"steps": 6, "global_batch_size": 16},
+    "evaluation": {"every": 1, "max_batches": 1},
+    "logging": {"every": 1, "tensorboard": False, "report": False},
+}
+
+
+def test_early_stopping_from_the_command_line(tmp_path: Path) -> None:
+    config = tmp_path / "digits.yaml"
+    config.write_text(json.dumps({**DIGITS, "optimizer": {"kind": "sgd", "learning_rate": 1e-12}}))
+    run = tmp_path / "run"
+    words = ["evaluation.early_stopping.patience=2", "evaluation.early_stopping.min_delta=0.1"]
+    assert main(["train", str(config), "--run-dir", str(run), *words]) == 0
+    assert (status(run), max(losses(run))) == ("early stopped", 3)
+    saved = json.loads((run / "run.json").read_text())["config"]["evaluation"]["early_stopping"]
+    assert saved == {"metric": "eval_loss", "patience": 2, "min_delta": 0.1, "mode": "min"}
+
+
+WRONG_SETTINGS = {
+    "no evaluation": ({"evaluation.every": None, "evaluation.early_stopping": {}}, "every is null; set every"),
+    "a key": ({"evaluation.early_stopping": {"patiense": 2}}, "early_stopping.patiense'.*early_stopping.patience"),
+    "patience": ({"evaluation.early_stopping.patience": 0}, r"evaluation\.early_stopping\.patience is 0"),
+    "mode": ({"evaluation.early_stopping.mode": "least"}, "'least' .*, not one of min, max"),
+    "a metric": (
+        {"evaluation.early_stopping.metric": "eval_f1"},
+        "eval_f1 is not among .*use eval_accuracy or eval_loss",
+    ),
+    "no rows": ({"data.validation_fraction": 0.0, "evaluation.early_stopping": {}}, "needs held-out rows"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SETTINGS)
+def test_a_wrong_setting_is_one_line(tmp_path: Path, case: str) -> None:
+    overrides, words = WRONG_SETTINGS[case]
+    with pytest.raises(jt.ConfigError, match=words) as error:
+        jt.run_config(DIGITS, overrides=overrides, run_dir=tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+WRONG = {
+    "a function": (lambda: fit(Path("x"), callbacks=[print]), "callbacks holds the function print"),
+    "no list": (lambda: fit(Path("x"), callbacks=jt.EarlyStopping()), r"write callbacks=\[EarlyStopping\(...\)\]"),
+    "the class": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping]), r"write EarlyStopping\(...\)"),
+    "two": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()] * 2), "holds 2 EarlyStopping"),
+    "nothing to call": (lambda: jt.Callback(), "Callback has nothing to call"),
+    "no function": (lambda: jt.Callback(on_step=3), "on_step is 3, not a function"),  # pyright: ignore
+    "every": (lambda: jt.Callback(on_step=print, every=0), "every=0 of a Callback"),
+    "patience": (lambda: jt.EarlyStopping(patience=0), "patience is 0 .jaxtrain.EarlyStopping."),
+    "mode": (lambda: jt.EarlyStopping(mode="least"), "'least' .jaxtrain.EarlyStopping., not one of"),  # pyright: ignore
+    "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "evaluation.every is null"),
+    "a rate alone": (lambda: jt.run_config(DIGITS, learning_rate=0.1), "optimizer=, which is not given"),
+    "an optimizer": (lambda: jt.run_config(DIGITS, optimizer=0.1), "write optax.adamw"),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_callback_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, words = WRONG[case]
+    with pytest.raises(jt.ConfigError, match=words) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_a_callback_that_answers_something_else(tmp_path: Path) -> None:
+    with pytest.raises(jt.ConfigError, match='on_step of a callback returned True; return "stop"'):
+        fit(tmp_path, callbacks=[jt.Callback(on_step=lambda moment: True)])  # pyright: ignore
+
+
+def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(steps: int, **own: Any) -> jt.Result:
+        settings = {"optimizer": {"kind": "adamw", "learning_rate": 0.1, "ema_decay": 0.9}}
+        return jt.run_config({**DIGITS, **settings}, run_dir=tmp_path, overrides={"train.steps": steps}, **own)
+
+    run(2, optimizer=optax.lion(1e-3), learning_rate=1e-3)
+    shown = capfd.readouterr().err
+    assert "the optimizer came from Python: optimizer.kind (keyword), optimizer.learning_rate (keyword) has" in shown
+    assert "ema_decay" not in shown
+    assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "ScaleByLion"
+    assert [row["learning_rate"] for row in rows(tmp_path) if "loss" in row] == pytest.approx([1e-3] * 2)
+    with pytest.raises(jt.ConfigError, match=r"with an optimizer from Python \(ScaleByLion\).*optimizer=\.\.\."):
+        run(3)
+    assert run(3, optimizer=optax.lion(1e-3)).metrics["learning_rate"] is None

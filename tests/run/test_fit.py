@@ -1,0 +1,361 @@
+"""A run of one's own parts: every form of data, every mesh, a signal and a resume, and every wrong argument."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from training_runs import losses, rows
+
+import jaxtrain as jt
+from jaxtrain.data.sources.given import data_of
+from jaxtrain.data.stream import BatchStream
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(96, 8)).astype(np.float32)
+Y = (X @ RNG.normal(size=(8, 8))).argmax(-1).astype(np.int32)
+QUIET = {"every": 1, "tensorboard": False, "report": False}
+
+
+def model() -> jt.Model:
+    """Two layers, both divisible by 8 shards."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        first, second = jax.random.split(key)
+        return {"a": jax.random.normal(first, (8, 64)) * 0.3, "b": jax.random.normal(second, (64, 8)) * 0.1}
+
+    return jt.from_functions(init, lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"], name="two layers")
+
+
+def fit(run_dir: Path, **changes: Any) -> jt.Result:
+    arguments: dict[str, Any] = dict(
+        data={"inputs": X, "targets": Y},
+        steps=6,
+        batch_size=16,
+        mesh=jt.make_mesh(devices=jax.devices()[:1]),
+        run_dir=run_dir,
+        logging=QUIET,
+        checkpoint={"every": None},
+    )
+    arguments |= changes
+    if isinstance(arguments["data"], (Iterator, Loader)) and "batch_size" not in changes:
+        arguments["batch_size"] = None
+    optimizer = arguments.pop("optimizer", optax.adam(1e-2))
+    task = arguments.pop("task", jt.classification())
+    return jt.fit(arguments.pop("model", model()), task, optimizer, **arguments)
+
+
+class TorchLike:
+    """Rows as pairs; integers are Python's, as torch datasets give them."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return X[index], int(Y[index])
+
+
+class HuggingFaceLike:
+    """Rows as dicts of lists and numbers; a string selects a column, as in `datasets.Dataset`."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            raise AssertionError("no column is read whole")
+        return {"inputs": X[key].tolist(), "targets": int(Y[key])}
+
+
+class Augmented(TorchLike):
+    """Every read draws anew."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return X[index] + RNG.normal(), int(Y[index])
+
+
+COLUMNS = {"inputs": X, "targets": Y}
+FORMS = {
+    "a dict of arrays": COLUMNS,
+    "a pair": (X, Y),
+    "jax arrays": (jnp.asarray(X), jnp.asarray(Y)),
+    "lists": {"inputs": X.tolist(), "targets": Y.tolist()},
+    "rows with an index": jt.ArrayRows(COLUMNS),
+    "a grain dataset": grain.MapDataset.source([{"inputs": x, "targets": y} for x, y in zip(X, Y, strict=True)]),
+    "a list of rows": [{"inputs": x, "targets": y} for x, y in zip(X, Y, strict=True)],
+    "a torch dataset": TorchLike(),
+    "a Hugging Face dataset": HuggingFaceLike(),
+    "a Data": data_of(COLUMNS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_data_gives_the_same_batches(form: str) -> None:
+    data, again = data_of(FORMS[form]), data_of(FORMS[form])
+    assert (data.input_shape, data.unit, data.validation) == ((8,), "examples", None)
+    assert data.fingerprint == again.fingerprint
+    assert data.fingerprint["num_rows"] == 96
+    assert any("96 training rows" in line for line in data.description)
+    batches = jt.Batches(data.train, 16, seed=3, shuffle=True)
+    wanted = jt.Batches(jt.ArrayRows(COLUMNS), 16, seed=3, shuffle=True)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches.spec()) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), wanted.spec()
+    )
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found, reference = (one.load(7, dict.fromkeys(COLUMNS, device)) for one in (batches, wanted))
+    jax.tree.map(np.testing.assert_array_equal, found, reference)
+
+
+@pytest.mark.parametrize("form", ["a dict of arrays", "a torch dataset", "a grain dataset"])
+def test_a_share_for_validation_depends_on_the_seed_alone(form: str) -> None:
+    def parts(seed: int) -> tuple[list[int], list[int]]:
+        data = data_of(FORMS[form], validation=0.25, seed=seed)
+        assert data.validation is not None
+        assert not isinstance(data.train, BatchStream)
+        kept = [
+            [int(np.flatnonzero((row["inputs"] == X).all(-1))[0]) for row in part]
+            for part in (data.train, data.validation)
+        ]
+        return kept[0], kept[1]
+
+    train, validation = parts(0)
+    assert (len(train), len(validation)) == (72, 24)
+    assert sorted([*train, *validation]) == list(range(96))
+    assert parts(0) == (train, validation) != parts(1)
+    assert data_of(FORMS[form], validation=0.25).fingerprint != data_of(FORMS[form]).fingerprint
+
+
+def test_a_fingerprint_is_of_the_content() -> None:
+    changed = X.copy()
+    changed[50, 3] += 1
+    assert data_of((X, Y)).fingerprint != data_of((changed, Y)).fingerprint
+    augmented = data_of(Augmented())
+    assert "sha256" not in augmented.fingerprint, "rows that are drawn anew identify nothing"
+    assert "drawn anew" in augmented.description[0]
+
+
+class Graph(NamedTuple):
+    nodes: Any
+    edges: Any
+
+
+NESTED = {
+    "nested dicts": (
+        {"nodes": X, "more": {"edges": X[:, :2]}},
+        lambda p, g: g["nodes"] @ p["w"] + g["more"]["edges"].sum(),
+    ),
+    "a named tuple": (Graph(X, X[:, :2]), lambda p, g: g.nodes @ p["w"] + g.edges.sum()),
+}
+
+
+@pytest.mark.parametrize("case", ["nested dicts", pytest.param("a named tuple", marks=pytest.mark.long)])
+def test_nested_inputs_and_no_targets(tmp_path: Path, case: str) -> None:
+    """What graphs, autoencoders and diffusion train on; padding of the last held-out batch does not count."""
+    inputs, apply = NESTED[case]
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        losses_B = jnp.mean(jnp.square(outputs), axis=-1)
+        return jnp.sum(losses_B), jnp.float32(losses_B.size), {}
+
+    result = fit(
+        tmp_path,
+        model=jt.from_functions(lambda key: {"w": jnp.ones((8, 8))}, apply),
+        task=jt.Task("power", loss),
+        data={"inputs": inputs},
+        validation=0.1,
+        steps=2,
+        mesh=jt.make_mesh(),
+    )
+    assert np.isfinite(result.metrics["eval_loss"] or np.nan)
+
+
+def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = fit(
+        tmp_path,
+        validation=0.25,
+        evaluation={"every": 3},
+        checkpoint={"every": 3},
+        logging={"every": 2},
+        learning_rate=optax.linear_schedule(1e-2, 0.0, 6),
+        ema_decay=0.9,
+        steps=None,
+        epochs=2,
+        batch_size=24,
+    )
+    assert result.step == 6
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"run.json", "metrics.jsonl", "checkpoints", "report.html", "tensorboard"} <= names
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert (info["status"], info["config"]["train"]["steps"]) == ("done", 6)
+    assert info["from_python"]["model"] == "two layers"
+    assert info["from_python"]["optimizer"] == "ScaleByAdam"
+    logged = {row["step"]: row["learning_rate"] for row in rows(tmp_path) if "loss" in row}
+    # The rate of step k is that of k - 1 updates; float32.
+    assert logged == pytest.approx({step: 1e-2 * (7 - step) / 6 for step in (1, 2, 4, 6)}, rel=1e-6)
+    assert [row["step"] for row in rows(tmp_path) if "eval_accuracy" in row] == [3, 6]
+    assert "72 training rows and 24 validation rows" in capfd.readouterr().err
+
+
+def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path) -> None:
+    """Sums in another order: float32, after six steps."""
+    mesh = jt.make_mesh(data=2, fsdp=4)
+    fit(tmp_path / "one", clip_norm=1.0)
+    fit(tmp_path / "eight", clip_norm=1.0, mesh=mesh)
+    one, eight = losses(tmp_path / "one"), losses(tmp_path / "eight")
+    assert one == pytest.approx(eight, rel=1e-5)
+    info = json.loads((tmp_path / "eight" / "run.json").read_text())
+    assert {axis: size for axis, size in info["mesh"].items() if size > 1} == {"data": 2, "fsdp": 4}
+
+
+def digests(run_dir: Path, step: int) -> Any:
+    with jt.Checkpointer(run_dir / "checkpoints", read_only=True) as checkpointer:
+        return checkpointer.info(step).digests
+
+
+def stop_after(step: int) -> jt.Callback:
+    """What a scheduler does to a run."""
+    return jt.Callback(on_step=lambda moment: os.kill(os.getpid(), signal.SIGTERM) if moment.step == step else None)
+
+
+def batches_of(start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """An endless iterator of batches, the same from its start every time."""
+    random = np.random.default_rng(1)
+    while True:
+        chosen = random.integers(0, len(X), 16)
+        yield {"inputs": X[chosen], "targets": Y[chosen]}
+
+
+class Loader:
+    """A DataLoader: batches that can be read again, the last one left out where it is not full."""
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, 48, 16):
+            yield X[start : start + 16], Y[start : start + 16]
+
+
+RESUMED = {"arrays": lambda: COLUMNS, "an iterator": batches_of, "a loader": Loader}
+
+
+@pytest.mark.parametrize("form", ["arrays", "an iterator", pytest.param("a loader", marks=pytest.mark.long)])
+def test_a_signal_and_a_resume_equal_an_uninterrupted_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], form: str
+) -> None:
+    data = RESUMED[form]
+    fit(tmp_path / "whole", data=data())
+    half = tmp_path / "half"
+    with pytest.raises(jt.PreemptedError, match=r"stopped after step [34] of 6; saved in"):
+        fit(half, data=data(), callbacks=[stop_after(3)])
+    assert json.loads((half / "run.json").read_text())["status"] == "preempted"
+    capfd.readouterr()
+    fit(half, data=data())
+    shown = capfd.readouterr().err
+    assert "resuming step" in shown
+    assert ("skipping the first" in shown) == (form != "arrays")
+    assert losses(half) == losses(tmp_path / "whole")
+    assert digests(half, 6) == digests(tmp_path / "whole", 6)
+
+
+def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
+    fit(tmp_path, steps=2)
+    assert fit(tmp_path, steps=3).step == 3
+    assert list(losses(tmp_path)) == [1, 2, 3]
+    for changes, words in (
+        (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), r"optimizer ScaleByAdam -> Trace"),
+        (dict(task=replace(jt.classification(), name="other")), "task classification -> other"),
+        (dict(clip_norm=1.0), r"clip_norm None -> 1\.0"),
+        (dict(data=(X + 1, Y)), "trained on other data: sha256"),
+    ):
+        with pytest.raises(jt.UserError, match=words) as error:
+            fit(tmp_path, steps=3, **changes)
+        assert "\n" not in str(error.value)
+
+
+def test_parameters_to_start_from(tmp_path: Path) -> None:
+    params, _ = model().init(jax.random.key(5))
+    result = fit(tmp_path, params=params, optimizer=optax.sgd(0.0), steps=1)
+    jax.tree.map(np.testing.assert_array_equal, result.state.params, params)
+
+
+def uneven() -> Iterator[dict[str, np.ndarray]]:
+    yield {"inputs": X[:16], "targets": Y[:16]}
+    yield {"inputs": X[:8], "targets": Y[:8]}
+
+
+WRONG = {
+    "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
+    "a path": (dict(data="train.csv"), "data is 'train.csv'; give"),
+    "nothing": (dict(data=None), "data is None; give"),
+    "three arrays": (dict(data=(X, Y, Y)), "data is a tuple of 3, not a pair"),
+    "a generator function": (dict(data=batches_of), "data is a function .batches_of.; call it first"),
+    "no rows": (dict(data=(X[:0], Y[:0])), "data has no rows"),
+    "lengths": (dict(data=(X, Y[:5])), "inputs has 96, targets has 5 rows"),
+    "text": (dict(data={"inputs": X, "targets": ["a"] * 96}), "data holds 'targets' of type text"),
+    "ragged": (dict(data={"inputs": [[1.0], [1.0, 2.0]], "targets": [0, 1]}), "holds 'inputs', which cannot become"),
+    "text in a row": (dict(data=[{"inputs": X[0], "targets": "a"}]), "row 0 of data holds 'targets' of type text"),
+    "a row that is no dict": (dict(data=[1.0, 2.0]), "row 0 of data is a float, not a dict"),
+    "no inputs": (dict(data={"targets": Y}), "has no entry 'inputs'"),
+    "an empty iterable": (dict(data=iter(())), "the iterable of batches is empty"),
+    "an iterator that ends": (dict(data=iter([dict(inputs=X[:16], targets=Y[:16])] * 2)), "ended after 2 batches"),
+    "uneven batches": (dict(data=uneven()), r"batch 1 holds inputs \[8, 8\], but batch 0 \[16, 8\].*drop_last"),
+    "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
+    "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
+    "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
+    "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
+    "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
+    "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),
+    "a share of all": (dict(validation=0.999), "leaves none to train on"),
+    "other entries": (dict(validation={"inputs": X}), "validation holds inputs, but data holds inputs, targets"),
+    "steps and epochs": (dict(epochs=1), "steps= or epochs=: leave one out"),
+    "neither": (dict(steps=None), "steps= or epochs=: give one of them"),
+    "epochs=0": (dict(steps=None, epochs=0), "epochs=0; use a number above 0"),
+    "steps=0": (dict(steps=0), r"train\.steps is 0 \(jaxtrain.fit\)"),
+    "steps=1.5": (dict(steps=1.5), r"train\.steps is 1\.5 \(jaxtrain.fit\)"),
+    "policy": (dict(policy="half"), "precision.policy is 'half' .*, not one of fp32"),
+    "a mesh": (dict(mesh={"data": 8}), r"mesh is .*; write jaxtrain.make_mesh\(data=2, fsdp=4\)"),
+    "another mesh": (dict(mesh=jax.make_mesh((8,), ("data",))), "mesh is a mesh of data; write"),
+    "a class": (dict(optimizer=optax.adam), "call it first: optax.adam"),
+    "swapped": (dict(model=jt.classification(), task=model()), "the model is an instance of Task"),
+    "a learning rate": (dict(learning_rate="1e-3"), "learning_rate='1e-3' is no rate"),
+    "compiler options": (dict(compiler_options=1), "compiler_options=1 is not a dict"),
+    "rules": (dict(rules=["mlp"]), "rules=.* is not a dict"),
+    "parallelism": (dict(parallelism="zero"), r"write parallelism=jaxtrain.Parallelism\(zero=1\)"),
+    "resume": (dict(resume="maybe"), "maybe: use one of auto, must, never"),
+    "a group": (dict(evaluation=10), "evaluation=10 is not a dict"),
+    "a key": (dict(checkpoint={"evry": 10}), "did you mean 'checkpoint.every'"),
+    "overrides": (dict(overrides=["a=1"]), "overrides=.* is not a dict"),
+    "a batch that does not divide": (dict(mesh=jt.make_mesh(), batch_size=12), "12"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_one_line(tmp_path: Path, case: str) -> None:
+    changes, words = WRONG[case]
+    with pytest.raises(jt.UserError, match=words) as error:
+        fit(tmp_path / "run", **changes)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("checkpoints/*")), "nothing was trained"
+
+
+def test_a_stream_reads_each_batch_once() -> None:
+    """Batch 0 is read for its shapes, and is trained on all the same."""
+    stream = BatchStream(batches_of())
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = [stream.load(k, dict.fromkeys(COLUMNS, device)) for k in (0, 1, 4)]
+    wanted = [batch for batch, _ in zip(batches_of(), range(5), strict=False)]
+    for batch, k in zip(found, (0, 1, 4), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, batch, wanted[k])
+
+
+def test_rows_of_tokens_are_counted_as_tokens() -> None:
+    tokens = np.arange(40, dtype=np.int32).reshape(5, 8)
+    data = data_of((tokens, tokens), counts_tokens=True)
+    assert (data.unit, data.units_per_row, data.input_shape) == ("tokens", 8, (8,))

@@ -1,0 +1,193 @@
+"""What a run keeps for its report: single held-out rows, and where its time went, through failures and resumes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_runs import TINY, environment, rows
+
+import jaxtrain as jt
+from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.sources.dataset import Data
+from jaxtrain.run.resume import set_aside
+
+_CLASSES = 3
+
+
+def _data(shape: tuple[int, ...], num_rows: int) -> Data:
+    """Rows whose first number is the prediction of `_model`, and targets that are wrong in every fifth row."""
+    columns = []
+    for seed, count in ((0, 64), (1, num_rows)):
+        rng = np.random.default_rng(seed)
+        inputs = rng.normal(size=(count, *shape)).astype(np.float32)
+        guess = rng.integers(0, _CLASSES, count)
+        inputs.reshape(count, -1)[:, 0] = guess
+        targets = np.where(np.arange(count) % 5 == 0, (guess + 1) % _CLASSES, guess).astype(np.int32)
+        columns.append({"inputs": inputs, "targets": targets})
+    return Data(
+        train=ArrayRows(columns[0]),
+        validation=ArrayRows(columns[1]),
+        fingerprint={"kind": "made", "shape": list(shape)},
+        vocab_size=None,
+        num_outputs=_CLASSES,
+        input_shape=shape,
+        unit="examples",
+        units_per_row=1,
+        tokenizer=None,
+        description=("made rows",),
+    )
+
+
+def _model() -> jt.Model:
+    """Is sure of the class in the first number of a row; its one parameter only shifts all logits alike."""
+
+    def apply(params: Any, inputs: Any) -> Any:
+        number = inputs.reshape(len(inputs), -1)[:, :1].astype(jnp.float32)
+        return params["shift"] - 4.0 * jnp.square(jnp.arange(_CLASSES, dtype=jnp.float32) - number)
+
+    return jt.from_functions(lambda key: {"shift": jnp.zeros(())}, apply)
+
+
+def _train(run_dir: Path, data: Data, **overrides: Any) -> jt.Result:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return jt.run_config(
+        {**TINY, "task": "classification", "optimizer": {"kind": "sgd", "learning_rate": 0.1}},
+        run_dir=run_dir,
+        overrides={"train.steps": 2, "train.global_batch_size": 16, "logging.report": True, **dotted},
+        model=_model(),
+        task=jt.classification(),
+        data=data,
+    )
+
+
+# 37 rows do not divide by the 16 of a batch: the last batch is filled up, and what fills it must not be counted.
+@pytest.mark.parametrize("shape", [(4, 4, 1), (5,)], ids=["images", "table"])
+def test_the_confusions_of_a_mesh_are_those_that_are_counted_by_hand(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    data = _data(shape, 37)
+    _train(tmp_path, data, evaluation__max_batches=None)
+    found = json.loads((tmp_path / "held_out.json").read_text())
+    assert data.validation is not None
+    columns: Any = [data.validation[index] for index in range(37)]
+    targets = [int(row["targets"]) for row in columns]
+    guesses = [int(row["inputs"].reshape(-1)[0]) for row in columns]
+    counted: dict[tuple[int, int], int] = {}
+    for pair in zip(targets, guesses, strict=True):
+        counted[pair] = counted.get(pair, 0) + 1
+    assert {(target, guess): count for target, guess, count in found["matrix"]} == counted
+    assert (found["rows"], found["right"], found["step"]) == (37, 29, 2)
+    wrong = {index for index in range(37) if targets[index] != guesses[index]}
+    assert {mistake["row"] for mistake in found["mistakes"]} == wrong
+    assert [mistake["loss"] for mistake in found["mistakes"]] == sorted(
+        (mistake["loss"] for mistake in found["mistakes"]), reverse=True
+    )
+    # Logits 0, -4 and -16 of the guess and its neighbours.
+    assert found["mistakes"][0]["confidence"] > 0.9
+    assert all((mistake["picture"] is not None) == (len(shape) == 3) for mistake in found["mistakes"])
+    assert "29 of 37 held-out rows were classified correctly after step 2" in (tmp_path / "report.html").read_text()
+
+
+def test_no_more_rows_are_predicted_than_are_evaluated(tmp_path: Path) -> None:
+    _train(tmp_path, _data((5,), 37), evaluation__max_batches=1)
+    found = json.loads((tmp_path / "held_out.json").read_text())
+    assert (found["rows"], found["of_rows"]) == (16, 37)
+
+
+def test_a_failure_leaves_the_run_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr("jaxtrain.run.mistakes._predictions", fail)
+    result = _train(tmp_path, _data((5,), 20))
+    assert result.step == 2
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "done"
+    assert "the report has no confusion matrix, because computing it failed: out of memory" in capfd.readouterr().err
+    assert not (tmp_path / "held_out.json").exists()
+
+
+def test_another_run_does_not_inherit_them(tmp_path: Path) -> None:
+    (tmp_path / "held_out.json").write_text("{}")
+    moved = set_aside(tmp_path)
+    assert moved is not None
+    assert (moved / "held_out.json").is_file()
+    assert not (tmp_path / "held_out.json").exists()
+
+
+def test_without_a_report_nothing_is_predicted(tmp_path: Path) -> None:
+    _train(tmp_path, _data((5,), 20), logging__report=False)
+    assert not (tmp_path / "held_out.json").exists()
+
+
+def test_time_parameters_and_resumes_are_recorded_and_survive(tmp_path: Path) -> None:
+    data = _data((5,), 20)
+    _train(tmp_path, data)
+    first = json.loads((tmp_path / "run.json").read_text())
+    assert sum(first["seconds"].values()) == pytest.approx(first["final"]["wall_seconds"], abs=0.02)  # rounded to 0.01
+    assert first["seconds"]["steps"] > 0
+    assert first["parameters"] == {"shift": "float32[]"}
+    assert (first["task"], first["resumed_after"]) == ("classification", [])
+    _train(tmp_path, data, train__steps=4)
+    second = json.loads((tmp_path / "run.json").read_text())
+    assert second["resumed_after"] == [2]
+    for part, seconds in first["seconds"].items():
+        assert second["seconds"][part] >= seconds
+    assert max(row["step"] for row in rows(tmp_path)) == 4
+
+
+def test_a_run_that_stops_without_its_end_keeps_the_time_of_its_last_save(tmp_path: Path) -> None:
+    """As a kill leaves it: run.json says running, with the seconds up to the save that the run goes on from."""
+    data = _data((5,), 20)
+    seen: list[dict[str, Any]] = []
+
+    def look(run_dir: Path) -> None:
+        seen.append(json.loads((run_dir / "run.json").read_text()))
+
+    progress = jt_progress(lambda: look(tmp_path))
+    jt.run_config(
+        {**TINY, "task": "classification", "optimizer": {"kind": "sgd", "learning_rate": 0.1}},
+        run_dir=tmp_path,
+        overrides={"train.steps": 4, "train.global_batch_size": 16, "checkpoint.every": 2, "evaluation.every": 3},
+        model=_model(),
+        task=jt.classification(),
+        data=data,
+        progress=progress,
+    )
+    # The evaluation after step 3 follows the save after step 2.
+    assert seen[0]["status"] == "running"
+    assert seen[0]["seconds"]["steps"] > 0
+
+
+def jt_progress(evaluated: Any) -> Any:
+    """A progress that calls back where an evaluation is shown."""
+    from jaxtrain.metrics.progress import Progress
+
+    class Watched(Progress):
+        def message(self, text: str) -> None:
+            if text.startswith("step 3:"):
+                evaluated()
+            super().message(text)
+
+    return Watched(live=False)
+
+
+@pytest.mark.long
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    words = ["train", "digits_mlp", "train.steps=8", "evaluation.every=null", "logging.tensorboard=false", "--run-dir"]
+    found = []
+    for name, start in (("one", []), ("two", ["launch", "--processes", "2", "--emulate", "2", "--"])):
+        more = [] if start else ["--emulate", "4"]
+        command = [sys.executable, "-m", "jaxtrain", *start, *words, str(tmp_path / name), *more]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads((tmp_path / name / "held_out.json").read_text()))
+    one, two = found
+    assert one["rows"] == two["rows"] == sum(count for _, _, count in two["matrix"]) == 359
+    # Sums of another order can move one prediction whose two largest logits are equal up to rounding.
+    assert abs(one["right"] - two["right"]) <= 1
+    assert all(mistake["picture"] for mistake in two["mistakes"])

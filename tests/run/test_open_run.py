@@ -1,0 +1,325 @@
+"""`jaxtrain.open_run`: predictions are those of the model, curves need no checkpoint, mistakes are one line."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
+
+CONFIG = {
+    "task": "classification",
+    "model": {"kind": "mlp", "hidden_dims": [16]},
+    "data": {"kind": "digits"},
+    "optimizer": {"kind": "sgd", "learning_rate": 0.05, "ema_decay": 0.5},
+    "parallel": {"data": 2, "fsdp": 4, "max_replicated_fraction": 1.0},
+    "train": {"steps": 4, "global_batch_size": 32},
+    "checkpoint": {"every": 2},
+    "evaluation": {"every": 2, "max_batches": None},
+    "logging": {"every": 1, "report": False, "tensorboard": False},
+}
+SHARDED = {"parallel.data": 2, "parallel.fsdp": 4, "parallel.max_replicated_fraction": 1.0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run that keeps a moving average, with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    return jt.run_config(CONFIG, run_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def run(trained):
+    return jt.open_run(trained.run_dir)
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    """Inputs and targets of 21 held-out rows: with batches of 8, the last one is partial."""
+    rows = jt.open_data({"kind": "digits"}).validation.gather(np.arange(21))
+    return rows["inputs"], rows["targets"]
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A copy of the run that a test may damage."""
+    shutil.copytree(trained.run_dir, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def by_hand(run, inputs):
+    """The logits of the model, applied to all rows at once on one device."""
+    params = jax.tree.map(np.asarray, run.params)
+    return np.asarray(run.sharded_model.model.apply(params, {}, inputs, key=None, train=False)[0])
+
+
+MESHES = {
+    "one device": lambda: {"mesh": jt.make_mesh(devices=jax.devices()[:1])},
+    "data=8": lambda: {},
+    "data=2 fsdp=4": lambda: {"overrides": SHARDED},
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(given, id=name, marks=pytest.mark.long if name == "data=8" else ())
+        for name, given in MESHES.items()
+    ],
+)
+def test_predictions_are_those_of_the_model(trained, held_out, given):
+    run = jt.open_run(trained.run_dir, **given())
+    inputs, _ = held_out
+    wanted = by_hand(run, inputs)
+    for batch_size in (8, 1000):
+        found = run.predict(inputs, batch_size=batch_size)
+        assert (type(found), found.dtype, found.shape) == (np.ndarray, np.float32, (21, 10))
+        # Another batch sums the 64 products of a row in another order: a few units in the seventh digit.
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert run.evaluate()["eval_loss"] == pytest.approx(trained.metrics["eval_loss"], rel=1e-5)
+
+
+def test_predictions_agree_with_the_accuracy_of_the_run(run, trained):
+    rows = jt.open_data({"kind": "digits"}).validation
+    right = run.predict(rows).argmax(-1) == rows.gather(np.arange(len(rows)))["targets"]
+    assert right.mean() == pytest.approx(trained.metrics["eval_accuracy"], rel=1e-6)
+
+
+def test_averaged_parameters_of_the_newest_step_are_read(run, trained):
+    assert run.step == 4
+    assert run.checkpoints == [2, 4]
+    trees = run.params, trained.state.ema, trained.state.params
+    for found, kept, raw in zip(*map(jax.tree.leaves, trees), strict=True):
+        np.testing.assert_array_equal(found, kept)
+        assert not np.array_equal(found, raw)
+    assert jt.open_run(trained.run_dir, step=2).step == 2
+
+
+def test_rows_as_people_have_them(run, held_out):
+    inputs, _ = held_out
+    wanted = run.predict(inputs)
+    forms = {
+        "float64": inputs.astype(np.float64),
+        "jax": jax.numpy.asarray(inputs),
+        "lists": inputs.tolist(),
+        "rows": jt.ArrayRows({"inputs": inputs}),
+        "grain": grain.MapDataset.source([{"inputs": row} for row in inputs]),
+        "data without held-out rows": jt.open_data({"kind": "digits", "validation_fraction": 0}),
+    }
+    for name, form in forms.items():
+        found = run.predict(form)
+        if name == "data without held-out rows":
+            assert len(found) == 1797
+        else:
+            np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
+WRONG = {
+    "one row": (lambda inputs: inputs[0], "predict takes rows [rows, 8, 8, 1], not a single one [8, 8, 1]"),
+    "a number": (lambda inputs: 3.0, "not a single one []; write inputs[None]"),
+    "cropped": (lambda inputs: inputs[:, :4], "inputs [rows, 4, 8, 1] float32 do not fit the model mlp; the run was"),
+    "a text": (lambda inputs: "images/", "predict takes an array [rows, ...] or a tree of them, not <U7 values"),
+    "None": (lambda inputs: None, "a tree of them, not nothing; write run.predict(np.asarray(rows, np.float32))"),
+    "no rows": (lambda inputs: inputs[:0], "the data has no rows"),
+    "lengths": (lambda inputs: {"a": inputs, "b": inputs[:3]}, "every entry holds one value per row"),
+    "ragged": (lambda inputs: [[1.0], [1.0, 2.0]], "lists of different lengths"),
+    "two sets": (lambda inputs: jt.open_data({"kind": "digits"}), "write run.predict(data.validation), or data.train"),
+    "no inputs": (lambda inputs: jt.ArrayRows({"x": inputs}), "the rows hold x, weights; predict reads their entry"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "line"), WRONG.values(), ids=WRONG)
+def test_rows_that_do_not_fit(run, held_out, wrong, line):
+    with pytest.raises(DataError) as caught:
+        run.predict(wrong(held_out[0]))
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+GIVEN = {
+    "not a path": (lambda folder: jt.open_run(3), "open_run takes the directory of a run, not int"),
+    "no run": (lambda folder: jt.open_run(folder.parent), "is not a run: it has no run.json"),
+    "inside a run": (lambda folder: jt.open_run(folder / "checkpoints"), "did you mean"),
+    "key": (lambda folder: jt.open_run(folder, overrides={"train.stps": 3}), "did you mean 'train.steps'?"),
+    "text": (lambda folder: jt.open_run(folder, overrides="a=b"), "give a list of texts: ['a=b']"),
+    "mesh": (lambda folder: jt.open_run(folder, mesh=(2, 4)), "the mesh is tuple; write mesh=jt.make_mesh("),
+    "model": (lambda folder: jt.open_run(folder, model=3), "the model is 3, not a jaxtrain.Model"),
+    "task": (lambda folder: jt.open_run(folder, task="x"), "not a jaxtrain.Task"),
+    "step": (lambda folder: jt.open_run(folder, step=-1), "step=-1; give the number of a checkpoint"),
+    "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
+    "batch": (lambda folder: jt.open_run(folder).predict(np.ones((2, 64)), batch_size=0), "batch_size=0; give"),
+    "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp of "),
+}
+
+
+@pytest.mark.parametrize(("call", "line"), GIVEN.values(), ids=GIVEN)
+def test_wrong_arguments_are_one_line(trained, call, line):
+    with pytest.raises(UserError) as caught:
+        call(trained.run_dir)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_curves_need_neither_jax_nor_a_checkpoint(copied):
+    shutil.rmtree(copied / "checkpoints")
+    program = (
+        "import sys, jaxtrain as jt\n"
+        f"run = jt.open_run({str(copied)!r})\n"
+        "assert run.history['step'].tolist() == [1, 2, 3, 4], run.history\n"
+        "assert run.metrics['step'] == 4 and 0 < run.metrics['eval_accuracy'] <= 1, run.metrics\n"
+        "assert run.plot('loss').axes and run.status == 'done' and run.checkpoints == []\n"
+        "assert 'checkpoints: none' in repr(run) and '<img' in run._repr_html_()\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*; the run saves one at its end or on a signal"):
+        jt.open_run(copied).predict(np.ones((2, 8, 8, 1)))
+
+
+def test_history_has_one_row_per_step_and_the_later_one(copied):
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 7.5}\n{"step": 5, "loss": null, "sample": "a"}\n{"step": 6, "lo')
+    history = jt.open_run(copied).history
+    assert history["step"].tolist() == [1, 2, 3, 4, 5]
+    assert history["loss"][2] == 7.5
+    assert np.isnan(history["loss"][4])
+    assert np.isnan(history["eval_loss"]).tolist() == [True, False, True, False, True]
+    assert "sample" not in history
+    assert {len(column) for column in history.values()} == {5}
+    (panel, _) = jt.open_run(copied).plot().axes
+    assert [len(line.get_xdata()) for line in panel.lines] == [4, 2]
+
+
+def test_a_run_that_is_being_trained(copied):
+    """Its status, its rows and its checkpoints are those of the moment; what is deleted meanwhile is passed over."""
+    info = json.loads((copied / "run.json").read_text())
+    (copied / "run.json").write_text(json.dumps({**info, "status": "running", "final": {}}))
+    (copied / "checkpoints" / "4").rename(copied / "4")
+    said = []
+    run = jt.open_run(copied, report=said.append)
+    assert (run.status, run.checkpoints) == ("running", [2])
+    (copied / "4").rename(copied / "checkpoints" / "4")
+    shutil.rmtree(copied / "checkpoints" / "2")
+    assert (run.step, said) == (4, [])
+
+
+def test_a_damaged_checkpoint_is_passed_over(copied, held_out):
+    files = [path for path in (copied / "checkpoints" / "4").rglob("*") if path.is_file() and "ocdbt" in str(path)]
+    for path in files or (copied / "checkpoints" / "4" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    said = []
+    run = jt.open_run(copied, report=said.append)
+    assert (run.step, len(run.predict(held_out[0]))) == (2, 21)
+    (line,) = said
+    assert line.endswith("; an older one is used")
+    with pytest.raises(CheckpointError, match="damaged"):
+        jt.open_run(copied, step=4, report=said.append).predict(held_out[0])
+
+
+def test_a_run_that_did_not_record_its_shapes(copied, run, held_out):
+    info = json.loads((copied / "run.json").read_text())
+    for name in ("input_shape", "input_dtype", "vocab_size", "num_outputs"):
+        del info["data"][name]
+    (copied / "run.json").write_text(json.dumps(info))
+    np.testing.assert_array_equal(jt.open_run(copied).predict(held_out[0]), run.predict(held_out[0]))
+
+
+def linear(width=10):
+    return jt.from_functions(
+        lambda key: {"w": jax.random.normal(key, (64, width)) / 8},
+        lambda params, inputs: inputs.reshape(len(inputs), -1) @ params["w"],
+        name="linear",
+    )
+
+
+@pytest.mark.long
+def test_a_model_from_python_is_given_again(tmp_path, held_out):
+    config = {key: value for key, value in CONFIG.items() if key not in ("model", "optimizer")}
+    result = jt.run_config(config, model=linear(), run_dir=tmp_path / "own", overrides={"train.steps": 1})
+    with pytest.raises(ConfigError, match=r"write jt.open_run\('.*', model=...\) in Python"):
+        jt.open_run(result.run_dir).predict(held_out[0])
+    run = jt.open_run(result.run_dir, model=linear())
+    weights = np.asarray(result.state.params["w"])
+    np.testing.assert_allclose(run.predict(held_out[0]), held_out[0].reshape(21, -1) @ weights, rtol=1e-4, atol=1e-5)
+    assert run.evaluate()["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
+    with pytest.raises(CheckpointError, match=r"params/w is \(64, 10\) float32 there, \(64, 11\) float32 here"):
+        _ = jt.open_run(result.run_dir, model=linear(11)).params
+    with pytest.raises(ConfigError, match="was trained with the model linear, not mlp"):
+        jt.open_run(result.run_dir, model=jt.build_model(CONFIG["model"], input_shape=(8, 8, 1), num_outputs=10))
+    with pytest.raises(ConfigError, match=r"was trained with a model from Python \(linear\)"):
+        jt.run_config(result.run_dir, run_dir=tmp_path / "other")
+
+
+@pytest.mark.long
+def test_columns_of_a_table_are_scaled_as_in_the_run(tmp_path):
+    columns = np.random.default_rng(0).normal(size=(60, 3)) * [1, 100, 0.01] + [0, 5000, 3]
+    names = np.where(columns[:, 1] > 5000, "high", "low")
+    lines = [",".join(map(repr, map(float, row))) + f",{name}" for row, name in zip(columns, names, strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(["a,b,c,y", *lines]))
+    config = {**CONFIG, "data": {"kind": "table", "path": str(tmp_path / "a.csv")}, "train.global_batch_size": 16}
+    result = jt.run_config(config, run_dir=tmp_path / "run")
+    (tmp_path / "a.csv").unlink()
+    run = jt.open_run(result.run_dir)
+    assert run.classes == ("high", "low")
+    reading = run.info["data"]["reading"]
+    scaled = ((columns - reading["mean"]) / reading["deviation"]).astype(np.float32)
+    np.testing.assert_array_equal(run.predict(columns), run.predict(scaled, scaled=True))
+    assert not np.allclose(run.predict(columns), run.predict(columns, scaled=True))
+    with pytest.raises(DataError, match="the array has 2 input columns, the run was trained on 3"):
+        run.predict(columns[:, :2])
+    with pytest.raises(DataError, match=r"data\.path"):
+        run.evaluate()
+
+
+@pytest.mark.long
+def test_tokens_of_any_length_and_text(tmp_path):
+    text = {
+        "model": {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16},
+        "data": {"kind": "text", "tokenizer": {"kind": "byte"}},
+        "train": {"steps": 2, "global_batch_size": 8},
+        "evaluation": {"max_batches": 1},
+        "logging": {"report": False, "tensorboard": False},
+    }
+    run = jt.open_run(jt.run_config(text, run_dir=tmp_path / "run").run_dir)
+    ids = np.random.default_rng(0).integers(0, 256, (3, 12))
+    assert run.predict(ids).shape == (3, 12, 256)
+    assert run.sample("ab", new_tokens=3).startswith("ab")
+    assert len(run.sample(["ab", "c"], new_tokens=3)) == 2
+    for wrong, line in (
+        (ids + 300, "holds"),
+        (ids.astype(np.float32), "predict was given float32, the run was trained on int32"),
+        (np.zeros((2, 40), np.int32), "40 tokens per row, the model has 16 positions; write inputs[:, :16]"),
+    ):
+        with pytest.raises(DataError) as caught:
+            run.predict(wrong)
+        assert line in str(caught.value)
+
+
+@pytest.mark.long
+def test_pixels_are_normalised_as_in_the_run(tmp_path):
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
+    for number, image in enumerate(pixels):
+        folder = tmp_path / "images" / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.png")
+    data = {"kind": "image_folder", "path": str(tmp_path / "images"), "image_size": 8, "validation_fraction": 0.25}
+    config = {**CONFIG, "data": data, "train": {"steps": 1, "global_batch_size": 8}}
+    run = jt.open_run(jt.run_config(config, run_dir=tmp_path / "run").run_dir)
+    assert run.classes == ("cat", "dog")
+    # ImageNet's means and deviations, as docs/data.md says.
+    mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    by_hand = ((pixels / 255 - mean) / deviation).astype(np.float32)
+    # The pixels are scaled and shifted in another order: a few units in the seventh digit of values up to 3.
+    np.testing.assert_allclose(run.predict(pixels), run.predict(by_hand), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(run.predict(pixels), run.predict(pixels.astype(np.float32)))

@@ -1,0 +1,83 @@
+"""The directory of a run where a config is wanted: its own config, going on with it or beginning another run."""
+
+import json
+
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.config import load_config
+from jaxtrain.errors import ConfigError
+
+CONFIG = {
+    "task": "classification",
+    "model": {"kind": "mlp", "hidden_dims": [8]},
+    "data": {"kind": "digits"},
+    "optimizer": {"kind": "sgd", "learning_rate": 0.05},
+    "train": {"steps": 2, "global_batch_size": 32},
+    "logging": {"every": 1, "report": False, "tensorboard": False},
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished run of two steps."""
+    return jt.run_config(CONFIG, run_dir=tmp_path_factory.mktemp("runs") / "first").run_dir
+
+
+def test_its_config_is_read_as_it_was_resolved(run_dir):
+    loaded = load_config(run_dir, overrides=["train.steps=5"])
+    assert loaded.config == load_config({**CONFIG, "train.steps": 5}).config
+    assert (loaded.name, loaded.run_dir, dict(loaded.from_python)) == ("run", run_dir, {})
+    # Only what somebody set has an origin, although run.json holds every key.
+    assert loaded.origins["optimizer.learning_rate"] == f"{run_dir}/run.json"
+    assert loaded.origins["model.kind"] == f"{run_dir}/run.json"
+    assert loaded.origins["train.steps"] == "command line"
+    assert "optimizer.momentum" not in loaded.origins
+    assert loaded.notes == ()
+
+
+def test_it_goes_on_where_no_other_directory_is_named(run_dir):
+    before = (run_dir / "metrics.jsonl").read_text()
+    longer = jt.run_config(run_dir, overrides={"train.steps": 3})
+    assert (longer.run_dir, longer.step) == (run_dir, 3)
+    assert (run_dir / "metrics.jsonl").read_text().startswith(before)
+    other = jt.run_config(run_dir, overrides={"train.steps": 2}, run_dir=run_dir.parent / "second")
+    losses = [json.loads(line)["loss"] for line in before.splitlines() if '"loss"' in line]
+    # The same config and seed on the same devices: the same numbers.
+    assert jt.open_run(other.run_dir).history["loss"].tolist() == losses
+    assert load_config(run_dir).config.train.steps == 3
+
+
+def test_other_settings_do_not_go_on_in_silence(run_dir):
+    with pytest.raises(ConfigError, match=r"holds a run with another configuration: optimizer.learning_rate"):
+        jt.run_config(run_dir, overrides={"optimizer.learning_rate": 1.0})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("config", "--only", "optimizer"), ("plan", "--on", "h100x8", "--analytic")],
+    ids=lambda words: words[0],
+)
+def test_commands_take_it(cli, run_dir, words):
+    answer = cli(words[0], str(run_dir), *words[1:])
+    assert answer.code == 0, answer.err
+    assert "0.05" in answer.out if words[0] == "config" else "NVIDIA H100" in answer.out
+
+
+OWN = {"model": "Mine", "task": None, "data": None}
+
+
+@pytest.mark.parametrize(("command", "code"), [("plan", 2), ("bench", 2), ("train", 2), ("config", 0)])
+def test_parts_from_python_are_not_replaced_by_the_config(cli, run_dir, tmp_path, command, code):
+    info = json.loads((run_dir / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**info, "from_python": OWN}))
+    answer = cli(command, str(tmp_path))
+    assert answer.code == code
+    said = "came from Python (Mine)" if command == "config" else "was trained with a model from Python (Mine)"
+    assert said in answer.err.splitlines()[-1]
+
+
+def test_a_damaged_record_is_one_line(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"run.json is not JSON; it was not written by jaxtrain, or is damaged"):
+        load_config(tmp_path)

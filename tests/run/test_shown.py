@@ -1,0 +1,100 @@
+"""What records show of themselves: a few lines without arrays, and HTML in which names are text."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.metrics.writers import JsonlWriter
+from jaxtrain.run.result import Result
+from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.train.state import EvaluationState
+
+NAME = "<b>mine</b>"
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Records whose names hold markup."""
+    folder = tmp_path_factory.mktemp("<i>runs")
+    data = jt.open_data({"kind": "digits"})
+    data = dataclasses.replace(data, description=(NAME,))
+    model = jt.from_functions(lambda key: {"w": jax.random.normal(key, (64, 8))}, lambda p, x: x @ p["w"], name=NAME)
+    task = jt.Task(NAME, lambda outputs, batch: (outputs.sum(), np.float32(1), {}))
+    mesh = jt.make_mesh(data=2, fsdp=4)
+    step = jt.make_train_step(model, task, optax.adam(1e-3), mesh=mesh)
+    config = jt.load_config({"name": "a & b", "train.steps": 7}).config
+    info = {"status": "running", "config": config.model_dump(mode="json"), "model": {"name": NAME, "num_parameters": 5}}
+    write_json_atomic(folder / "run.json", info)
+    with JsonlWriter(folder / "metrics.jsonl") as writer:
+        for k in range(1, 4):
+            writer.scalars(k, {"loss": 1 / k, "eval_<u>": 2.0})
+    state = step.init(0)
+    return {
+        "Model": model,
+        "ShardedModel": step.sharded_model,
+        "TrainStep": step,
+        "Task": task,
+        "Data": data,
+        "Batches": jt.Batches(data.train, 32, seed=0, shuffle=True),
+        "Config": config,
+        "Result": Result(folder, state, {}, 3),
+        "Run": jt.open_run(folder),
+        "TrainState": state,
+        "abstract state": step.abstract_state,
+        "shardings": step.state_shardings,
+        "EvaluationState": EvaluationState(state.params, {}),
+    }
+
+
+# What a person asks first of each.
+SAYS = {
+    "Model": ["512 parameters in 1 array"],
+    "ShardedModel": ["512 parameters", "data=2 fsdp=4", "fp32"],
+    "TrainStep": [f"for {NAME!r}", "data=2 fsdp=4"],
+    "Task": [NAME],
+    "Data": ["1,438 training rows, 359 held out, inputs [8, 8, 1], 10 outputs"],
+    "Batches": ["32 of 1,438 rows, shuffled", "inputs float32[32, 8, 8, 1]", "targets int32[32]"],
+    "Config": ["name='a & b'", "model=transformer", "steps=7"],
+    "Result": ["running (7 steps)", "loss 0.33333"],
+    "Run": ["running (7 steps)", "step 3", "checkpoints: none"],
+    "TrainState": ["1 arrays of parameters, 3 of optimizer state"],
+    "abstract state": ["1 arrays of parameters"],
+    "shardings": ["1 arrays of parameters"],
+    "EvaluationState": [],
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_text_is_short(records, name):
+    text = repr(records[name])
+    assert text.count("\n") < 4
+    assert len(text) < 600
+    assert "Array(" not in text
+    assert "array(" not in text
+    assert [words for words in SAYS[name] if words not in text] == []
+
+
+@pytest.mark.parametrize("name", [name for name in SAYS if "tate" not in name and name != "shardings"])
+def test_html_is_small_and_names_are_text(records, name):
+    html = records[name]._repr_html_()
+    assert len(html) < 60_000
+    for markup in ("<b>", "<i>", "<u>", "<script", "a & b"):
+        assert markup not in html
+    if name in ("Result", "Run"):
+        assert "eval_&lt;u&gt;" in html
+        assert "data:image/svg+xml;base64," in html
+
+
+def test_a_model_that_cannot_be_drawn_is_shown_all_the_same():
+    broken = jt.from_functions(lambda key: {"w": key.no_such_thing}, lambda params, inputs: inputs)
+    assert repr(broken) == "Model 'functions': 0 parameters in 0 arrays"
+    assert "functions" in broken._repr_html_()
+
+
+def test_a_run_that_is_gone_is_shown_all_the_same(records, tmp_path):
+    assert "no run.json" in repr(dataclasses.replace(records["Result"], run_dir=tmp_path))
+    assert "no run.json" in dataclasses.replace(records["Result"], run_dir=tmp_path)._repr_html_()

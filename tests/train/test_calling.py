@@ -1,0 +1,324 @@
+"""Losses that call the model: each gives on a mesh what it gives on one device, and what its formula says."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxtrain as jt
+
+ROWS, WIDTH, CLASSES = 16, 8, 4
+MESHES = {"one": {"data": 1}, "data2_fsdp4": {"data": 2, "fsdp": 4}}
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+BATCH = {"inputs": numbers(ROWS, WIDTH), "targets": np.arange(ROWS) % CLASSES}
+
+
+def dense(outputs: int = CLASSES, name: str = "dense") -> jt.Model:
+    def init(key):
+        return {"w": jax.random.normal(key, (WIDTH, outputs)) / 3, "b": jnp.zeros((outputs,))}
+
+    return jt.from_functions(init, lambda params, x: jnp.tanh(x) @ params["w"] + params["b"], name=name)
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.drop = nnx.Linear(WIDTH, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(16, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(nnx.relu(self.first(x))))
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(WIDTH, CLASSES, rngs=rngs), nnx.BatchNorm(CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def cross_entropy(outputs, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs.astype(jnp.float32), batch["targets"])
+
+
+def plain(outputs, batch):
+    losses = cross_entropy(outputs, batch) * batch["weights"]
+    return jnp.sum(losses), jnp.sum(batch["weights"]), {}
+
+
+def by_row(outputs, batch):
+    return cross_entropy(outputs, batch), {}
+
+
+def calls_once(apply, batch, key):
+    return plain(apply(batch["inputs"]), batch)
+
+
+def denoise(apply, batch, key):
+    noise = jax.random.normal(key, batch["inputs"].shape)
+    return jnp.mean(jnp.square(apply(batch["inputs"] + noise) - noise), axis=-1), {}
+
+
+def follows_average(apply, batch, key):
+    outputs, wanted = apply(batch["inputs"]), apply(batch["inputs"], params=apply.average, train=False)
+    weight = jnp.minimum(1.0, apply.step / 2)
+    return cross_entropy(outputs, batch) + weight * jnp.sum(jnp.square(outputs - wanted), axis=-1), {}
+
+
+def penalised(apply, batch, key):
+    inputs = batch["inputs"]
+    slopes = jax.vmap(jax.grad(lambda x: jnp.sum(apply(x[None]))))(inputs)
+    return cross_entropy(apply(inputs), batch) + jnp.sum(jnp.square(slopes), axis=-1), {}
+
+
+def with_statistics(apply, batch, key):
+    outputs, state = apply.with_state(batch["inputs"], key=key)
+    return cross_entropy(outputs, batch), {}, state
+
+
+def train(task, model, *, mesh, steps=4, batch=BATCH, **options):
+    step = jt.make_train_step(
+        model, task, optax.adam(0.05), mesh=jt.make_mesh(**mesh, devices=devices(mesh)), **options
+    )
+    state, losses = step.init(0), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), step, state
+
+
+def devices(mesh):
+    return jax.devices()[: int(np.prod(list(mesh.values())))]
+
+
+CALLING = {
+    "once": (calls_once, lambda: dense(), {}),
+    "noise": (denoise, lambda: jt.from_nnx(Dropped), {}),
+    "average_and_step": (follows_average, lambda: dense(), {"ema_decay": 0.9}),
+    "input_gradient": (penalised, lambda: dense(), {}),
+    "batch_statistics": (with_statistics, lambda: jt.from_nnx(Normed), {}),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", CALLING)
+def test_a_mesh_gives_the_losses_of_one_device(case, accumulation):
+    loss, model, options = CALLING[case]
+    task = jt.Task.calling(case, loss)
+    options = {**options, "accumulation_steps": accumulation}
+    one, mesh = (train(task, model(), mesh=MESHES[name], **options)[0] for name in MESHES)
+    np.testing.assert_allclose(mesh, one, rtol=1e-5)  # the bound of every layout
+    assert one[-1] < one[0] or case == "noise"
+
+
+@pytest.mark.parametrize("task", [jt.Task("rows", by_row), jt.Task.calling("once", calls_once)], ids=lambda t: t.name)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_every_form_of_a_loss_is_the_same_loss(task, accumulation):
+    weights = np.where(np.arange(ROWS) < 5, 0.0, 1.0 + np.arange(ROWS) % 2).astype(np.float32)
+    batch = {**BATCH, "weights": weights}
+    plain_task = jt.Task("plain", plain, reads_weights=True)
+    wanted = train(plain_task, dense(), mesh={"data": 1}, batch=batch)[0]
+    found = train(task, dense(), mesh={"data": 2}, batch=batch, accumulation_steps=accumulation)[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)  # the order of sums
+
+
+@pytest.mark.parametrize("form", ["rows", "calling"])
+def test_evaluation_counts_weights_and_leaves_padding_out(form):
+    loss = by_row if form == "rows" else lambda apply, batch, key: by_row(apply(batch["inputs"]), batch)
+    task = jt.Task("rows", loss) if form == "rows" else jt.Task.calling("rows", loss)
+    step = jt.make_train_step(dense(), task, optax.sgd(0.1))
+    state = step.init(0)
+    rows = jt.ArrayRows({name: value[:11] for name, value in BATCH.items()})
+    batches = jt.Batches(rows, 8, seed=0, shuffle=False)
+    found = jt.Evaluator(step)(state, [step.loader(batches)(k) for k in range(len(batches))])
+    outputs = step.model.apply(jax.device_get(state.params), {}, BATCH["inputs"][:11], key=None, train=False)[0]
+    wanted = float(jnp.mean(cross_entropy(outputs, {"targets": BATCH["targets"][:11]})))
+    assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_evaluation_draws_the_same_numbers_each_time():
+    step = jt.make_train_step(jt.from_nnx(Dropped), jt.Task.calling("denoise", denoise), optax.sgd(0.1))
+    state, evaluate = step.init(0), jt.Evaluator(step)
+    assert evaluate(state, [BATCH, BATCH]) == evaluate(state, [BATCH, BATCH])
+    assert evaluate(state, [BATCH]) != evaluate(state, [BATCH, BATCH])
+
+
+def confusion(outputs, batch):
+    table = jnp.zeros((CLASSES, CLASSES)).at[batch["targets"], jnp.argmax(outputs, axis=-1)].add(batch["weights"])
+    return jnp.sum(cross_entropy(outputs, batch)), jnp.float32(len(table)), {"confusion": (table, None)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_total_is_added_up_and_not_divided(mesh, accumulation):
+    task = jt.Task("confusion", confusion)
+    step = jt.make_train_step(
+        dense(),
+        task,
+        optax.sgd(0.1),
+        mesh=jt.make_mesh(**MESHES[mesh], devices=devices(MESHES[mesh])),
+        accumulation_steps=accumulation,
+    )
+    found = jt.Evaluator(step)(step.init(0), [BATCH, BATCH])
+    assert found["eval_confusion"].sum() == 2 * ROWS
+    np.testing.assert_array_equal(found["eval_confusion"].sum(axis=1), 2 * np.bincount(BATCH["targets"]))
+    _, metrics = step(step.init(0), BATCH)
+    assert metrics["confusion"].sum() == ROWS
+
+
+def contrastive(outputs, batch):
+    a, b = outputs["image"], outputs["text"]
+    logits = a @ b.T / 0.5
+    labels = jnp.arange(len(a))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses, {"negatives": (jnp.float32(len(a) - 1), jnp.float32(1))}
+
+
+def pair():
+    return jt.from_models({"image": dense(name="image"), "text": jt.from_nnx(Dropped)})
+
+
+PAIRS = {"inputs": {"image": numbers(ROWS, WIDTH), "text": numbers(WIDTH, ROWS).reshape(ROWS, WIDTH)}}
+
+
+def halves(outputs, batch):
+    return contrastive({**outputs, "text": outputs["text"][:, :CLASSES]}, batch)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_global_rows_see_every_negative_under_accumulation(mesh, zero):
+    """Dropout is off, so that one large batch and four microbatches compute the same."""
+    model = jt.from_models({"image": dense(name="image"), "text": dense(name="text")})
+    options = {"mesh": MESHES[mesh], "batch": PAIRS, "parallelism": jt.Parallelism(zero=zero)}
+    task = jt.Task("contrastive", contrastive, rows="global")
+    wanted = train(task, model, mesh={"data": 1}, batch=PAIRS)[0]
+    found, step, state = train(task, model, accumulation_steps=2, **options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert float(step(state, PAIRS)[1]["negatives"]) == ROWS - 1
+
+
+def test_global_rows_draw_the_same_masks_in_both_passes():
+    """The gradient of dropout that is drawn anew for the second pass would not be that of the loss."""
+    task = jt.Task("contrastive", halves, rows="global")
+    one, mesh = (train(task, pair(), mesh=MESHES[name], batch=PAIRS, accumulation_steps=2)[0] for name in MESHES)
+    np.testing.assert_allclose(mesh, one, rtol=1e-5)
+
+
+REFUSED = {
+    "mixed_rows": (
+        jt.Task("contrastive", contrastive),
+        {"accumulation_steps": 2},
+        "mixes rows, and with 2 microbatches",
+    ),
+    "calling_global": (
+        jt.Task.calling("c", lambda apply, batch, key: contrastive(apply(batch["inputs"]), batch), rows="global"),
+        {"accumulation_steps": 2},
+        "write Task(name, loss, rows='global')",
+    ),
+    "calling_mixed_rows": (
+        jt.Task.calling("c", lambda apply, batch, key: contrastive(apply(batch["inputs"]), batch)),
+        {"accumulation_steps": 2},
+        "mixes rows, and with 2 microbatches",
+    ),
+    "no_average": (jt.Task.calling("c", follows_average), {}, "the step keeps none; pass ema_decay=0.999"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_wrong_in_silence_is_refused(case):
+    task, options, message = REFUSED[case]
+    model = jt.from_models({"image": dense(name="image"), "text": dense(name="text")})
+
+    def one_step():
+        step = jt.make_train_step(model, task, optax.sgd(0.1), **options)
+        step(step.init(0), PAIRS)
+
+    with pytest.raises(jt.ConfigError, match=re.escape(message)) as found:
+        one_step()
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("rows", ["microbatch", "global"])
+def test_rows_that_mix_are_taken_as_they_are_said(rows):
+    model = jt.from_models({"image": dense(name="image"), "text": dense(name="text")})
+    step = jt.make_train_step(model, jt.Task("c", contrastive, rows=rows), optax.sgd(0.1), accumulation_steps=2)
+    _, metrics = step(step.init(0), PAIRS)
+    assert float(metrics["negatives"]) == (ROWS - 1 if rows == "global" else ROWS // 2 - 1)
+
+
+def test_the_pipeline_refuses_a_loss_that_calls_the_model():
+    task = jt.Task.calling("once", calls_once)
+    with pytest.raises(jt.ConfigError, match="calls the model itself, which a pipeline's"):
+        jt.make_train_step(stages(), task, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, devices=jax.devices()[:2]))
+
+
+def stages():
+    return jt.build_model(
+        {
+            "kind": "transformer",
+            "num_layers": 2,
+            "embed_dim": 16,
+            "num_heads": 2,
+            "vocab_size": 16,
+            "max_sequence_length": 8,
+        },
+        input_shape=(8,),
+    )
+
+
+def test_a_model_of_models_is_sharded_as_its_parts_are():
+    """Each part keeps its table: the transformer's layers are gathered in its scan, not before it."""
+    part = stages()
+    mesh = jt.make_mesh(fsdp=4, tensor=2)
+    both = jt.shard_model(jt.from_models({"student": part, "teacher": part}), mesh=mesh)
+    alone = jt.shard_model(part, mesh=mesh)
+    for name in ("student", "teacher"):
+        assert jax.tree.map(lambda a: a.sharding.spec, both.abstract_params[name]) == jax.tree.map(
+            lambda a: a.sharding.spec, alone.abstract_params
+        )
+    tokens = np.arange(64).reshape(8, 8) % 16
+    params = both.model.init(jax.random.key(0))[0]
+    apply = jax.jit(lambda params: both.apply(params, {}, {"teacher": tokens}, key=None, train=False)[0])
+    found = apply(jax.device_put(params, jax.tree.map(lambda a: a.sharding, both.abstract_params)))
+    wanted = part.apply(params["teacher"], {}, tokens, key=None, train=False)[0]
+    assert list(found) == ["teacher"]
+    np.testing.assert_allclose(found["teacher"], wanted, atol=1e-5)  # float32 sums over tensor
+
+
+def test_parts_start_from_numbers_of_their_own():
+    model = jt.from_models({"a": dense(), "b": dense()})
+    params, state = model.init(jax.random.key(0))
+    assert not np.array_equal(params["a"]["w"], params["b"]["w"])
+    assert state == {}
+
+
+def test_a_calling_task_without_inputs_takes_any_batch():
+    def loss(apply, batch, key):
+        return jnp.sum(jnp.square(apply(batch["left"]) - apply(batch["right"])), axis=-1), {}
+
+    batch = {"left": BATCH["inputs"], "right": BATCH["inputs"] + 1}
+    losses, *_ = train(jt.Task.calling("pairs", loss), dense(), mesh={"data": 2}, batch=batch)
+    assert losses[-1] < losses[0]
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, CLASSES, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def test_a_policy_that_changes_nothing_is_refused_where_the_loss_calls_the_model():
+    with pytest.raises(jt.ConfigError, match="every matmul of the model Wide runs in float32"):
+        train(jt.Task.calling("once", calls_once), jt.from_nnx(Wide), mesh={"data": 1}, policy="bf16")

@@ -1,0 +1,171 @@
+"""`step.gradients` and the loss that an optimizer computes again: those of a plain function, on every mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.train.step import TrainStep
+
+BATCH = {
+    "inputs": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32),
+    "targets": (np.arange(32) % 4).astype(np.int32),
+    # Microbatches of unequal weight, and one of none.
+    "weights": np.array([0, 1, 2, 3] * 7 + [0, 0, 1, 0], np.float32),
+}
+MESHES = {"one device": dict(data=1), "data=2,fsdp=4": dict(data=2, fsdp=4)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped, of which it knows nothing": dict(clip_norm=1e-3),
+    "4 microbatches": dict(accumulation_steps=4),
+    "fp16 with a loss scale": dict(policy="fp16"),
+    "head frozen": dict(trainable=lambda path: path == "first"),
+}
+
+
+def init(key: jax.Array) -> dict[str, Any]:
+    a, b = jax.random.split(key)
+    return {"first": 0.3 * jax.random.normal(a, (8, 16)), "head": 0.3 * jax.random.normal(b, (16, 4))}
+
+
+def apply(params: Any, inputs: jax.Array) -> jax.Array:
+    return jnp.tanh(inputs @ params["first"]) @ params["head"]
+
+
+def mean_loss(params: Any) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(apply(params, BATCH["inputs"]), BATCH["targets"])
+    return jnp.sum(losses * BATCH["weights"]) / jnp.sum(BATCH["weights"])
+
+
+def make(mesh: str, optimizer: Any = None, *, model: jt.Model | None = None, **options: Any) -> TrainStep:
+    sizes = MESHES[mesh]
+    return jt.make_train_step(
+        model or jt.from_functions(init, apply),
+        jt.classification(),
+        optimizer or optax.adam(1e-2),
+        mesh=jt.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]),
+        **options,
+    )
+
+
+PLAIN = {("plain", "one device"), ("plain", "data=2,fsdp=4"), ("4 microbatches", "data=2,fsdp=4")}
+ROWS = [
+    pytest.param(options, mesh, id=f"{name}, {mesh}", marks=() if (name, mesh) in PLAIN else pytest.mark.long)
+    for name, options in OPTIONS.items()
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("options", "mesh"), ROWS)
+def test_gradients_are_those_of_the_mean_loss(options: dict[str, Any], mesh: str) -> None:
+    step = make(mesh, **options)
+    state = step.init(0)
+    found = step.gradients(state, BATCH)
+    # float32 sums in another order; fp16 rounds activations and gradients to 11 bits.
+    tolerance = 3e-3 if options.get("policy") == "fp16" else 2e-6
+    loss, expected = jax.value_and_grad(mean_loss)(jax.tree.map(np.array, state.params))
+    np.testing.assert_allclose(found.loss, loss, rtol=tolerance)
+    for name, gradient in expected.items():
+        if "trainable" in options and name == "head":
+            assert found.tree[name] is None
+            continue
+        np.testing.assert_allclose(found.tree[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name)
+        assert found.tree[name].sharding == state.params[name].sharding
+        assert found.tree[name].dtype == jnp.float32
+    assert float(found.weight) == BATCH["weights"].sum()
+    # Nothing was donated or moved: the state trains, and its step sees the same gradient.
+    _, metrics = step(state, BATCH)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(found.tree), rtol=1e-6)
+    np.testing.assert_array_equal(metrics["accuracy"], found.metrics["accuracy"])
+
+
+def test_a_state_that_was_donated_is_one_line() -> None:
+    step = make("one device")
+    state = step.init(0)
+    step(state, BATCH)
+    with pytest.raises(jt.ConfigError, match="given to an earlier step"):
+        step.gradients(state, BATCH)
+
+
+@pytest.mark.long
+def test_gradients_of_a_pipeline_which_computes_no_loss_again() -> None:
+    config = {"kind": "transformer", "num_layers": 2, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8}
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 9)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    found = []
+    for degrees in (dict(data=1), dict(pipe=2)):
+        mesh = jt.make_mesh(**degrees, devices=jax.devices()[: 2 if "pipe" in degrees else 1])
+        built = jt.build_model(config, input_shape=(8,), vocab_size=64)
+        step = jt.make_train_step(built, jt.language_modeling(), optax.adam(1e-3), mesh=mesh)
+        state = step.init(0)
+        found.append(jax.device_get((step.gradients(state, batch), step.gradients(state, batch))))
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
+    step = jt.make_train_step(built, jt.language_modeling(), search, mesh=mesh)
+    with pytest.raises(
+        jt.ConfigError, match=r"computes the loss again .* which a pipeline cannot; use parallel\.pipe=1"
+    ):
+        step(step.init(0), batch)
+    (one, _), (two, again) = found
+    for a, b, c in zip(*map(jax.tree.leaves, (one.tree, two.tree, again.tree)), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-5 * np.abs(a).max())  # sums over other microbatches
+        np.testing.assert_array_equal(b, c)
+
+
+def recording(seen: dict[str, Any]) -> optax.GradientTransformation:
+    """SGD that keeps the loss and its gradient, computed again at the parameters of the step, as optimizer state."""
+
+    def zeros(params: Any) -> Any:
+        return {"value": jnp.float32(0), "again": jnp.float32(0), "grad": params, "grad_again": params}
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        seen.update(extra)
+        again, gradient = jax.value_and_grad(extra["value_fn"])(params)
+        return updates, {
+            "value": extra["value"],
+            "again": again,
+            "grad": extra["grad"],
+            "grad_again": gradient,
+        }
+
+    return optax.chain(optax.GradientTransformationExtraArgs(zeros, update), optax.sgd(0.1))
+
+
+def noisy() -> jt.Model:
+    """Dropout: the loss is the same again only with the same random numbers."""
+
+    def apply_noisy(params: Any, model_state: Any, inputs: jax.Array, *, key: Any, train: bool) -> Any:
+        hidden = jnp.tanh(inputs @ params["first"])
+        kept = jax.random.bernoulli(key, 0.5, hidden.shape) if train else jnp.ones(hidden.shape)
+        return (hidden * kept) @ params["head"], model_state
+
+    return jt.Model("noisy", lambda key: (init(key), {}), apply_noisy)
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, id="one batch", marks=pytest.mark.long), pytest.param(4, id="4 microbatches")]
+)
+def test_the_loss_again_has_the_same_rows_and_random_numbers(count: int) -> None:
+    """On shards of `data` too, where each device draws numbers of its own."""
+    seen: dict[str, Any] = {}
+    step = make("data=2,fsdp=4", recording(seen), model=noisy(), accumulation_steps=count, clip_norm=1e-3)
+    state, metrics = step(step.init(0), BATCH)
+    record = state.optimizer_state[0]
+    assert set(seen) == {"value", "grad", "value_fn", "obj_fn", "grad_fn"}
+    np.testing.assert_array_equal(record["value"], metrics["loss"])
+    np.testing.assert_allclose(record["again"], metrics["loss"], rtol=1e-6)  # sums in another order
+    for name, gradient in record["grad"].items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(record["grad_again"][name], gradient, atol=2e-6 * scale, err_msg=name)
+    np.testing.assert_allclose(optax.tree.norm(record["grad"]), metrics["grad_norm"], rtol=1e-6)
+
+
+def test_where_the_loss_cannot_be_computed_again_is_one_line() -> None:
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
+    step = make("one device", search, policy="fp16")
+    with pytest.raises(jt.ConfigError, match=r"computes the loss again .* use the policy bf16 or fp32") as caught:
+        step(step.init(0), BATCH)
+    assert "\n" not in str(caught.value)
