@@ -7,7 +7,6 @@ python scripts/make_gallery.py vae ddpm
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,9 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "gallery"
 _SECTIONS = ("The model", "The training", "The picture")
+_LAST_LINES_OF_FIT = ("done: ", "report: ")
 _PRINTED = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -78,7 +80,7 @@ def run_page(page: Page, folder: Path) -> str:
     Raises:
         subprocess.CalledProcessError: it failed; standard error has been passed on.
     """
-    program = folder / f"{page.name}.py"
+    program = folder / "page.py"  # a page may have the name of a package, such as equinox
     program.write_text(page.program, encoding="utf-8")
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     # The flags of a test process emulate devices and leave out optimizations, which a user's process does not.
@@ -101,8 +103,11 @@ def printed_on(name: str) -> str:
 def update(name: str) -> None:
     """Run a page, and put its picture and what it printed into docs/gallery/."""
     with tempfile.TemporaryDirectory() as folder:
-        printed = run_page(read_page(name), Path(folder)).splitlines()[-1] + "\n"
-        shutil.copyfile(Path(folder) / f"{name}.png", FOLDER / f"{name}.png")
+        lines = run_page(read_page(name), Path(folder)).splitlines()
+        printed = "".join(f"{line}\n" for line in lines if not line.startswith(_LAST_LINES_OF_FIT))
+        with Image.open(Path(folder) / f"{name}.png") as picture:
+            # A palette halves the size, which stays in the history of the repository for good.
+            picture.convert("RGB").quantize(128).save(FOLDER / f"{name}.png", optimize=True)
     path = FOLDER / f"{name}.md"
     text = path.read_text(encoding="utf-8")
     path.write_text(_PRINTED.sub(lambda _: f"```text\n{printed}```", text), encoding="utf-8")

@@ -25,7 +25,7 @@ def load_script():
 REFERENCE = load_script()
 ENTRIES = {entry.name: entry for entry in REFERENCE.entries()}
 # Examples of several seconds each: a run with its files, or a transformer that is compiled.
-LONG = {"Result", "generate_text", "quantize", "run_config"}
+LONG = {"Result", "fit", "generate_text", "open_run", "quantize", "run_config"}
 
 
 @pytest.fixture(scope="module")

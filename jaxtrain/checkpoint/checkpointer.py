@@ -254,8 +254,9 @@ class Checkpointer:
 
         Raises:
             DamagedError: a file is missing, or an array differs from what was saved.
-            CheckpointError: there is no such step, or no such array in it.
+            CheckpointError: no dict of arrays, or there is no such step, or no such array in it.
         """
+        checks.check_paths(leaves)
         self.wait()
         info = self.info(step)
         wanted = {tree.stored_name(path): leaf for path, leaf in leaves.items()}

@@ -50,6 +50,17 @@ def check_target(target: Any) -> None:
         raise CheckpointError(refusal("restore", "a tree of arrays or of their shapes as target", target, write))
 
 
+def check_paths(leaves: Any) -> None:
+    """Raise where what is to be read is no table of arrays by path.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    write = "checkpointer.read({'params/w': jax.ShapeDtypeStruct(shape, dtype, sharding=...)}, step=10)"
+    takes = "a dict from path to the shape of the array"
+    check_kind(leaves, Mapping, what="read", takes=takes, write=write, error=CheckpointError)
+
+
 def checked_prefix(prefix: Any) -> str:
     """Return the path of a part of a saved tree.
 

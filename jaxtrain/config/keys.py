@@ -51,7 +51,9 @@ def type_name(annotation: Any) -> str:
     if annotation is type(None):
         return "null"
     if origin is tuple:
-        return f"list of {type_name(get_args(annotation)[0])}"
+        item = get_args(annotation)[0]
+        # A group in a list has keys of its own, which a name tells better than the word.
+        return f"list of {item.__name__ if isinstance(item, type) and issubclass(item, Group) else type_name(item)}"
     if origin is dict:
         return f"map of {type_name(get_args(annotation)[1])}"
     if isinstance(annotation, type) and issubclass(annotation, Group):

@@ -46,7 +46,8 @@ def from_equinox(
         ConfigError: Equinox is not installed, or `make` does not return a module.
 
     Example:
-        >>> model = from_equinox(lambda key: eqx.nn.MLP(4, 2, 16, 2, key=key))
+        >>> import equinox as eqx
+        >>> model = jt.from_equinox(lambda key: eqx.nn.MLP(4, 3, 16, 2, key=key))
     """
     try:
         import equinox as eqx

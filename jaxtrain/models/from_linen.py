@@ -99,7 +99,7 @@ def from_linen(
         return {name: value == train for name, value in arguments.items()}
 
     def create(key: jax.Array) -> dict[str, Any]:
-        inputs = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), example_inputs)
+        inputs = jax.tree.map(jax.numpy.zeros_like, example_inputs)
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         return dict(module_for(False).init(keys, inputs, **arguments_for(False)))
 
@@ -131,7 +131,7 @@ def from_linen(
 
     # The structure of the state never changes: values that grow with a call, as sown ones do, are not state.
     def after_call(variables: Mapping[str, Any]) -> Any:
-        inputs = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), example_inputs)
+        inputs = jax.tree.map(jax.numpy.zeros_like, example_inputs)
         rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
         mutable = [name for name in variables if name != "params"]
         return module_for(False).apply(variables, inputs, rngs=rngs, mutable=mutable, **arguments_for(False))[1]

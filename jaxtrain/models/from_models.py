@@ -30,9 +30,9 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
         ConfigError: something that is no model, or a name that cannot be a part of a path.
 
     Example:
-        >>> pair = from_models({"image": image_encoder, "text": text_encoder})
-        >>> step = make_train_step(pair, contrastive, optax.adamw(1e-3))
-        >>> state, metrics = step(step.init(0), {"inputs": {"image": images, "text": tokens}})
+        >>> pair = jt.from_models({"student": model, "teacher": text_model})
+        >>> sorted(pair.init(jax.random.key(0))[0])
+        ['student', 'teacher']
     """
     if not isinstance(models, Mapping) or not models:
         raise ConfigError(

@@ -26,6 +26,12 @@ class ModelCall:
         train: True in a train step, False in evaluation.
         step: int32 [], steps done before this one.
         key: what calls without a key of their own draw from.
+
+    Example:
+        >>> def loss(apply, batch, key):  # apply is a ModelCall
+        ...     clean, noisy = apply(batch["inputs"]), apply(batch["inputs"] + jax.random.normal(key, (8, 4)))
+        ...     return jnp.sum(jnp.square(clean - noisy)), jnp.float32(8), {}
+        >>> step = jt.make_train_step(model, jt.Task.calling("smooth", loss), optax.adamw(1e-3))
     """
 
     apply_model: Apply

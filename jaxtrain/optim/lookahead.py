@@ -46,7 +46,7 @@ def lookahead(
         ConfigError: `optimizer` is no optax transformation, or a number is out of its range.
 
     Example:
-        >>> optimizer = jaxtrain.lookahead(optax.adamw(1e-3), sync_period=6, slow_step_size=0.5)
+        >>> optimizer = jt.lookahead(optax.adamw(1e-3), sync_period=6, slow_step_size=0.5)
     """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(

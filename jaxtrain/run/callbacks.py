@@ -26,7 +26,7 @@ class Moment:
         run_dir: directory of the run.
 
     Example:
-        >>> Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
+        >>> seen = jt.Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
     """
 
     step: int
@@ -55,7 +55,9 @@ class Callback:
         ConfigError: none of the functions is given, one is no function, or `every` is no whole number from 1.
 
     Example:
-        >>> Callback(on_evaluation=lambda moment: "stop" if moment.metrics["eval_accuracy"] > 0.99 else None)
+        >>> def enough(moment):
+        ...     return "stop" if moment.metrics["eval_accuracy"] > 0.99 else None
+        >>> callback = jt.Callback(on_evaluation=enough)
     """
 
     on_step: Callable[[Moment], Answer] | None = None

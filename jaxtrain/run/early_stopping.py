@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxtrain.config.arguments import check_number
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import EarlyStoppingConfig
 
@@ -31,8 +32,8 @@ class EarlyStopping:
         ConfigError: a value that the config group `evaluation.early_stopping` does not take.
 
     Example:
-        >>> fit(model, task, optimizer, data=data, validation=0.1, steps=1000, evaluation={"every": 50},
-        ...     callbacks=[EarlyStopping("eval_accuracy", patience=5, mode="max")])
+        >>> jt.EarlyStopping("eval_accuracy", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
+        EarlyStopping(metric='eval_accuracy', patience=5, min_delta=0.0, mode='max')
     """
 
     metric: str = "eval_loss"
@@ -41,6 +42,8 @@ class EarlyStopping:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
+        what, takes = "EarlyStopping: min_delta", "a number"
+        check_number(self.min_delta, what=what, takes=takes, write="min_delta=0.001")
         load_config({"evaluation": {"every": 1, "early_stopping": self.settings}}, origin="jaxtrain.EarlyStopping")
 
     @property

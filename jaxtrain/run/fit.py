@@ -102,8 +102,13 @@ def fit(
         PreemptedError: stopped by a signal; the state is saved, and the same call goes on from it.
 
     Example:
-        >>> result = fit(model, classification(), optax.adamw(1e-3), data=(images, labels), validation=0.1, epochs=5)
-        >>> result.metrics["eval_accuracy"]
+        >>> result = jt.fit(
+        ...     model, jt.classification(), optax.adamw(1e-3), data=rows, steps=4, batch_size=8, run_dir="runs/fit"
+        ... )
+        done: step 4
+        report: runs/fit/report.html
+        >>> result.step
+        4
     """
     sorted_callbacks(callbacks)
     num_steps = _length(steps, epochs)

@@ -46,9 +46,14 @@ def open_run(
         ConfigError: not a run, a wrong override, or another model than the run's.
 
     Example:
-        >>> run = jaxtrain.open_run("runs/digits_mlp")
-        >>> run.plot("loss").savefig("loss.png")
-        >>> labels = run.predict(images).argmax(-1)
+        >>> result = jt.fit(
+        ...     model, jt.classification(), optax.adamw(1e-3), data=rows, steps=4, batch_size=8, run_dir="runs/opened"
+        ... )
+        done: step 4
+        report: runs/opened/report.html
+        >>> run = jt.open_run("runs/opened", model=model)
+        >>> run.predict(np.ones((8, 4), np.float32)).shape
+        (8, 3)
     """
     run_dir = local_path(_given_path(run_dir), what="run directory")
     info = read_run(run_dir)

@@ -175,8 +175,11 @@ class Predictor:
             once = outputs(1)
             # A dimension may have the size of the batch by chance; twice the rows tell.
             twice = outputs(2)
-        except UserError:
-            raise
+        except UserError as error:
+            # A sharded model names the inputs that its model fails on; the run knows those that it was trained on.
+            if not isinstance(error.__cause__, Exception):
+                raise
+            raise DataError(self._misfit(spec, error.__cause__)) from None
         except Exception as error:
             raise DataError(self._misfit(spec, error)) from None
         return jax.tree.map(lambda one, two: one.shape[:1] != two.shape[:1], once, twice)

@@ -162,6 +162,12 @@ def test_linen_modules_without_such_layers_need_no_argument():
     assert applied(model, ONES, seed=0, train=True)[0].shape == (4, 64)
 
 
+def test_linen_takes_examples_in_float64_without_a_warning():
+    """NumPy's default; the batch norm has `from_linen` look at the module's state as well."""
+    model = from_linen(LinenNorm(), ROWS.astype(np.float64))
+    assert model.init(jax.random.key(0))[1]["batch_stats"]["norm"]["mean"].dtype == jnp.float32
+
+
 NORMS = {
     "nnx": (lambda: from_nnx(NNXNorm), lambda state: state["norm"]),
     "linen": (lambda: from_linen(LinenNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),

@@ -94,7 +94,7 @@ ROWS = {
     ),
     "TrainStep.init: an array as parameters": (lambda: given.step().init(0, params=X), "w is missing", "does not fit"),
     "TrainStep.batch_shardings: an array": (lambda: given.step().batch_shardings(X), "ndarray", "{'inputs': x"),
-    "TrainStep.batch_shardings: empty": (lambda: given.step().batch_shardings({}), "nothing", "'inputs'"),
+    "TrainStep.batch_shardings: empty": (lambda: given.step().batch_shardings({}), "an empty dict", "give it arrays"),
     "TrainStep.batch_shardings: words": (
         lambda: given.step().batch_shardings({"inputs": "x"}),
         "'x'",
@@ -106,7 +106,7 @@ ROWS = {
     "TrainStep.place: an array": (lambda: given.step().place(X), "ndarray", "{'inputs': x"),
     "TrainStep.place: text": (lambda: given.step().place({"inputs": ["a"]}), "inputs", "numbers"),
     "TrainStep.lower: an array": (lambda: given.step().lower(X), "ndarray", "{'inputs': x"),
-    "TrainStep.lower: an empty batch": (lambda: given.step().lower({}), "nothing", "'inputs'"),
+    "TrainStep.lower: an empty batch": (lambda: given.step().lower({}), "an empty dict", "give it arrays"),
     "TrainStep.lower: lists": (lambda: given.step().lower({"inputs": [1.0], "targets": [1]}), "inputs", "array"),
     "TrainStep.compile: batches": (lambda: given.step().compile(given.batches()), "Batches", "{'inputs': x"),
     "TrainStep.compile: targets of another shape": (
@@ -119,7 +119,7 @@ ROWS = {
     "TrainStep.__call__: parameters": (lambda: given.step()({"w": X}, BATCH), "a dict", "step.init(seed)"),
     "TrainStep.__call__: a tuple": (lambda: given.step()(fresh(), (X, Y)), "tuple", "{'inputs': x"),
     "TrainStep.__call__: nothing": (lambda: given.step()(fresh(), None), "None", "{'inputs': x"),
-    "TrainStep.__call__: an empty batch": (lambda: given.step()(fresh(), {}), "nothing", "'inputs'"),
+    "TrainStep.__call__: an empty batch": (lambda: given.step()(fresh(), {}), "an empty dict", "give it arrays"),
     "TrainStep.__call__: no targets": (lambda: given.step()(fresh(), {"inputs": X}), "inputs", "'targets'"),
     "TrainStep.__call__: text": (
         lambda: given.step()(fresh(), {"inputs": ["a"], "targets": [0]}),

@@ -8,13 +8,14 @@ import inspect
 import re
 
 import data_rows
+import fit_rows
 import model_rows
 import pytest
 import step_rows
 
 import jaxtrain as jt
 
-ROWS = {**data_rows.ROWS, **model_rows.ROWS, **step_rows.ROWS}
+ROWS = {**data_rows.ROWS, **model_rows.ROWS, **step_rows.ROWS, **fit_rows.ROWS}
 
 # Public names that take nothing which could be wrong, and why.
 WITHOUT_ROWS = {
@@ -25,6 +26,8 @@ WITHOUT_ROWS = {
     "PreemptedError": "an error",
     "UserError": "an error",
     "DEFAULT_RULES": "a table",
+    "ModelCall": "made for the loss of Task.calling",
+    "Moment": "a record that callbacks get",
     "Result": "a record that run_config makes",
     "ShardedModel": "a record that shard_model makes",
     "TrainStep": "made by make_train_step",
@@ -37,6 +40,7 @@ METHODS_WITHOUT_ROWS = {
     "DeferredLogits.logits": "takes nothing",
     "Checkpointer.__exit__": "called by `with`",
     "JsonlWriter.__exit__": "called by `with`",
+    "ModelCall.with_state": "as a call",
     "Remat.scan": "called by models with their own blocks",
     "ShardedModel.apply_deferred": "as apply",
     "ShardedModel.context": "takes a flag",
