@@ -56,6 +56,33 @@ def failing():
 
     return jt.Task("failing", loss)
 """
+OTHER_TASKS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtrain as jt
+
+
+def rows(validation=False):
+    one = {"inputs": np.random.default_rng(0).normal(size=(32, 2, 4)).astype(np.float32)}
+    return {"train": one, "validation": one if validation else None}
+
+
+def calling():
+    def loss(apply, batch, key):
+        noise = jax.random.normal(key, batch["inputs"].shape)
+        return jnp.mean(apply(batch["inputs"] + noise) ** 2, axis=-1), {}
+
+    return jt.Task.calling("calling", loss)
+
+
+def rows_against_rows():
+    def loss(outputs, batch):
+        return -jnp.diagonal(jax.nn.log_softmax(outputs @ outputs.T)), {}
+
+    return jt.Task("rows_against_rows", loss, rows="global")
+"""
 # What makes a run of four steps with a checkpoint in its middle. A schedule would depend on the number of steps.
 SHORT = [
     *("train.steps=4", "checkpoint.every=2", "optimizer.learning_rate=null", "logging.every=1"),
@@ -68,7 +95,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with the package of the page and its config."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "my_package").mkdir()
-    for name, text in {**FILES, "my_package/wrong.py": WRONG_PARTS}.items():
+    for name, text in {**FILES, "my_package/wrong.py": WRONG_PARTS, "my_package/more.py": OTHER_TASKS}.items():
         (folder / name).write_text(text)
     return folder
 
@@ -144,6 +171,28 @@ def test_eval_needs_no_python(run, here, cli):
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert found["rows"] == 16
     assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)  # the same rows on the same mesh
+
+
+def test_python_opens_the_run(run, here):
+    opened = jt.open_run(run)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    found = opened.evaluate()
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)  # the same rows on the same mesh
+    assert opened.predict(np.zeros((3, 2, 4))).shape == (3, 4)
+    assert "task=my_package.losses:focal, model=my_package.models:build, data=my_pack" in repr(opened.config)
+    assert jt.load_config(str(run)).config.task == load_config("mine.yaml").config.task
+    other = jt.open_run(run, overrides={"data": {"call": "my_package.more:rows"}})
+    with pytest.raises(jt.DataError, match=r"no held-out rows; let the function of data.call=my_package.more:rows"):
+        other.evaluate()
+
+
+@pytest.mark.parametrize("task", ["calling", pytest.param("rows_against_rows", marks=pytest.mark.long)])
+def test_a_task_may_call_the_model_and_compare_rows(here, tmp_path, task):
+    words = [*SHORT, f"task.call=my_package.more:{task}", "data={call: my_package.more:rows, args: {validation: true}}"]
+    words += ["train.steps=2", "model.args.num_outputs=8", f"train.accumulation_steps={1 if task == 'calling' else 2}"]
+    result = jt.run_config(load_config("mine.yaml", overrides=words), run_dir=tmp_path / task)
+    found = jt.open_run(tmp_path / task).evaluate()
+    assert found["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)  # the same rows on the same mesh
 
 
 def test_other_arguments_are_another_configuration(run, here):
@@ -332,21 +381,9 @@ def test_bench_measures_the_step(here, cli):
 
 @pytest.mark.long
 def test_two_processes_train_the_same(run, here, in_subprocesses):
-    words = [
-        "launch",
-        "--processes",
-        "2",
-        "--emulate",
-        "4",
-        "--",
-        "train",
-        "mine.yaml",
-        *SHORT,
-        "--run-dir",
-        "runs/two",
-    ]
+    words = ["--processes", "2", "--emulate", "4", "--", "train", "mine.yaml", *SHORT, "--run-dir", "runs/two"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "jaxtrain", *words],
+        [sys.executable, "-P", "-m", "jaxtrain", "launch", *words],
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
