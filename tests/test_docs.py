@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").glob("*.yaml"))]
 # In a fenced or indented block (or a config's header), or in backquotes.
 LINE = re.compile(r"^(?:# |    )?(jaxtrain [a-z].*?)(?:\s+#.*)?$|`(jaxtrain [a-z][^`]*)`", re.MULTILINE)
+# A config that a page prints, under a first line with its name.
+CONFIG = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PLACEHOLDERS = {"CONFIG": "quickstart", "NAME": "quickstart", "RUN": "runs/x", "RUN_DIR": "runs/x", "DIR": "x"}
 
 
@@ -27,7 +29,10 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "text"), commands(), ids=lambda value: value[:60])
-def test_printed_command_is_valid(page: str, text: str) -> None:
+def test_printed_command_is_valid(page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, config in CONFIG.findall(next(path for path in PAGES if path.name == page).read_text()):
+        (tmp_path / name).write_text(config)
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)[1:]]
     name, rest = _find_command(words)
     parsed = _parse(name, rest)

@@ -18,7 +18,9 @@ from typing import Any
 from jaxtrain import __version__
 from jaxtrain.bench.start import NoStepError, cold_and_warm
 from jaxtrain.config import Loaded
+from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
+from jaxtrain.plan.search.own_step import own_functions
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.runtime import distributed
@@ -56,7 +58,8 @@ def measure(
         ConfigError: the config cannot run on this machine.
     """
     config = loaded.config
-    workload = describe_workload(config)
+    # A function of the user's may start jax, which must wait until after the runs whose start is timed.
+    described = None if isinstance(config.data, CalledData) else describe_workload(config)
     reasons: dict[str, str] = {part: f"--skip {part}" for part in skip}
     answer: dict[str, Any] = {
         "jaxtrain": __version__,
@@ -71,15 +74,15 @@ def measure(
         with phase("starting a run twice"):
             answer["start"] = _start(name, overrides, emulate, reasons)
     distributed.start(emulate=emulate, compilation_cache=None)
+    workload = described or describe_workload(config)
     import jax
 
-    from jaxtrain.bench.whole_step import RandomBatches, workload_step
+    from jaxtrain.bench.whole_step import workload_step
 
     answer["jax"] = jax.__version__
     devices = jax.devices()
     answer["device"] = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
-    step = workload_step(config, workload)
-    batches = RandomBatches(workload)
+    step, batches = workload_step(config, workload)
     step.batch_shardings(batches.spec())  # so that a batch that does not divide is an error before any measurement
     answer["limits"] = answer["blocks"] = answer["step"] = None
     limits = None
@@ -91,7 +94,10 @@ def measure(
         found = dataclasses.asdict(limits)
         reasons |= {f"limits.{what}": why for what, why in found.pop("reasons").items()}
         answer["limits"] = found
-    if "blocks" not in skip and limits is not None:
+    functions = own_functions(config)
+    if functions:
+        reasons.setdefault("blocks", f"the blocks of {functions} are not known")
+    elif "blocks" not in skip and limits is not None:
         from jaxtrain.bench.blocks import time_blocks
 
         with phase("timing blocks"):
@@ -146,10 +152,12 @@ def _step(
     """Add the rates that follow from the measured step."""
     units = workload.rows * (workload.sequence_length or 1)
     seconds, device, policy = measured["seconds"], answer["device"], config.precision.policy
-    flops = workload.flops_per_row * workload.rows
-    rate = flops / seconds / device["count"]
+    flops = None if workload.flops_per_row is None else workload.flops_per_row * workload.rows
+    rate = None if flops is None else flops / seconds / device["count"]
     peak = peak_flops(device["kind"], policy)
-    if peak is None:
+    if rate is None:
+        reasons["step.model_flops"] = "the FLOPs of a model of your own (model.call) are not known"
+    elif peak is None:
         reasons["step.model_flops_utilization"] = f"no published {FORMATS[policy]} peak of {device['kind']}"
     measured_rate = ((answer["limits"] or {}).get("matmul") or {}).get(FORMATS[policy])
     if measured_rate is not None and device["platform"] == "cpu":
@@ -166,8 +174,8 @@ def _step(
         "units_per_second": units / seconds,
         "model_flops": flops,
         "flops_per_second_per_device": rate,
-        "model_flops_utilization": None if peak is None else rate / peak,
-        "share_of_measured_matmul": None if not measured_rate else rate / measured_rate,
+        "model_flops_utilization": None if peak is None or rate is None else rate / peak,
+        "share_of_measured_matmul": None if not measured_rate or rate is None else rate / measured_rate,
         "joules_per_unit": None if joules is None else joules / units,
     }
 

@@ -24,13 +24,12 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     distributed.start(emulate=1, compilation_cache=None)
     import jax
 
-    from jaxtrain.bench.whole_step import RandomBatches, workload_step
+    from jaxtrain.bench.whole_step import workload_step
     from jaxtrain.plan.workload.describe import describe_workload
 
     config = Config.model_validate(request["config"])
     workload = describe_workload(config)
-    step = workload_step(config, workload)
-    batches = RandomBatches(workload)
+    step, batches = workload_step(config, workload)
     step.compile(batches.spec())
     state, batch, seconds = step.init(config.seed), step.loader(batches)(0), []
     for _ in range(4):

@@ -14,13 +14,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.bench.power import measured_energy
+from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.run.loop import Hooks, train_loop
-from jaxtrain.train.assemble import build_step
+from jaxtrain.train.assemble import build_step, open_run_data, training_batches
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -59,14 +60,17 @@ class WholeStep:
     joules_reason: str | None
 
 
-def workload_step(config: Config, workload: Workload) -> TrainStep:
-    """The train step of a config, for rows of the shapes that its workload has."""
-    return build_step(
+def workload_step(config: Config, workload: Workload) -> tuple[TrainStep, BatchSource]:
+    """The train step of a config, and rows for it: random ones of the workload's shapes, or those of `data.call`."""
+    step = build_step(
         config,
         input_shape=workload.input_shape,
         vocab_size=workload.vocab_size,
         num_outputs=workload.num_outputs,
     )
+    if isinstance(config.data, CalledData):
+        return step, training_batches(config, open_run_data(config))
+    return step, RandomBatches(workload)
 
 
 class RandomBatches:

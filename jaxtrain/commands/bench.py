@@ -8,6 +8,7 @@ from typing import Any
 from jaxtrain.bench.measure import PARTS, measure
 from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_table, print_text
+from jaxtrain.commands.own_code import own_code
 from jaxtrain.config import load_config, shipped_configs
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
@@ -65,7 +66,7 @@ def run_bench(
             path.touch()  # before the measurements, which take minutes: a file that cannot be written is found here
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; give another place") from None
-    with Progress() as progress:
+    with own_code(loaded.config), Progress() as progress:
         answer = measure(loaded, config, overrides, emulate=emulate, skip=skip, phase=progress.phase)
     _print(answer)
     text = json.dumps(strict_json(answer), indent=2, allow_nan=False) + "\n"
@@ -134,7 +135,7 @@ def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, tuple[Sequence[str], 
         rows += [
             ("step", f"{step['seconds'] * 1e3:,.4g} ms (median of {step['num_steps']})"),
             (f"{step['unit']} per second", f"{step['units_per_second']:,.0f}"),
-            ("model FLOPs per device", f"{step['flops_per_second_per_device'] / 1e9:,.1f} GFLOP/s"),
+            ("model FLOPs per device", _rate(step["flops_per_second_per_device"])),
             ("share of the published peak (MFU)", _share(step["model_flops_utilization"])),
             ("share of the measured matmul rate", _share(step["share_of_measured_matmul"])),
             ("host time per step besides the program", f"{step['host_seconds'] * 1e3:.2f} ms"),
@@ -155,6 +156,10 @@ def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, tuple[Sequence[str], 
         yield f"{answer['config']} on {where}", (("what", "measured"), rows)
     if answer["reasons"]:
         yield "not measured", (("what", "why"), list(answer["reasons"].items()))
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:,.1f} GFLOP/s"
 
 
 def _share(value: float | None) -> str:

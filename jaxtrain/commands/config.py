@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jaxtrain.commands.output import print_table, print_text
+from jaxtrain.commands.own_code import own_code
 from jaxtrain.config import Config, Loaded, find_config, load_config, shipped_configs
 from jaxtrain.config.describe import DescribedGroup, describe
 from jaxtrain.config.keys import nearest
@@ -55,7 +56,8 @@ def print_config(
     elif form == "sharding":
         from jaxtrain.commands.sharding import print_shardings
 
-        print_shardings(loaded.config, only=only, emulate=emulate)
+        with own_code(loaded.config):
+            print_shardings(loaded.config, only=only, emulate=emulate)
     else:
         _print_keys(_chosen(loaded, only))
         try:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxtrain.commands.output import print_json, print_table
+from jaxtrain.commands.own_code import own_code
+from jaxtrain.config.data import CalledData
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
@@ -56,13 +58,14 @@ def run_eval(
     main = distributed.is_main_process()
     from jaxtrain.run.held_out_rows import evaluate_rows
 
-    with Progress(process_index=0 if main else 1) as progress:
+    with own_code(config), Progress(process_index=0 if main else 1) as progress:
         with progress.phase("opening the run"):
             run = open_run(run_dir, overrides=overrides, step=step, quantize=quantize, report=progress.message)
             evaluator, held_out, state = _opened(run)
         with progress.phase("evaluating") as phase:
             metrics = flat_scalars(evaluate_rows(evaluator, state, held_out))
-            phase.note(f"{held_out.num_rows:,} rows of {run.config.data.kind}")
+            data = run.config.data
+            phase.note(f"{held_out.num_rows:,} rows of {data.call if isinstance(data, CalledData) else data.kind}")
     if not main:
         return 0
     answer = {"run_dir": run_dir, "step": run.step, "rows": held_out.num_rows, **metrics}

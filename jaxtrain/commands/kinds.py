@@ -17,7 +17,7 @@ def check_or_remark(loaded: Loaded) -> None:
     for note in loaded.notes:
         print_remark(note)
     model = loaded.config.model
-    own = model.kind == "transformer" and not model.causal
+    own = model.kind == "transformer" and not model.causal and isinstance(loaded.config.task, str)
     if own:
-        print_remark("model.causal=false takes a task of your own (Python); 'jaxtrain train' refuses it")
+        print_remark("model.causal=false takes a task of your own (task.call, or Python); 'jaxtrain train' refuses it")
     check_kinds(loaded.config, own_task=own)

@@ -23,6 +23,7 @@ from jaxtrain.plan.search.auto import VARIED_BY_AUTO, check_auto
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.layouts import VARIED, Found, describe_layout, largest_batch, search, why_not
 from jaxtrain.plan.search.make import analytic_plan, check_exact, how_to_check, with_compiler
+from jaxtrain.plan.search.own_step import check_can_estimate, own_functions
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime.remarks import print_remark
 
@@ -119,6 +120,8 @@ def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
     try:
         return analytic_plan(config, target, terms)
     except ConfigError as error:
+        if own_functions(config):
+            raise
         # Remat and microbatches stay as they are where possible, so that the columns can be compared.
         found = search(config, target, vary=("mesh", "zero", "schedule"), terms=terms)
         if not found.ranked:
@@ -133,6 +136,16 @@ def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
 
 def _check(config: Config, wanted: Wanted) -> None:
     """Check that the options fit together."""
+    asked = {
+        "--search": wanted.search,
+        "parallel.auto": config.parallel.auto,
+        "--tokens": wanted.tokens is not None,
+        "--epochs": wanted.epochs is not None,
+    }
+    for option in (option for option, given in asked.items() if given):
+        check_can_estimate(config, option)
+    if wanted.largest_batch and wanted.analytic and own_functions(config):
+        raise ConfigError(f"--largest-batch of {own_functions(config)} needs a compiler; leave --analytic out")
     if wanted.search:
         return
     if config.parallel.auto:

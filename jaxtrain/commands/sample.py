@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.commands.output import print_text
+from jaxtrain.commands.own_code import own_code
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
@@ -52,7 +53,8 @@ def run_sample(
     prompts = _prompts(prompts)
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     run = open_run(run_dir, step=step, quantize=quantize)
-    texts = run.sample(prompts, new_tokens=new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    with own_code(config):
+        texts = run.sample(prompts, new_tokens=new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not distributed.is_main_process():
         return 0
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.call import Call
 from jaxtrain.config.models import Fraction, PositiveInt
 
 
@@ -149,7 +150,22 @@ class MixtureData(Group):
     """How text becomes tokens, for all components."""
 
 
+class CalledData(Call):
+    """Data of your own: a function that returns a jaxtrain.Data or a dict of arrays."""
+
+    kind: Literal["called"] = "called"
+    """Which source this group describes."""
+
+
 DataConfig = Annotated[
-    TextData | JsonlData | TokenData | DigitsData | ImageFolderData | TableData | SyntheticData | MixtureData,
+    TextData
+    | JsonlData
+    | TokenData
+    | DigitsData
+    | ImageFolderData
+    | TableData
+    | SyntheticData
+    | MixtureData
+    | CalledData,
     Field(discriminator="kind"),
 ]

@@ -4,11 +4,12 @@ import difflib
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.call import Call
 from jaxtrain.config.other_names import other_name
 from jaxtrain.config.schema import Config
 
@@ -42,20 +43,26 @@ def members(annotation: Any) -> dict[str, type[Group]]:
 def type_name(annotation: Any) -> str:
     """A type as users write it: `int`, `number`, `a | b`, `list of int`."""
     annotation = _strip(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Call):
+        return "{call: module:function}"
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(type_name(option) for option in get_args(annotation))
     if annotation is type(None):
         return "null"
     if origin is tuple:
-        return f"list of {type_name(get_args(annotation)[0])}"
+        item = get_args(annotation)[0]
+        # A group in a list has keys of its own, which a name tells better than the word.
+        return f"list of {item.__name__ if isinstance(item, type) and issubclass(item, Group) else type_name(item)}"
     if origin is dict:
         return f"map of {type_name(get_args(annotation)[1])}"
     if isinstance(annotation, type) and issubclass(annotation, Group):
         return "group"
     if origin is not None:  # Literal
         return " | ".join(str(option) for option in get_args(annotation))
-    return {float: "number", str: "text", bool: "true | false"}.get(annotation, getattr(annotation, "__name__", "?"))
+    return {float: "number", str: "text", bool: "true | false", Any: "any value"}.get(
+        annotation, getattr(annotation, "__name__", "?")
+    )
 
 
 def _default(field: FieldInfo) -> Any:
@@ -66,9 +73,16 @@ def _member(values: Any, name: str) -> Any:
     return values.get(name) if isinstance(values, dict) else getattr(values, name, None)
 
 
+def _takes_names(annotation: Any) -> bool:
+    """Whether a name may stand in place of a group, as for `task`."""
+    return any(get_origin(_strip(option)) is Literal for option in get_args(_strip(annotation)))
+
+
 def _chosen(field: FieldInfo, value: Any) -> type[Group] | None:
     """The class of a group field that the value's kind chooses; None for a field that is no group."""
     classes = members(field.annotation)
+    if _takes_names(field.annotation) and not isinstance(value, dict | Group):
+        return None
     kind = _member(value, "kind")
     if kind is None and not field.is_required():
         kind = getattr(field.default, "kind", None)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.call import CALLED
 from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
@@ -97,6 +98,10 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"no config {name!r}, neither a shipped name nor a file; {hint}")
 
 
+# A key `call` in them says the kind as well.
+CALLABLE_GROUPS = tuple(name for name, field in Config.model_fields.items() if CALLED in members(field.annotation))
+
+
 class _Tree:
     """Values from several layers, merged in order, each leaf with where it was set."""
 
@@ -107,20 +112,37 @@ class _Tree:
 
     def set(self, path: KeyPath, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
+        if len(path) == 2 and path[0] in (*CALLABLE_GROUPS, "task") and path[1] == "call":
+            path, value = path[:1], {"call": value}
         if path == ("parallel",) and value == "auto":
             self._drop("parallel", [axis for axis in AXES if axis in self._node(path)], f"parallel=auto ({where})")
             path, value = ("parallel", "auto"), True
         if isinstance(value, Mapping):
+            if len(path) == 1 and path[0] in CALLABLE_GROUPS and "call" in value and "kind" not in value:
+                value = {"kind": CALLED, **value}
             self._yield_to(path, value, where)
             # The kind goes first: it decides which of the older keys stay.
-            for key in sorted(value, key=lambda key: (key != "kind", key != "size")):
-                self.set((*path, *str(key).split(".")), value[key], where)
+            for key in sorted(value, key=lambda key: (key != "kind", key != "size", key != "call")):
+                # Names of arguments, and keys of mappings among them, are the function's: they are no paths.
+                parts = [str(key)] if "args" in path else str(key).split(".")
+                self._set_inside(path, parts, value[key], where)
             if not value and path:
                 self._node(path)
                 self.where[path] = where
             return
         if len(path) == 2 and path[1] in ("kind", "size"):
             self._yield_to(path[:1], {path[1]: value}, where)
+        self._leaf(path, value, where)
+
+    def _set_inside(self, path: KeyPath, parts: Sequence[str], value: Any, where: str) -> None:
+        """Merge a value below a group whose kind is set already."""
+        full = (*path, *parts)
+        if len(path) == 1 and parts == ["call"]:
+            self._leaf(full, value, where)
+        else:
+            self.set(full, value, where)
+
+    def _leaf(self, path: KeyPath, value: Any, where: str) -> None:
         self._node(path[:-1])[path[-1]] = value
         # What was set below is gone, and the order of `where` is the order of setting.
         for known in [known for known in self.where if known[: len(path)] == path]:
@@ -138,7 +160,7 @@ class _Tree:
         return node
 
     def _yield_to(self, path: KeyPath, value: Mapping[str, Any], where: str) -> None:
-        """Drop older keys that a new kind does not have, or that a new size sets."""
+        """Drop older keys that a new kind does not have, that a new size sets, or that an earlier function takes."""
         if len(path) != 1 or path[0] not in Config.model_fields:
             return
         group = self.values.get(path[0])
@@ -153,7 +175,11 @@ class _Tree:
         sizes = {**TRANSFORMER_SIZES, **RESNET_SIZES}
         if isinstance(size, str) and size in sizes:
             dropped += [key for key in group if key in sizes[size]]
-        self._drop(path[0], dropped, f"{path[0]}.{'kind' if kind else 'size'} ({where})")
+        # Arguments are those of the function that they were written for.
+        by = "kind" if kind else "size"
+        if "call" in value and value["call"] != group.get("call", value["call"]) and "args" in group:
+            dropped, by = [*dropped, "args"], "call"
+        self._drop(path[0], dict.fromkeys(dropped), f"{path[0]}.{by} ({where})")
 
     def _drop(self, name: str, keys: Iterable[str], successor: str) -> None:
         for key in keys:
@@ -256,6 +282,9 @@ def load_config(
         tree.set((), values, path.name)
         if values.get("parallel") == "auto":
             lines[("parallel", "auto")] = lines[("parallel",)]
+        for group in CALLABLE_GROUPS:
+            if (group, "call") in lines:
+                lines.setdefault((group, "kind"), lines[(group, "call")])
         for key_path, line in lines.items():
             if key_path in tree.where:
                 tree.where[key_path] = f"{path.name}:{line}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxtrain.config.call import CALLED, NAMED
 from jaxtrain.config.keys import all_keys, locate, members, nearest
 from jaxtrain.config.other_names import other_name
 from jaxtrain.config.schema import Config
@@ -182,6 +183,8 @@ def _schema_path(location: tuple[int | str, ...], values: dict[str, Any]) -> Key
     node: Any = values
     for part in location:
         if isinstance(node, dict) and node.get("kind") == part and part not in node:
+            continue
+        if path == ["task"] and part in (NAMED, CALLED):
             continue
         path.append(str(part))
         if isinstance(node, dict):

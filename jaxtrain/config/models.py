@@ -10,9 +10,12 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.call import Call
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+StepCount = Annotated[int, Field(ge=0)]
 
 _GPT = dict(
     vocab_size=50257, max_sequence_length=1024, position="learned", norm="layernorm",
@@ -255,4 +258,11 @@ class MLPConfig(Group):
     """Dropout rate after each hidden layer."""
 
 
-ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig, Field(discriminator="kind")]
+class CalledModel(Call):
+    """A model of your own: a function that returns a jaxtrain.Model."""
+
+    kind: Literal["called"] = "called"
+    """Which model this group describes."""
+
+
+ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")]

@@ -43,6 +43,11 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if schedule in ("constant", "inverse_sqrt"):
         for key in ("decay_steps", "final_fraction"):
             yield f"optimizer.schedule.{key}", f"optimizer.schedule.kind={schedule} decays to no end"
+    if config.optimizer.learning_rate is None:
+        yield (
+            "optimizer.schedule",
+            "optimizer.learning_rate is null, so that the function of optimizer.call has its own",
+        )
     if not parallel.auto:
         for key, axis in (
             ("schedule", "pipe"),

@@ -3,12 +3,14 @@
 from html import escape
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
+from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.loss import check_blocks
-from jaxtrain.config.models import ModelConfig, PositiveInt, TransformerConfig
+from jaxtrain.config.models import ModelConfig, NonNegative, PositiveInt, StepCount, TransformerConfig
+from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
@@ -17,114 +19,9 @@ from jaxtrain.errors import ConfigError
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 Degree = PositiveInt | Literal["auto"]
-NonNegative = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-StepCount = Annotated[int, Field(ge=0)]
-
-
-class ScheduleConfig(Group):
-    """The learning rate at each step: a linear warmup, then a decay of the chosen shape."""
-
-    kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """Shape after warmup; wsd (warmup, stable, decay) holds the peak and decays linearly at the end."""
-    warmup_steps: StepCount = 0
-    """Steps over which the learning rate rises from zero to the peak."""
-    decay_steps: PositiveInt | None = None
-    """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the end, as a fraction of the peak."""
-
-
-class _Optimizer(Group):
-    """The settings that every optimizer has."""
-
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """How the learning rate changes over the steps."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; null: no clipping."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Largest decay of the moving average of parameters and batch statistics, which evaluation uses; null: none."""
-    freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Parameters that are not trained, as path patterns such as 'blocks/*'."""
-    offload: bool = False
-    """Keep the optimizer state in host memory between steps; it is updated on the device, in slices where possible."""
-
-
-class SGDConfig(_Optimizer):
-    """Stochastic gradient descent with momentum."""
-
-    kind: Literal["sgd"] = "sgd"
-    """Which optimizer this group describes."""
-    momentum: Beta = 0.9
-    """Decay of the momentum."""
-    nesterov: bool = False
-    """Use Nesterov momentum."""
-
-
-class AdamWConfig(_Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
-
-    kind: Literal["adamw"] = "adamw"
-    """Which optimizer this group describes."""
-    b1: Beta = 0.9
-    """Decay of the first moment."""
-    b2: Beta = 0.95
-    """Decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the square root of the second moment."""
-    moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
-
-
-class MuonConfig(_Optimizer):
-    """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest; both have the same learning rate."""
-
-    kind: Literal["muon"] = "muon"
-    """Which optimizer this group describes."""
-    momentum: Beta = 0.95
-    """Decay of the momentum of matrices."""
-    newton_schulz_steps: PositiveInt = 5
-    """Newton-Schulz iterations that make the momentum of a matrix orthogonal."""
-    adamw: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Matrices that AdamW updates, besides embeddings and output layers; path patterns such as 'head/*'."""
-    b1: Beta = 0.9
-    """Decay of AdamW's first moment."""
-    b2: Beta = 0.95
-    """Decay of AdamW's second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the square root of AdamW's second moment."""
-
-
-class LionConfig(_Optimizer):
-    """Updates by the sign of a momentum (Chen et al. 2023); needs about a tenth of AdamW's learning rate."""
-
-    kind: Literal["lion"] = "lion"
-    """Which optimizer this group describes."""
-    b1: Beta = 0.9
-    """Weight of the momentum in the update; the gradient has the rest."""
-    b2: Beta = 0.99
-    """Decay of the momentum."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the momentum, which takes 4 or 2 bytes per parameter."""
-
-
-class AdafactorConfig(_Optimizer):
-    """Factored second moments (Shazeer and Stern 2018)."""
-
-    kind: Literal["adafactor"] = "adafactor"
-    """Which optimizer this group describes."""
-    min_dim_size_to_factor: PositiveInt = 128
-    """Matrices with both sides at least this long keep a factored second moment."""
-    b1: Beta | None = None
-    """Decay of the first moment; null: no first moment, which saves its memory."""
-
-
-OptimizerConfig = Annotated[
-    SGDConfig | AdamWConfig | MuonConfig | LionConfig | AdafactorConfig, Field(discriminator="kind")
+TaskName = Literal["language_modeling", "classification", "regression"]
+TaskConfig = Annotated[
+    Annotated[TaskName, Tag(NAMED)] | Annotated[CalledTask, Tag(CALLED)], Discriminator(named_or_called)
 ]
 
 
@@ -327,6 +224,11 @@ class ProfileConfig(Group):
     """Number of profiled steps."""
 
 
+def _short(group: Any) -> str:
+    """A task or group for people: its name, its kind, or the function that makes it."""
+    return group if isinstance(group, str) else group.call if isinstance(group, Call) else group.kind
+
+
 class Config(Group):
     """The settings of a complete run, as `load_config` reads them.
 
@@ -350,8 +252,8 @@ class Config(Group):
     """Name of the run directory under runs/; null: the name of the config."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of every random number: parameters, data order, dropout."""
-    task: Literal["language_modeling", "classification", "regression"] = "language_modeling"
-    """What the loss compares the outputs with: the next token, a class, or numbers."""
+    task: TaskConfig = "language_modeling"
+    """What the loss compares the outputs with: the next token, a class, or numbers; or a loss of your own (call)."""
     compilation_cache: str | None = "auto"
     """Folder of compiled programs; auto: the user's cache folder; null: compile in every process."""
     compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it
@@ -382,7 +284,8 @@ class Config(Group):
     """Steps that the profiler records."""
 
     def __repr__(self) -> str:
-        kinds = f"task={self.task}, model={self.model.kind}, data={self.data.kind}, optimizer={self.optimizer.kind}"
+        groups = {"task": self.task, "model": self.model, "data": self.data, "optimizer": self.optimizer}
+        kinds = ", ".join(f"{name}={_short(group)}" for name, group in groups.items())
         named = "" if self.name is None else f"name={self.name!r}, "
         return f"Config({named}{kinds}, steps={self.train.steps}, global_batch_size={self.train.global_batch_size})"
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
     attention_shapes,
@@ -81,7 +81,7 @@ def model_flops_per_row(
         trained: paths of the parameters that are trained; None: all are.
 
     Returns:
-        FLOPs as a float, or None where a size that the model needs is not known.
+        FLOPs as a float, or None where a size that the model needs is not known, and for a model of the user's own.
     """
     match model_config:
         case TransformerConfig():
@@ -100,6 +100,8 @@ def model_flops_per_row(
             if input_shape is None or num_outputs is None:
                 return None
             products = mlp_products(model_config, input_shape, num_outputs)
+        case CalledModel():
+            return None
     lowest = lowest_trained_block(model_config, trained)
     passes = (one.multiply_adds * (1 + backward_passes(one, trained, lowest)) for one in products)
     return float(_FLOPS_PER_MULTIPLY_ADD * sum(passes))
@@ -145,6 +147,8 @@ def block_number(config: ModelConfig, path: str) -> int:
             return 1 + 2 * int(stage) + (part == "rest")
         case MLPConfig():
             return int(rest.partition("/")[0]) if name == "layers" else len(config.hidden_dims)
+        case CalledModel():
+            raise AssertionError("a model of the user's own has no numbered blocks")
 
 
 def transformer_products(config: TransformerConfig, sequence_length: int, vocab_size: int) -> dict[str, list[Product]]:

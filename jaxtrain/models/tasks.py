@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import check_number, refusal, shown
+from jaxtrain.config.call import CalledTask
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Batch, LogitsLoss, Task, TaskSums
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
+from jaxtrain.runtime.call import call_function, described
 
 
 def target_weights(batch: Batch) -> jax.Array:
@@ -232,11 +234,20 @@ def build_task(config: Config) -> Task:
         config: its `task` and `loss`.
 
     Raises:
-        ConfigError: options of a loss that the task does not have.
+        ConfigError: options of a loss that the task does not have, or a function of `task.call` that cannot be called
+            or returns something else.
     """
     if config.task == "language_modeling":
         return language_modeling(z_loss=config.loss.z_loss, logits=config.loss.logits, block=config.loss.block)
     check_loss(config)
+    if isinstance(config.task, CalledTask):
+        made = call_function("task", config.task.call, config.task.args)
+        if isinstance(made, Task):
+            return made
+        raise ConfigError(
+            f"task.call={config.task.call} returned {described(made)}, not a jaxtrain.Task; return "
+            "jaxtrain.Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
+        )
     return TASKS[config.task]()
 
 

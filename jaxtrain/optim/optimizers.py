@@ -12,14 +12,16 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.config.schema import (
+from jaxtrain.config.optimizers import (
     AdafactorConfig,
     AdamWConfig,
+    CalledOptimizer,
     LionConfig,
     MuonConfig,
     OptimizerConfig,
     SGDConfig,
 )
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.layout.state_entries import counting_dims
@@ -29,6 +31,7 @@ from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
 from jaxtrain.optim.rules import Matrix, as_matrix, updates_elementwise
+from jaxtrain.runtime.call import call_function, described
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,19 @@ def _adafactor(config: AdafactorConfig, names: Names) -> list[optax.GradientTran
     return pieces + ([optax.ema(config.b1, debias=False)] if config.b1 else [])
 
 
+def _called(config: CalledOptimizer, learning_rate: optax.Schedule | None) -> optax.GradientTransformation:
+    """Call the function of `optimizer.call`, which gets the schedule of the config where it sets a learning rate."""
+    must_take = () if learning_rate is None else ("learning_rate",)
+    offered = {"learning_rate": learning_rate} if must_take else {}
+    made = call_function("optimizer", config.call, config.args, offered=offered, must_take=must_take)
+    if isinstance(made, optax.GradientTransformation):
+        return made
+    raise ConfigError(
+        f"optimizer.call={config.call} returned {described(made)}, not an optax transformation; return what "
+        "optax.adamw(learning_rate) or optax.chain(...) gives"
+    )
+
+
 _DIRECTIONS: dict[str, Callable[[Any, Names], list[optax.GradientTransformation]]] = {
     "sgd": _sgd,
     "adamw": _adamw,
@@ -101,7 +117,7 @@ _DIRECTIONS: dict[str, Callable[[Any, Names], list[optax.GradientTransformation]
 
 def build_optimizer(
     config: OptimizerConfig,
-    learning_rate: optax.Schedule,
+    learning_rate: optax.Schedule | None,
     *,
     axes: Mapping[str, tuple[str | None, ...]],
     stack: str | None = None,
@@ -110,14 +126,20 @@ def build_optimizer(
 
     Args:
         config: the kind of optimizer and its settings.
-        learning_rate: optimizer step -> learning rate.
+        learning_rate: optimizer step -> learning rate; None where a function of your own has one itself.
         axes: the model's table of logical axes. It says which dims count layers and experts, and which parameters are
             matrices for Muon.
         stack: top-level path of the parameters that are stacked layer by layer, for those without a row in the table.
 
     Returns:
         gradients (float32, clipped) -> updates to add to the parameters; declared `elementwise` where it is.
+
+    Raises:
+        ConfigError: a function of `optimizer.call` that cannot be called or returns something else.
     """
+    if isinstance(config, CalledOptimizer):
+        return _called(config, learning_rate)
+    assert learning_rate is not None, "the config of every kind has one"
     # The decay has a place in the chain even where it is 0: state is saved by its place in the chain, and a resumed run
     # may change the setting.
     mask = decay_mask(axes, stack=stack)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.optimizers import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.state_entries import COUNTING, is_stacked, named_dims
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.schema import ScheduleConfig
+from jaxtrain.config.optimizers import ScheduleConfig
 from jaxtrain.errors import ConfigError
 
 

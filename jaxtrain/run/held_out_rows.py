@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
 from jaxtrain.config import Config
+from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import parameter_shapes
@@ -51,7 +55,10 @@ def held_out_rows(
     if isinstance(rows, Data):
         if rows.validation is None:
             raise DataError(
-                "the data of the run has no held-out rows (data.validation_fraction=0); "
+                f"the data of the run has no held-out rows; let the function of data.call={config.data.call} return "
+                "{'train': {...}, 'validation': {...}}"
+                if isinstance(config.data, CalledData)
+                else "the data of the run has no held-out rows (data.validation_fraction=0); "
                 "give other data, such as data.path=FILE data.validation_fraction=0.5"
             )
         rows = rows.validation
@@ -84,8 +91,9 @@ def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, 
     """
     rows: Any = data.train if data.validation is None else data.validation
     targets = rows[0].get("targets")
-    if targets is not None:
-        check_fit(config, data, targets, own_task=own_task)
+    if isinstance(targets, np.ndarray | np.generic):
+        shape = jax.ShapeDtypeStruct(targets.shape, targets.dtype)
+        check_fit(config, data, shape, own_task=own_task)
     sizes = {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
     found = parameter_shapes(model_of(config, **sizes))
     trained = parameter_shapes(sharded_model.model)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config
+from jaxtrain.config.call import Call
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
+from jaxtrain.run.called_sources import called_sources, source_changes
 from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
@@ -169,6 +171,7 @@ class OpenedRun:
 
         if self._own_model is None:
             check_evaluable(self.info, self.run_dir, needed=("model",))
+            self._tell_changes("model")
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model
 
@@ -214,7 +217,13 @@ class OpenedRun:
 
         if self._own_task is None:
             check_evaluable(self.info, self.run_dir, needed=("task",))
+            self._tell_changes("task")
         return self._own_task or build_task(self.config)
+
+    def _tell_changes(self, part: str) -> None:
+        """Reports that the file of a function that the config names is another one than in training."""
+        for remark in source_changes(self.info, called_sources(self.config, among=(part,))):
+            self._report(remark)
 
     @functools.cached_property
     def evaluator(self) -> "Evaluator":
@@ -338,7 +347,8 @@ class OpenedRun:
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         model = self.sharded_model.model
         if model.decoder is None:
-            named = f"model {model.name}" if self._own_model is not None else f"model.kind={self.config.model.kind}"
+            is_own = self._own_model is not None or isinstance(self.config.model, Call)
+            named = f"model {model.name}" if is_own else f"model.kind={self.config.model.kind}"
             raise ConfigError(f"{named} of {self.run_dir} does not generate text")
         tokenizer = self.tokenizer
         if tokenizer is None:

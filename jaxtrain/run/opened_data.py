@@ -31,9 +31,8 @@ def open_saved_data(
 
     saved = info.get("data") or {}
     length = getattr(config.model, "max_sequence_length", None)
-    data = open_data(
-        config.data, sequence_length=length, seed=config.seed, task=config.task, reading=saved.get("reading")
-    )
+    task = config.task if isinstance(config.task, str) else None
+    data = open_data(config.data, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
     _check_tokenizer(data, tokenizer, run_dir)
     remarks = []
     same = saved.get("fingerprint") == json.loads(json.dumps(data.fingerprint))

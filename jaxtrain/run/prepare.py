@@ -22,6 +22,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.callbacks import Callback
+from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
@@ -91,6 +92,7 @@ def prepare_session(
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
+            notes += source_changes(checkpointer.metadata(), metadata["called"])
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
         progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))

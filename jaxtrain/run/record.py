@@ -14,6 +14,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
+from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import strict_json, write_text_atomic
@@ -190,6 +191,7 @@ def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
     info["task"] = run.step.task.name
     info["parameters"] = _parameters(run)
     info["from_python"] = own
+    info["called"] = called_sources(run.config, own)
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info

@@ -11,6 +11,7 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
+from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
@@ -57,12 +58,13 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
 
 
 def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
-    """What a checkpoint says of the run that wrote it: its config, which rows batch k holds, its parts from Python."""
+    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python, files of functions."""
     return {
         "name": run.name,
         "config": run.config.model_dump(mode="json"),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
+        "called": called_sources(run.config, own),
     }
 
 
@@ -213,5 +215,6 @@ def state_changes(changes: Iterable[str]) -> list[str]:
         change
         for change in changes
         if (key := change.partition(" ")[0]) in _SHAPES_STATE
+        or key.startswith(("optimizer.call", "optimizer.args"))
         or (key.startswith("model.") and key not in _SHAPES_NOTHING)
     ]

@@ -9,7 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
+from jaxtrain.config.call import Call
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.models import CalledModel
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
@@ -70,7 +72,8 @@ def open_run_data(config: Config) -> "Data":
     from jaxtrain.data import open_data
 
     length = getattr(config.model, "max_sequence_length", None)
-    return open_data(config.data, sequence_length=length, seed=config.seed, task=config.task)
+    task = config.task if isinstance(config.task, str) else None
+    return open_data(config.data, sequence_length=length, seed=config.seed, task=task)
 
 
 def length_notes(config: Config) -> list[str]:
@@ -113,6 +116,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
         ConfigError: names the settings that contradict one another.
     """
     check_kinds(config, own_task=own_task, unit=data.unit)
+    own_task = own_task or isinstance(config.task, Call)
     tokens = data.unit == "tokens"
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:
@@ -134,8 +138,8 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)
     if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
         raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
-    longest, length = getattr(config.model, "max_sequence_length", None), data.input_shape[0]
-    if tokens and longest is not None and length > longest:
+    longest, length = getattr(config.model, "max_sequence_length", None), data.input_shape[:1]
+    if tokens and longest is not None and length > (longest,):
         raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
 
 
@@ -176,7 +180,9 @@ def build_step(
     optimizer = config.optimizer
     if own.optimizer is None and optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
-    schedule = build_schedule(optimizer.schedule, peak=optimizer.learning_rate, steps=config.train.steps)
+    peak = optimizer.learning_rate
+    # An optimizer of the user's may have a rate of its own.
+    schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
     stack = None if model.parts is None else model.parts.stack
     scale = config.precision.loss_scale
     return make_train_step(
@@ -259,6 +265,8 @@ def model_of(
         input_shape, vocab_size, num_outputs, model: as for `build_step`.
     """
     remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
+    if model is None and isinstance(config.model, CalledModel):
+        model = build_model(config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
     if model is not None:
         return _remat_of_config(model, remat)
     return build_model(

@@ -36,7 +36,7 @@ def test_prints_every_key_with_value_type_default_origin_and_doc(cli):
 
 # id: (overrides, key, (value, type, default, origin))
 KEYS = {
-    "kind": ([], "model.kind", ("transformer", "transformer | resnet | mlp", "transformer", "default")),
+    "kind": ([], "model.kind", ("transformer", "transformer | resnet | mlp | called", "transformer", "default")),
     "null": ([], "model.head_dim", ("null", "int | null", "null", "default")),
     "flag": (["model.bias=true"], "model.bias", ("true", "true | false", "false", "command line")),
     "list": (["optimizer.freeze=[a/*]"], "optimizer.freeze", ('["a/*"]', "list of text", "[]", "command line")),

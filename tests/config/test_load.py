@@ -229,11 +229,12 @@ WRONG_VALUES = {
     "degree word": ("parallel.fsdp=all", "parallel.fsdp is 'all' (command line); it takes int | auto"),
     "unknown kind": (
         "optimizer.kind=adam",
-        "optimizer.kind is 'adam' (command line), not one of sgd, adamw, muon, lion, adafactor; did you mean 'adamw'?",
+        "optimizer.kind is 'adam' (command line), not one of sgd, adamw, muon, lion, adafactor, called; did you mean "
+        "'adamw'?",
     ),
     "kind of a wrong type": (
         "optimizer.kind=[1]",
-        "optimizer.kind is [1] (command line), not one of sgd, adamw, muon, lion, adafactor",
+        "optimizer.kind is [1] (command line), not one of sgd, adamw, muon, lion, adafactor, called",
     ),
     "unknown choice": (
         "task=translation",

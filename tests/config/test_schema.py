@@ -11,7 +11,7 @@ from jaxtrain.config import Config, load_config, shipped_configs
 from jaxtrain.config.base import Group
 from jaxtrain.config.keys import members, nearest, walk
 from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES, ResNetConfig, TransformerConfig
-from jaxtrain.config.schema import AdamWConfig
+from jaxtrain.config.optimizers import AdamWConfig
 
 
 def groups(group: type[Group], seen: dict[str, type[Group]]) -> dict[str, type[Group]]:
@@ -51,6 +51,7 @@ def test_defaults_are_valid():
             "factor": 8.0,
             "source": {"kind": "text"},
             "components": [{"source": {"kind": "text"}}],
+            "call": "module:function",
         }
         asked = {key: required[key] for key, field in group.model_fields.items() if field.is_required()}
         group.model_validate(asked)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.schema import AdafactorConfig
+from jaxtrain.config.optimizers import AdafactorConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, optimizer_shardings, parameter_shardings, path_name
 from jaxtrain.optim.optimizers import build_optimizer

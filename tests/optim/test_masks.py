@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.schema import AdamWConfig
+from jaxtrain.config.optimizers import AdamWConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.mlp import mlp

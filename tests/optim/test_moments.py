@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.schema import AdamWConfig, LionConfig
+from jaxtrain.config.optimizers import AdamWConfig, LionConfig
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import moment_block

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.schema import AdamWConfig, MuonConfig
+from jaxtrain.config.optimizers import AdamWConfig, MuonConfig
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.build import build_model

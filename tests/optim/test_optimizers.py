@@ -7,7 +7,7 @@ import optax
 import pytest
 from pydantic import TypeAdapter
 
-from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 from jaxtrain.optim.optimizers import build_optimizer
 
 RATE = 0.1

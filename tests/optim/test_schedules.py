@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import ScheduleConfig
+from jaxtrain.config.optimizers import ScheduleConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.optim.schedules import build_schedule
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from jaxtrain.config.data import DigitsData, TextData
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.schema import AdamWConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
 from jaxtrain.data import Batches, open_data
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model

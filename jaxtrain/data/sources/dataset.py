@@ -8,6 +8,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.arguments import check_choice, check_kind, check_whole, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import (
+    CalledData,
     DataConfig,
     DigitsData,
     ImageFolderData,
@@ -24,6 +25,7 @@ from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.runtime.call import call_function
 from jaxtrain.runtime.card import card
 
 if TYPE_CHECKING:
@@ -167,8 +169,30 @@ def open_data(
             from jaxtrain.data.sources.tables import open_table
 
             return _example_data(open_table(config, task=task, reading=reading))
+        case CalledData():
+            made = call_function("data", config.call, config.args, error=DataError)
+            return made if isinstance(made, Data) else _array_data(config, made)
         case _:
             raise ConfigError(f"open_data takes the group data of a config, not a {type(config).__name__}")
+
+
+def _array_data(config: CalledData, made: Any) -> Data:
+    """The data of a function that returned arrays."""
+    from jaxtrain.data.sources.arrays import open_arrays
+
+    found = open_arrays(made, label=config.call)
+    return Data(
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.identity,
+        vocab_size=None,
+        num_outputs=found.num_outputs,
+        input_shape=found.input_shape,
+        unit="tokens" if found.are_tokens else "examples",
+        units_per_row=found.input_shape[0] if found.are_tokens else 1,
+        tokenizer=None,
+        description=found.description,
+    )
 
 
 def _check_call(config: Any, sequence_length: Any, seed: Any, task: Any, reading: Any) -> None:

@@ -44,9 +44,10 @@ class RunFiles:
 
     @property
     def task(self) -> str:
-        """The name of the task; one from Python is not in the config."""
-        own = mapping(self.info.get("from_python")).get("task")
-        return str(self.info.get("task") or own or self.config.get("task") or "")
+        """The name of the task; one of the user's own is not in the config."""
+        own, named = mapping(self.info.get("from_python")).get("task"), self.config.get("task")
+        # A group names the function that makes the task.
+        return str(self.info.get("task") or own or mapping(named).get("call") or named or "")
 
     @property
     def is_language(self) -> bool:

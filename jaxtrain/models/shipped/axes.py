@@ -1,6 +1,6 @@
 """The axes tables of the shipped models: parameter path -> logical axes. No jax here: the planner reads them."""
 
-from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.rules import FamilyTable
 
 Axes = dict[str, tuple[str | None, ...]]
@@ -74,3 +74,5 @@ def model_axes(config: ModelConfig) -> Axes:
             return FamilyTable(RESNET)
         case MLPConfig():
             return mlp_axes(len(config.hidden_dims))
+        case CalledModel():
+            raise AssertionError("a model of the user's own brings its axes table")

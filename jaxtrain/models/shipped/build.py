@@ -7,10 +7,11 @@ from typing import Any
 from jaxtrain.config import load_config
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.config.base import Group
-from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.models import CalledModel, ModelConfig
 from jaxtrain.config.remat import BLOCK_INPUT
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, Rebuild
+from jaxtrain.models.called import called_model
+from jaxtrain.models.model import Model, Rebuild, with_remat
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
@@ -44,7 +45,7 @@ def build_model(
         input_shape: shape of the inputs of one row, without the batch dim.
         vocab_size: vocabulary of the data, where it has one.
         num_outputs: classes or targets of the data, where it has them.
-        remat: what the backward pass keeps; None: everything.
+        remat: what the backward pass keeps; None: everything, and of a model of your own (`call`) what it says itself.
 
     Raises:
         ConfigError: an argument is of another type, a key or value of the mapping is wrong, neither the config nor the
@@ -59,6 +60,12 @@ def build_model(
     _check_call(config, input_shape, vocab_size, num_outputs, remat)
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model
+    if isinstance(config, CalledModel):
+        own = called_model(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
+        applied = own if remat is None else with_remat(own, remat)
+        if applied is None:
+            raise ConfigError(f"remat: the model of {config.call} takes no remat policy; let the function apply it")
+        return applied
     given, remat = remat, remat or Remat()
     wrong = [name for name in remat.offload if config.kind != "transformer" and (config.kind, name) not in _OFFLOADED]
     if wrong:

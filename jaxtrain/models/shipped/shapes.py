@@ -8,7 +8,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from jaxtrain.config.models import MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -172,6 +172,8 @@ def model_tensors(
             assert num_outputs is not None
             layers = dense_layers(config, math.prod(input_shape), num_outputs)
             return Tensors(_with_biases(layers), {})
+        case CalledModel():
+            raise AssertionError("the tensors of a model of the user's own are known from its init")
 
 
 def _with_biases(layers: dict[str, LinearShape]) -> Shapes:

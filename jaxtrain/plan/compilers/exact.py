@@ -4,10 +4,13 @@ import math
 import re
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.plan.workload.record import Workload
+
+if TYPE_CHECKING:
+    from jaxtrain.train.step import TrainStep
 
 # libtpu, once it laid the program out: "Ran out of memory in memory space hbm. Used 50.24G of 15.75G hbm.", or before:
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (20.55G) exceeds available HBM (15.75G)."
@@ -51,20 +54,12 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     import jax
 
     from jaxtrain.plan.compilers.topology import compile_for
-    from jaxtrain.train.assemble import build_step
 
-    step = build_step(
-        config,
-        input_shape=workload.input_shape,
-        vocab_size=workload.vocab_size,
-        num_outputs=workload.num_outputs,
-        devices=devices,
-    )
+    step, batch = planned_step(config, workload, devices)
     on_host = step.state_on_host
     moved = jax.tree.map(lambda leaf, host: leaf if host else None, step.abstract_state, on_host)
     host_bytes = sharded_bytes(moved)
     state_bytes = sharded_bytes(step.abstract_state) - host_bytes
-    batch = batch_shapes(workload)
     lowered = step.lower(batch)
     began = time.monotonic()
     try:
@@ -84,6 +79,29 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     return ExactMemory(state_bytes, peak, temporaries, None, time.monotonic() - began, host_bytes)
 
 
+def planned_step(config: Config, workload: Workload, devices: list[Any] | None) -> "tuple[TrainStep, dict[str, Any]]":
+    """The step of a config for devices, and the shapes of its batch.
+
+    Args:
+        config: the run.
+        workload: from `describe_workload`.
+        devices: real or compile-only; None: all of this process.
+    """
+    from jaxtrain.config.data import CalledData
+    from jaxtrain.train.assemble import build_step, open_run_data, training_batches
+
+    step = build_step(
+        config,
+        input_shape=workload.input_shape,
+        vocab_size=workload.vocab_size,
+        num_outputs=workload.num_outputs,
+        devices=devices,
+    )
+    if isinstance(config.data, CalledData):
+        return step, dict(training_batches(config, open_run_data(config)).spec())
+    return step, batch_shapes(workload)
+
+
 def _host_flags(on_host: Any, batch: dict[str, Any], lowered: Any) -> tuple[list[bool], list[bool]] | None:
     """Which arguments (state, batch) and results (state, metrics) of a step lie on the host; None where none does."""
     import jax
@@ -92,7 +110,7 @@ def _host_flags(on_host: Any, batch: dict[str, Any], lowered: Any) -> tuple[list
     if not any(state):
         return None
     num_results = len(jax.tree.leaves(lowered.out_info))
-    return [*state, *[False] * len(batch)], [*state, *[False] * (num_results - len(state))]
+    return [*state, *[False] * len(jax.tree.leaves(batch))], [*state, *[False] * (num_results - len(state))]
 
 
 def sharded_bytes(tree: Any) -> int:

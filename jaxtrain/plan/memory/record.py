@@ -14,6 +14,7 @@ class Memory:
         capacity_bytes: of the device; None: not known.
         reserved_bytes: of the capacity, what the runtime, the compiler's fragmentation and libraries take.
         host_parts: name -> bytes in the host's memory for one device: what is offloaded.
+        is_complete: whether the parts are all there is; of functions of the user's own only some are known.
     """
 
     parts: dict[str, int]
@@ -21,6 +22,7 @@ class Memory:
     capacity_bytes: int | None
     reserved_bytes: int = 0
     host_parts: dict[str, int] = field(default_factory=dict)
+    is_complete: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -35,4 +37,8 @@ class Memory:
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within what is left of the capacity; None where that is not known."""
-        return None if self.usable_bytes is None else self.total_bytes <= self.usable_bytes
+        if self.usable_bytes is None:
+            return None
+        if self.total_bytes > self.usable_bytes:
+            return False
+        return True if self.is_complete else None

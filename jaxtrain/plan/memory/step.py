@@ -90,19 +90,28 @@ def step_memory(
     }
     hardware = target.hardware
     capacity = hardware.memory_bytes or None
-    reserved = 0 if capacity is None or hardware.kind == "cpu" else round(_RESERVED[hardware.kind] * capacity)
     host = {"optimizer state": state.optimizer if offload else 0, "activations": round(work.moved)}
     return Memory(
         {name: size for name, size in parts.items() if size},
         state.total - host["optimizer state"],
         capacity,
-        reserved,
+        reserved_bytes(target),
         {name: size for name, size in host.items() if size},
     )
 
 
 # Of the capacity: what jax leaves to CUDA's context, cuBLAS and NCCL. libtpu's capacity is what programs get.
 _RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION, "tpu": 0.0}
+
+
+def reserved_bytes(target: Target) -> int:
+    """Bytes of a device's memory that a program does not get."""
+    hardware = target.hardware
+    return (
+        0
+        if not hardware.memory_bytes or hardware.kind == "cpu"
+        else round(_RESERVED[hardware.kind] * hardware.memory_bytes)
+    )
 
 
 def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch) -> tuple[float, float, float]:

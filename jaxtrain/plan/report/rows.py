@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxtrain.config.optimizers import CalledOptimizer
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.search.estimate import Estimate
@@ -215,7 +216,8 @@ def _run_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     moved = f"; on the host: {', '.join(offloaded)}" if offloaded else ""
     rows["remat"] = f"{config.remat.policy}{named}{moved}"
     rows["precision"] = config.precision.policy
-    rows["optimizer"] = config.optimizer.kind
+    optimizer = config.optimizer
+    rows["optimizer"] = optimizer.call if isinstance(optimizer, CalledOptimizer) else optimizer.kind
     rows["parameters"] = f"{format_count(estimate.num_parameters)} ({estimate.num_parameters:,})"
     if workload.tokens is not None:
         rows["batch"] = f"{workload.rows:,} rows of {workload.sequence_length:,} tokens"
@@ -245,7 +247,8 @@ def _memory_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         peak = f"analytic {units.memory(total)}, compiler {units.memory(exact.peak_bytes)} ({took})"
     else:
         missing = f": {estimate.exact_missing}" if estimate.exact_missing else ""
-        peak = f"{units.memory(total)}, analytic only{missing}"
+        least = "at least " if estimate.unknown else ""
+        peak = f"{least}{units.memory(total)}, analytic only{missing}"
     rows["peak"] = _Fact(peak)
     rows["verdict"] = _Fact(_verdict(estimate, units))
     return rows
@@ -259,6 +262,8 @@ def _capacity(count: float) -> str:
 def _verdict(estimate: Estimate, units: _Units) -> str:
     memory, exact = estimate.memory, estimate.exact
     needed = memory.total_bytes if exact is None else exact.peak_bytes
+    if estimate.fits is None and estimate.unknown is not None and exact is None:
+        return f"not known: the parts above take {units.memory(needed)}; {estimate.unknown}"
     if estimate.fits is None or memory.capacity_bytes is None:
         return f"takes {units.memory(needed)}; the capacity is {_UNKNOWN}"
     fits = "fits" if estimate.fits else "does not fit"
@@ -276,6 +281,8 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     if estimate.fits is False:
         return {"step time": _Fact(_NONE)}
     if time is None:
+        if estimate.unknown is not None:
+            return {"step time": _Fact(f"{_UNKNOWN}: {estimate.unknown}")}
         reason = f"{_UNKNOWN}: no peak for {estimate.config.precision.policy} on this hardware"
         return {"step time": _Fact(reason)}
     ms = units.milliseconds

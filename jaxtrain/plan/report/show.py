@@ -74,11 +74,13 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
                 "usable_bytes": memory.usable_bytes,
                 "capacity_fraction": memory.total_bytes / memory.capacity_bytes if memory.capacity_bytes else None,
                 "fits": memory.fits,
+                "is_complete": memory.is_complete,
             },
             "exact": None if estimate.exact is None else dataclasses.asdict(estimate.exact),
             "exact_missing": estimate.exact_missing,
             "time": None if time is None else _time_json(estimate, time),
             "cost": None if cost is None else dataclasses.asdict(cost),
+            "unknown": estimate.unknown,
             "notes": estimate.notes,
             "advice": estimate.advice,
         }

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxtrain.config.kinds import task_name
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.remat import BLOCK_INPUT, check_remat
 from jaxtrain.config.schema import Config
@@ -26,6 +27,7 @@ from jaxtrain.plan.cost.spot import INTERRUPTIONS_PER_NODE_HOUR
 from jaxtrain.plan.cost.training import Cost, training_cost
 from jaxtrain.plan.memory.step import step_memory
 from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.search.own_step import analyse_own, own_functions
 from jaxtrain.plan.time.step import has_fp8, step_time
 from jaxtrain.plan.work.attention import AttentionWork, attention_work
 from jaxtrain.plan.work.blocks import DeviceBatch
@@ -80,7 +82,8 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
         sizes: of rows from Python that replace the config's data; None: the config's data.
 
     Returns:
-        An estimate; its time and cost are None where no peak is known for the number format.
+        An estimate; its time and cost are None where no peak is known for the number format, and for functions of the
+        user's own.
 
     Raises:
         ConfigError: a layout that the model or the batch cannot take, or a size that only the data gives.
@@ -94,6 +97,8 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     config = with_degrees(config, target.num_devices)
     if target.hardware.kind == "cpu":
         config = _on_one_memory(config)
+    if own_functions(config):
+        return analyse_own(config, target)
     workload = describe_workload(config, sizes)
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
@@ -142,7 +147,7 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
     check_model_axes(
         degrees,
         model=model.kind,
-        task=config.task,
+        task=task_name(config),
         has_parts=transformer,
         has_sequence=transformer,
         has_experts=isinstance(model, TransformerConfig) and model.experts is not None,

@@ -10,6 +10,7 @@ from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.catalogue.here import this_machine
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.layouts import Found, describe_layout, search, why_not
+from jaxtrain.plan.search.own_step import check_can_estimate
 from jaxtrain.plan.workload.describe import RowSizes
 
 _GIB = 2**30
@@ -35,6 +36,7 @@ def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | 
             "parallel.auto plans the model of the config, but model= is your own, which the planner does not know; "
             "set a degree instead: parallel.data=auto replicates its parameters, parallel.fsdp=auto shards them"
         )
+    check_can_estimate(loaded.config, "parallel.auto")
     target = this_machine()
     if target is None:
         import jax

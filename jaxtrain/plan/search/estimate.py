@@ -26,6 +26,7 @@ class Estimate:
         cost: of the whole run; None without a time.
         exact: memory by the target's own compiler; None: not compiled.
         exact_missing: why there is none, in a line; None where there is one or none was asked for.
+        unknown: what is not known of functions of the user's own, in a few words; None: all is estimated.
         notes: assumptions and warnings for people.
         advice: changes that make it fit, where it does not.
     """
@@ -40,6 +41,7 @@ class Estimate:
     cost: Cost | None
     exact: ExactMemory | None = None
     exact_missing: str | None = None
+    unknown: str | None = None
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = field(default=())
 

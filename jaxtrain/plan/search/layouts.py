@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.config.models import TransformerConfig
-from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.parallel.division import batch_shards

@@ -1,10 +1,6 @@
 """A plan: the analytic estimate, the compiler's word beside it, and advice where it does not fit."""
 
 import dataclasses
-import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +8,11 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.compilers.exact import ExactMemory
+from jaxtrain.plan.compilers.process import ask
 from jaxtrain.plan.search.advice import advise
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.estimate import Estimate
 
-# The line of a traceback that names what was raised.
-_RAISED = re.compile(r"[\w.]*(Error|Exception)\b")
 NO_COMPILER = "no compiler for it that runs without the hardware"
 
 
@@ -28,7 +23,7 @@ def analytic_plan(config: Config, target: Target, terms: Terms | None = None) ->
         ConfigError: a layout that the config cannot take.
     """
     estimate = analyse(config, target, terms)
-    if estimate.memory.fits is False:
+    if estimate.memory.fits is False and estimate.unknown is None:
         estimate = dataclasses.replace(estimate, advice=advise(estimate, terms))
     return estimate
 
@@ -55,28 +50,19 @@ def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate
         return dataclasses.replace(estimate, exact_missing=answer["error"])
     exact = ExactMemory(**answer)
     after = dataclasses.replace(estimate, exact=exact)
-    return dataclasses.replace(after, advice=advise(after) if after.fits is False else ())
+    return dataclasses.replace(after, advice=advise(after) if after.fits is False and after.unknown is None else ())
 
 
 def _compile(estimate: Estimate) -> dict[str, Any]:
     target = estimate.target
     request = {
+        "what": "memory",
         "config": estimate.config.model_dump(mode="json"),
         "topology": target.topology,
         "num_slices": target.num_hosts if target.hardware.kind == "tpu" else 1,
         "num_devices": target.num_devices,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxtrain.plan.compilers.subprocess_main"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        message = next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1] if lines else "no message")
-        return {"error": f"the compiler failed: {message[:300]}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    return ask(request)
 
 
 def how_to_check(estimate: Estimate) -> str | None:

@@ -212,6 +212,7 @@ def step_time(
     rated = [_rate(blocks, sent, bubble, peaks, target, batch, which) for which in (_LIKELY, _BEST, _WORST)]
     times, on_axes, seconds = rated[_LIKELY]
     compute = sum(block.seconds for block in times)
+    assert workload.flops_per_row is not None, "a model of the user's own is not analysed here"
     flops = workload.flops_per_row * workload.rows
     rates = _EFFICIENCY[target.hardware.kind]
     assumptions = [

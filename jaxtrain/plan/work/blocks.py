@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import CalledModel, MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.metrics.flops import (
     Product,
@@ -146,6 +146,8 @@ def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
             products = mlp_products(model, workload.input_shape, workload.num_outputs or 0)
             names = [*(f"layer {number}" for number in range(len(model.hidden_dims))), "output"]
             return {name: mean([product]) for name, product in zip(names, products, strict=True)}
+        case CalledModel():
+            raise AssertionError("the blocks of a model of the user's own are not known")
 
 
 def _grouped(products: Sequence[Product]) -> dict[str, list[Product]]:

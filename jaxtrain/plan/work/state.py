@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import AdafactorConfig, AdamWConfig, Config, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, CalledOptimizer, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
 from jaxtrain.layout.zero import zero_axes
@@ -122,6 +123,8 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int
         case AdafactorConfig():
             numbers = _adafactor_numbers(config, tensors, one, degrees, optimizer.min_dim_size_to_factor)
             return _FP32 * (numbers + (size if optimizer.b1 else 0))
+        case CalledOptimizer():
+            raise AssertionError("the state of an optimizer of the user's own is read off the step")
 
 
 def update_flops(config: Config, placed: Sequence[Parameter], degrees: Mapping[str, int]) -> float:

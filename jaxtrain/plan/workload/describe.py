@@ -1,8 +1,10 @@
 """What a step works on, as far as a config says it: shapes of a batch, sizes that the data decides. No jax here."""
 
+import functools
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.data import (
+    CalledData,
     DigitsData,
     ImageFolderData,
     SyntheticData,
@@ -10,8 +12,8 @@ from jaxtrain.config.data import (
     TokenData,
     TokenizerConfig,
 )
-from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.kinds import check_kinds, gives_tokens
+from jaxtrain.config.models import CalledModel, MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
@@ -51,7 +53,7 @@ class RowSizes:
 
 
 def _sizes_of_config(config: Config) -> RowSizes:
-    """The sizes of the rows that a config's own data has, which is not opened.
+    """The sizes of the rows that a config's own data has, which is not opened, unless a function has to be called.
 
     Raises:
         ConfigError: a size that only the data knows; says which key to set.
@@ -60,6 +62,8 @@ def _sizes_of_config(config: Config) -> RowSizes:
     notes: list[str] = []
     vocab_size = num_outputs = None
     match data:
+        case CalledData():
+            return _opened_sizes(config.model_dump_json())
         case DigitsData():
             input_shape, num_outputs = (8, 8, 1), 10
         case ImageFolderData():
@@ -80,8 +84,11 @@ def _sizes_of_config(config: Config) -> RowSizes:
         case SyntheticData(task="table"):
             input_shape, num_outputs = (data.num_columns,), data.num_classes
         case _:
-            assert isinstance(model, TransformerConfig), "check_kinds refuses another model of tokens"
-            input_shape = (data.sequence_length or model.max_sequence_length,)
+            assert isinstance(model, TransformerConfig | CalledModel), "check_kinds refuses another model of tokens"
+            length = data.sequence_length or getattr(model, "max_sequence_length", None)
+            if length is None:
+                raise ConfigError("data.sequence_length is null and model.call says nothing of it; set it, such as 256")
+            input_shape = (length,)
             match data:
                 case SyntheticData():
                     vocab_size, note = data.vocab_size, ""
@@ -89,6 +96,8 @@ def _sizes_of_config(config: Config) -> RowSizes:
                     vocab_size, note = None, ""
                 case _:
                     vocab_size, note = _vocabulary(data.tokenizer)
+            if isinstance(model, CalledModel):
+                return RowSizes(input_shape, vocab_size, None, (note,) if note else (), "tokens")
             if model.vocab_size is None and vocab_size is None:
                 raise ConfigError(
                     "a plan does not open the data, and model.vocab_size is not set; set model.vocab_size to the "
@@ -97,6 +106,19 @@ def _sizes_of_config(config: Config) -> RowSizes:
             if model.vocab_size is None and note:
                 notes.append(note)
     return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes))
+
+
+@functools.lru_cache(maxsize=4)
+def _opened_sizes(config: str) -> RowSizes:
+    """The sizes of the rows that a function of the user's returns; a search asks for every layout.
+
+    Args:
+        config: as JSON.
+    """
+    from jaxtrain.train.assemble import open_run_data
+
+    data = open_run_data(Config.model_validate_json(config))
+    return RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit)
 
 
 def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload:
@@ -110,11 +132,18 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         ConfigError: task, model and data that do not go together, or a size that only the data knows; says which key
             to set.
     """
+    source = f"data.kind={config.data.kind}" if sizes is None else "the data given"
+    if isinstance(config.data, CalledData):
+        source = f"data.call={config.data.call}"
+        sizes = sizes or _sizes_of_config(config)
     # A plan knows no task from Python, but a config may be meant for one.
     check_kinds(config, own_task=True, unit=None if sizes is None else sizes.unit)
-    model, source = config.model, f"data.kind={config.data.kind}" if sizes is None else "the data given"
+    model = config.model
     sizes = sizes or _sizes_of_config(config)
     input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
+    if isinstance(model, CalledModel):
+        unit = sizes.unit or ("tokens" if gives_tokens(config) else "examples")
+        return Workload(unit, input_shape, vocab_size, num_outputs, config.train.global_batch_size, None, sizes.notes)
     if isinstance(model, TransformerConfig):
         vocab_size = model.vocab_size or vocab_size
         if vocab_size is None:

@@ -14,7 +14,8 @@ class Workload:
         vocab_size: of tokens, as the model has it.
         num_outputs: classes or targets, as the model has them.
         rows: of a step, over all devices and microbatches.
-        flops_per_row: model FLOPs, forward and the backward that the trained parameters need (`metrics/flops.py`).
+        flops_per_row: model FLOPs, forward and the backward that the trained parameters need (`metrics/flops.py`);
+            None: those of a model of the user's own, which are not known.
         notes: what was assumed because the config leaves it to the data.
     """
 
@@ -23,7 +24,7 @@ class Workload:
     vocab_size: int | None
     num_outputs: int | None
     rows: int
-    flops_per_row: float
+    flops_per_row: float | None
     notes: tuple[str, ...] = ()
 
     @property

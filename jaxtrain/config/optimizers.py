@@ -1,0 +1,137 @@
+"""The group `optimizer` of a config: what updates the parameters, and the learning rate over the steps. No jax here."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Group
+from jaxtrain.config.call import Call
+from jaxtrain.config.models import NonNegative, PositiveInt, StepCount
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ScheduleConfig(Group):
+    """The learning rate at each step: a linear warmup, then a decay of the chosen shape."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """Shape after warmup; wsd (warmup, stable, decay) holds the peak and decays linearly at the end."""
+    warmup_steps: StepCount = 0
+    """Steps over which the learning rate rises from zero to the peak."""
+    decay_steps: PositiveInt | None = None
+    """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end, as a fraction of the peak."""
+
+
+class _Rate(Group):
+    """The settings of a direction that a learning rate scales."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate changes over the steps."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
+
+
+class _Update(Group):
+    """The settings that every optimizer has."""
+
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global norm of the gradient; null: no clipping."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Largest decay of the moving average of parameters and batch statistics, which evaluation uses; null: none."""
+    freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Parameters that are not trained, as path patterns such as 'blocks/*'."""
+    offload: bool = False
+    """Keep the optimizer state in host memory between steps; it is updated on the device, in slices where possible."""
+
+
+class _Optimizer(_Update, _Rate):
+    """The settings of the optimizers that a config describes by their kind."""
+
+
+class SGDConfig(_Optimizer):
+    """Stochastic gradient descent with momentum."""
+
+    kind: Literal["sgd"] = "sgd"
+    """Which optimizer this group describes."""
+    momentum: Beta = 0.9
+    """Decay of the momentum."""
+    nesterov: bool = False
+    """Use Nesterov momentum."""
+
+
+class AdamWConfig(_Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
+
+    kind: Literal["adamw"] = "adamw"
+    """Which optimizer this group describes."""
+    b1: Beta = 0.9
+    """Decay of the first moment."""
+    b2: Beta = 0.95
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the square root of the second moment."""
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
+
+
+class MuonConfig(_Optimizer):
+    """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest; both have the same learning rate."""
+
+    kind: Literal["muon"] = "muon"
+    """Which optimizer this group describes."""
+    momentum: Beta = 0.95
+    """Decay of the momentum of matrices."""
+    newton_schulz_steps: PositiveInt = 5
+    """Newton-Schulz iterations that make the momentum of a matrix orthogonal."""
+    adamw: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Matrices that AdamW updates, besides embeddings and output layers; path patterns such as 'head/*'."""
+    b1: Beta = 0.9
+    """Decay of AdamW's first moment."""
+    b2: Beta = 0.95
+    """Decay of AdamW's second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the square root of AdamW's second moment."""
+
+
+class LionConfig(_Optimizer):
+    """Updates by the sign of a momentum (Chen et al. 2023); needs about a tenth of AdamW's learning rate."""
+
+    kind: Literal["lion"] = "lion"
+    """Which optimizer this group describes."""
+    b1: Beta = 0.9
+    """Weight of the momentum in the update; the gradient has the rest."""
+    b2: Beta = 0.99
+    """Decay of the momentum."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the momentum, which takes 4 or 2 bytes per parameter."""
+
+
+class AdafactorConfig(_Optimizer):
+    """Factored second moments (Shazeer and Stern 2018)."""
+
+    kind: Literal["adafactor"] = "adafactor"
+    """Which optimizer this group describes."""
+    min_dim_size_to_factor: PositiveInt = 128
+    """Matrices with both sides at least this long keep a factored second moment."""
+    b1: Beta | None = None
+    """Decay of the first moment; null: no first moment, which saves its memory."""
+
+
+class CalledOptimizer(_Update, Call):
+    """An optimizer of your own: a function that returns an optax transformation."""
+
+    kind: Literal["called"] = "called"
+    """Which optimizer this group describes."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak of the schedule that the function gets as learning_rate; null: the function has a learning rate itself."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How that learning rate changes over the steps."""
+
+
+OptimizerConfig = Annotated[
+    SGDConfig | AdamWConfig | MuonConfig | LionConfig | AdafactorConfig | CalledOptimizer, Field(discriminator="kind")
+]

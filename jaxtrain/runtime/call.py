@@ -1,0 +1,236 @@
+"""Calls the functions that a config names; a mistake in what the user wrote is one line with its place. No jax here."""
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from jaxtrain.errors import ConfigError, UserError
+
+
+def call_function(
+    group: str,
+    call: str,
+    arguments: Mapping[str, Any],
+    *,
+    offered: Mapping[str, Any] | None = None,
+    must_take: Sequence[str] = (),
+    error: type[UserError] = ConfigError,
+) -> Any:
+    """Import a function, check its arguments against its signature, and call it.
+
+    The module is found as `python -m` finds it: in the current directory first, then on Python's path.
+
+    Args:
+        group: of the config that names the function, for messages: "model".
+        call: "module:function".
+        arguments: by name, as the config gives them.
+        offered: what else the function gets where its signature names it and the config does not give it. A value of
+            None is given only to a parameter without a default.
+        must_take: names of `offered` that the function has to take, because the config sets them.
+        error: type of the error for what is wrong inside the module and the function.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        ConfigError: no such module or function, or arguments that the function does not take.
+        UserError: of the type `error`: the module cannot be imported, or the function raised. An error of ours keeps
+            its type.
+    """
+    where = f"{group}.call={call}"
+    module, function = _find(where, call, error)
+    given = _bound(group, call, function, arguments, offered or {}, must_take)
+    try:
+        return function(**given)
+    except Exception as raised:
+        name = call.partition(":")[2]
+        _raise(f"{where}: {name} raised", raised, module, error)
+
+
+def source_digest(group: str, call: str) -> dict[str, str | None]:
+    """The file that a function comes from and its SHA-256, to notice later that it changed.
+
+    Args:
+        group: of the config that names the function.
+        call: "module:function".
+
+    Returns:
+        `call`, `file` (its absolute path) and `sha256`; both None for a module without a file.
+
+    Raises:
+        UserError: as `call_function`.
+    """
+    module, function = _find(f"{group}.call={call}", call, ConfigError)
+    # A function may be imported into the module that the config names.
+    home = sys.modules.get(getattr(inspect.unwrap(function), "__module__", None) or "", module)
+    file = getattr(home, "__file__", None)
+    if file is None or not Path(file).is_file():
+        return {"call": call, "file": None, "sha256": None}
+    return {"call": call, "file": os.path.abspath(file), "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+
+
+def _find(where: str, call: str, error: type[UserError]) -> tuple[ModuleType, Callable[..., Any]]:
+    """The module and the function that `module:function` names."""
+    name, _, attribute = call.partition(":")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    # A file that was written since the last import of its folder would not be found.
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
+            _raise(f"{where}: importing {name} raised", missing, None, error)
+        raise ConfigError(_no_module(where, name, missing.name, here)) from missing
+    except (Exception, SystemExit) as raised:
+        _raise(f"{where}: importing {name} raised", raised, None, error)
+    function = getattr(module, attribute, None)
+    if callable(function):
+        return module, function
+    if function is not None:
+        raise ConfigError(f"{where}: {attribute} is of type {type(function).__name__}, not a function that is called")
+    functions = [found for found, value in vars(module).items() if callable(value) and not found.startswith("_")]
+    close = difflib.get_close_matches(attribute, functions, 1)
+    own = [found for found in functions if getattr(getattr(module, found), "__module__", None) == name]
+    hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(own[:8])}" if own else ""
+    raise ConfigError(f"{where}: the module {name} ({_short(module.__file__)}) has no function {attribute!r}{hint}")
+
+
+def _no_module(where: str, name: str, missing: str, here: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    if parent:
+        folders = list(getattr(sys.modules.get(parent), "__path__", []))
+        searched = f"in the package {parent} ({', '.join(map(_short, folders))})" if folders else f"in {parent}"
+    else:
+        folders, searched = [here], f"in the current directory ({here}) or on Python's path"
+    found = {path.stem for folder in map(Path, folders) if folder.is_dir() for path in folder.iterdir()}
+    close = difflib.get_close_matches(last, found, 1)
+    fix = f"did you mean {close[0]!r}?" if close else "run the command where it is, or set PYTHONPATH to its folder"
+    return f"{where}: there is no module {missing!r} {searched}; {fix}"
+
+
+def _bound(
+    group: str,
+    call: str,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    offered: Mapping[str, Any],
+    must_take: Sequence[str],
+) -> dict[str, Any]:
+    """The arguments of the call.
+
+    Raises:
+        ConfigError: an argument that the function does not take, or one that is missing.
+    """
+    name = call.partition(":")[2]
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C: the call itself says what is wrong
+        return dict(arguments)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if by_place:
+        raise ConfigError(
+            f"{group}.call={call}: {name} takes {by_place[0]} by its place only; it is called by names, so remove the "
+            "'/' from its signature"
+        )
+    takes = f"it takes {', '.join(named)}" if named else "it takes no arguments"
+    for key in arguments:
+        if key not in named and not takes_any:
+            close = difflib.get_close_matches(key, named, 1)
+            hint = f"; did you mean {group}.args.{close[0]}?" if close else ""
+            raise ConfigError(f"{group}.args.{key}: {name} of {group}.call={call} has no such parameter, {takes}{hint}")
+    for key in must_take:
+        if key in arguments:
+            raise ConfigError(f"{group}.{key} and {group}.args.{key} are both set; leave one of them out")
+        if key not in named:
+            raise ConfigError(
+                f"{group}.{key} is set, but {name} of {group}.call={call} has no parameter {key}, {takes}; "
+                f"set {group}.{key}=null, or let it take {key}"
+            )
+    given = dict(arguments)
+    for key, parameter in named.items():
+        if key in given:
+            continue
+        if key in offered and (offered[key] is not None or parameter.default is parameter.empty):
+            given[key] = offered[key]
+        elif parameter.default is parameter.empty:
+            raise ConfigError(f"{group}.call={call}: {name} needs {key}; set {group}.args.{key}")
+    return given
+
+
+def _raise(what: str, raised: BaseException, module: ModuleType | None, error: type[UserError]) -> NoReturn:
+    """Raise an error of ours in place of one that the user's code raised, with the line of that code.
+
+    Args:
+        what: what raised it.
+        raised: by the user's code.
+        module: of the function; None: it was being imported.
+        error: type for errors that are not ours.
+    """
+    place = user_place(raised, file=None if module is None else getattr(module, "__file__", None))
+    lines = [line.strip() for line in str(raised).splitlines() if line.strip()]
+    if isinstance(raised, UserError):
+        kind, said = type(raised), f"{what.removesuffix(' raised')}: {' '.join(lines)}"
+    elif isinstance(raised, SyntaxError):
+        kind, said = error, f"{what} {type(raised).__name__}: {raised.msg}"
+    else:
+        shown = lines[0] if lines else ""
+        kind, said = error, f"{what} {type(raised).__name__}" + (f": {shown[:300]}" if shown else "")
+    raise kind(f"{said} ({place}); --debug shows the traceback" if place else said) from raised
+
+
+def user_place(raised: BaseException, *, file: str | None = None) -> str | None:
+    """The innermost line of the user's code that an error passed through, as "my_package/models.py:12".
+
+    Args:
+        raised: with its traceback.
+        file: whose lines are preferred to those of other files.
+
+    Returns:
+        None where it passed through code of libraries alone.
+    """
+    if isinstance(raised, SyntaxError) and raised.filename:
+        return f"{_short(raised.filename)}:{raised.lineno}"
+    frames = [frame for frame in traceback.extract_tb(raised.__traceback__) if not frame.filename.startswith("<")]
+    libraries = (str(Path(__file__).resolve().parents[1]), os.path.abspath(sysconfig.get_path("stdlib")))
+    theirs = [
+        one
+        for one in frames
+        if not os.path.abspath(one.filename).startswith(tuple(f"{folder}{os.sep}" for folder in libraries))
+        and not {"site-packages", "dist-packages"} & set(Path(one.filename).parts)
+    ]
+    own = [one for one in theirs if file is not None and os.path.abspath(one.filename) == os.path.abspath(file)]
+    found = next((some[-1] for some in (own, theirs) if some), None)
+    return None if found is None else f"{_short(found.filename)}:{found.lineno}"
+
+
+def _short(file: str | None) -> str:
+    """A path as people read it: relative where it is below the current directory."""
+    if file is None:
+        return "built in"
+    path = Path(os.path.abspath(file))
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def described(made: Any) -> str:
+    """What a function returned, for the message that says that it is something else."""
+    if made is None:
+        return "None (a return may be missing)"
+    if isinstance(made, type):
+        return f"the class {made.__name__}"
+    if inspect.isroutine(made):
+        return f"the function {made.__name__}"
+    return f"an object of type {type(made).__name__}"

@@ -1,0 +1,394 @@
+"""A config that names functions of one's own goes through the commands: train, resume, eval, plan, bench, launch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.cli import main
+from jaxtrain.config import load_config
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.schedules import build_schedule
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own_parts.md").read_text()
+# File -> text: the config and the modules that the page prints.
+FILES = dict(re.findall(r"^```(?:python|yaml)\n# ([\w/.]+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+WRONG_PARTS = """
+import numpy as np
+from flax import nnx
+
+import jaxtrain as jt
+
+
+class Net(nnx.Module):
+    pass
+
+
+def nothing():
+    pass
+
+
+def module():
+    return Net()
+
+
+def tokens():
+    return {"inputs": np.zeros((8, 4), np.int32), "targets": np.zeros((8, 4), np.int32)}
+
+
+def texts():
+    return {"inputs": np.array(["a", "b"])}
+
+
+def failing():
+    def loss(outputs, batch):
+        raise ValueError("these are no targets of mine")
+
+    return jt.Task("failing", loss)
+"""
+OTHER_TASKS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtrain as jt
+
+
+def rows(validation=False):
+    one = {"inputs": np.random.default_rng(0).normal(size=(32, 2, 4)).astype(np.float32)}
+    return {"train": one, "validation": one if validation else None}
+
+
+def calling():
+    def loss(apply, batch, key):
+        noise = jax.random.normal(key, batch["inputs"].shape)
+        return jnp.mean(apply(batch["inputs"] + noise) ** 2, axis=-1), {}
+
+    return jt.Task.calling("calling", loss)
+
+
+def rows_against_rows():
+    def loss(outputs, batch):
+        return -jnp.diagonal(jax.nn.log_softmax(outputs @ outputs.T)), {}
+
+    return jt.Task("rows_against_rows", loss, rows="global")
+"""
+# What makes a run of four steps with a checkpoint in its middle. A schedule would depend on the number of steps.
+SHORT = [
+    *("train.steps=4", "checkpoint.every=2", "optimizer.learning_rate=null", "logging.every=1"),
+    *("logging.report=false", "logging.tensorboard=false"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the package of the page and its config."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "my_package").mkdir()
+    for name, text in {**FILES, "my_package/wrong.py": WRONG_PARTS, "my_package/more.py": OTHER_TASKS}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch) -> Path:
+    """The same as the current directory; what is put on Python's path is taken off again."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder) -> Path:
+    """A finished run of four steps."""
+    before, path = os.getcwd(), list(sys.path)
+    os.chdir(folder)
+    try:
+        assert main(["train", "mine.yaml", *SHORT, "--run-dir", "runs/whole"]) == 0
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+    return folder / "runs" / "whole"
+
+
+def losses(run: Path) -> list[float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_the_run_is_that_of_the_same_parts_from_python(run, here, tmp_path):
+    config = load_config("mine.yaml").config
+    sys.path.insert(0, str(here))
+    from my_package import losses as their_losses
+    from my_package import models
+
+    # The config of the same run without the functions of model and task; the rows and the optimizer are the same.
+    keywords = {"model.kind": "mlp", "task": "classification"}
+    jt.run_config(
+        load_config("mine.yaml", overrides=SHORT, keywords=keywords),
+        model=models.build(32, (2, 4), 4),
+        task=their_losses.focal(**config.task.args),
+        data=jt.open_data(config.data),
+        run_dir=tmp_path / "python",
+    )
+    assert losses(run) == losses(tmp_path / "python")  # the same program
+    assert len(set(losses(run))) == 4
+
+
+def test_the_run_records_config_and_files(run, folder):
+    info = json.loads((run / "run.json").read_text())
+    assert info["config"]["model"] == {"kind": "called", "call": "my_package.models:build", "args": {"width": 32}}
+    assert info["from_python"] == {"model": None, "task": None, "data": None, "optimizer": None}
+    files = {"model": "models.py", "task": "losses.py", "data": "rows.py", "optimizer": "optim.py"}
+    assert {name: Path(one["file"]) for name, one in info["called"].items()} == {
+        name: folder / "my_package" / file for name, file in files.items()
+    }
+
+
+def test_a_resumed_run_ends_at_the_same_bits(run, here, cli):
+    assert cli("train", "mine.yaml", *SHORT, "train.steps=2", "--run-dir", "runs/halves").code == 0
+    answer = cli("train", "mine.yaml", *SHORT, "--run-dir", "runs/halves")
+    assert answer.code == 0
+    assert "resuming step 2" in answer.err
+    assert "has changed" not in answer.err
+    assert losses(here / "runs" / "halves") == losses(run)
+
+
+def test_eval_needs_no_python(run, here, cli):
+    answer = cli("eval", "runs/whole", "--json")
+    assert answer.code == 0
+    found = json.loads(answer.out)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["rows"] == 16
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)  # the same rows on the same mesh
+
+
+def test_python_opens_the_run(run, here):
+    opened = jt.open_run(run)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    found = opened.evaluate()
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)  # the same rows on the same mesh
+    assert opened.predict(np.zeros((3, 2, 4))).shape == (3, 4)
+    assert "task=my_package.losses:focal, model=my_package.models:build, data=my_pack" in repr(opened.config)
+    assert jt.load_config(str(run)).config.task == load_config("mine.yaml").config.task
+    other = jt.open_run(run, overrides={"data": {"call": "my_package.more:rows"}})
+    with pytest.raises(jt.DataError, match=r"no held-out rows; let the function of data.call=my_package.more:rows"):
+        other.evaluate()
+
+
+@pytest.mark.parametrize("task", ["calling", pytest.param("rows_against_rows", marks=pytest.mark.long)])
+def test_a_task_may_call_the_model_and_compare_rows(here, tmp_path, task):
+    words = [*SHORT, f"task.call=my_package.more:{task}", "data={call: my_package.more:rows, args: {validation: true}}"]
+    words += ["train.steps=2", "model.args.num_outputs=8", f"train.accumulation_steps={1 if task == 'calling' else 2}"]
+    result = jt.run_config(load_config("mine.yaml", overrides=words), run_dir=tmp_path / task)
+    found = jt.open_run(tmp_path / task).evaluate()
+    assert found["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)  # the same rows on the same mesh
+
+
+def test_other_arguments_are_another_configuration(run, here):
+    loaded = load_config("mine.yaml", overrides=[*SHORT, "task.args.gamma=3.0"])
+    with pytest.raises(jt.ConfigError, match=r"another configuration: task.args.gamma 2.0 -> 3.0; use another run_dir"):
+        jt.run_config(loaded, run_dir=run)
+    # From the command line a change may go on, but not that of a shape.
+    loaded = load_config("mine.yaml", overrides=[*SHORT, "model.args.width=8"])
+    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 32 -> 8; set that back"):
+        jt.run_config(loaded, run_dir=run, resume="must")
+
+
+def test_a_changed_file_is_remarked_upon(run, here, cli):
+    path = here / "my_package" / "models.py"
+    path.write_text(FILES["my_package/models.py"] + "# Another line.\n")
+    try:
+        answer = cli("eval", "runs/whole")
+    finally:
+        path.write_text(FILES["my_package/models.py"])
+    assert answer.code == 0
+    assert "the file of model.call=my_package.models:build" in answer.err
+    assert "has changed since the run trained with it" in answer.err
+
+
+def test_a_called_optimizer_gets_the_schedule_of_the_config(here):
+    words = ["optimizer.learning_rate=0.02", "optimizer.schedule.kind=linear", "optimizer.schedule.final_fraction=0"]
+    config = load_config("mine.yaml", overrides=words).config.optimizer
+    schedule = build_schedule(config.schedule, peak=0.02, steps=4)
+    params, gradients = {"w": jnp.ones(3)}, {"w": jnp.full(3, 0.5)}
+    found = []
+    for optimizer in (build_optimizer(config, schedule, axes={}), optax.adamw(schedule, b1=0.8)):
+        state = optimizer.init(params)
+        _, state = optimizer.update(gradients, state, params)
+        found.append(optimizer.update(gradients, state, params)[0]["w"])
+    np.testing.assert_array_equal(*found)  # the same transformation
+
+
+def test_config_imports_nothing_and_its_shardings_do(here, cli):
+    answer = cli("config", "mine.yaml", "model.call=no_such:thing", "--only", "model")
+    assert answer.code == 0
+    assert "no_such:thing" in answer.out
+    answer = cli("config", "mine.yaml", "--sharding", "parallel.fsdp=8", "parallel.data=1")
+    assert answer.code == 0
+    assert "hidden/kernel" in answer.out
+
+
+WRONG = {
+    "a module in place of a model": (
+        "model={call: my_package.wrong:module}",
+        "model.call=my_package.wrong:module returned an object of type Net, not a jaxtrain.Model; return "
+        "jaxtrain.from_nnx(lambda rngs: Net(..., rngs=rngs))",
+        2,
+    ),
+    "no model": (
+        "model={call: my_package.wrong:nothing}",
+        "model.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Model; return "
+        "what jaxtrain.from_nnx, from_linen, from_functions or build_model gives",
+        2,
+    ),
+    "no task": (
+        "task={call: my_package.wrong:nothing}",
+        "task.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Task; return "
+        "jaxtrain.Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)",
+        2,
+    ),
+    "no optimizer": (
+        "optimizer={call: my_package.wrong:nothing, learning_rate: null}",
+        "optimizer.call=my_package.wrong:nothing returned None (a return may be missing), not an optax transformation; "
+        "return what optax.adamw(learning_rate) or optax.chain(...) gives",
+        2,
+    ),
+    "no rows": (
+        "data={call: my_package.wrong:nothing}",
+        "data.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Data or arrays; "
+        "return {'inputs': x, 'targets': y}, rows first, or {'train': {...}, 'validation': {...}} of such dicts",
+        3,
+    ),
+    "texts as rows": (
+        "data={call: my_package.wrong:texts}",
+        "data.call=my_package.wrong:texts returned inputs of <U1, which is no number; return numbers",
+        3,
+    ),
+    "an error in the loss": (
+        "task={call: my_package.wrong:failing}",
+        "my_package/wrong.py:30 raised ValueError: these are no targets of mine; --debug shows the traceback",
+        2,
+    ),
+    "a learning rate twice": (
+        "optimizer={learning_rate: 0.1, args: {learning_rate: 0.1}}",
+        "optimizer.learning_rate and optimizer.args.learning_rate are both set; leave one of them out",
+        2,
+    ),
+    "a layout by the planner": (
+        "parallel=auto",
+        "parallel.auto needs the time of a step, which is not known of a function of your own (model.call, task.call "
+        "and optimizer.call); set degrees, as in parallel.fsdp=auto, and compare layouts with jaxtrain plan and "
+        "jaxtrain bench",
+        2,
+    ),
+    "a remat policy that does not reach it": (
+        "remat.policy=full",
+        "remat.policy=full, but the model Net is one function, which no policy reaches; build it with from_stages, or "
+        "use jax.checkpoint (nnx.remat, nn.remat) inside it and remat.policy=none",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "message", "code"), WRONG.values(), ids=WRONG)
+def test_wrong_parts(here, cli, override, message, code):
+    answer = cli("train", "mine.yaml", override, "--run-dir", "runs/wrong")
+    assert answer.err.splitlines()[-1] == f"jaxtrain: {message}"
+    assert answer.code == code
+
+
+def test_debug_shows_the_users_own_traceback(here, cli):
+    answer = cli("train", "mine.yaml", "data={call: my_package.rows:read, args: {num_rows: -1}}", "--debug")
+    assert "read raised ValueError" in answer.err.splitlines()[-1]
+    assert "in read" in answer.err
+    assert answer.code == 3
+
+
+def test_rows_of_one_dict_of_integers_are_tokens(here):
+    data = jt.open_data({"call": "my_package.wrong:tokens"})
+    assert (data.unit, data.units_per_row, data.input_shape, data.validation) == ("tokens", 4, (4,), None)
+
+
+def test_a_mapping_gives_a_model_in_python_too(here):
+    model = build_model({"call": "my_package.models:build", "args": {"width": 3}}, input_shape=(8,), num_outputs=2)
+    assert jt.count_parameters(model) == 8 * 3 + 3 + 3 * 2 + 2
+
+
+@pytest.fixture
+def in_subprocesses(monkeypatch):
+    """Processes that the commands start find jaxtrain as this one did, before the current directory changed."""
+    root = str(Path(jt.__file__).resolve().parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep))
+
+
+def test_a_plan_says_what_it_knows_and_what_not(here, cli, in_subprocesses):
+    answer = cli("plan", "mine.yaml", "--on", "h100x8", "--analytic", "--json")
+    assert answer.code == 0, answer.err
+    (plan,) = json.loads(answer.out)["plans"]
+    numbers = 8 * 32 + 32 + 32 * 4 + 4
+    # Two moments in float32, and the counts of the steps (int32 each).
+    assert plan["memory"]["parts_bytes"]["parameters"] == 4 * numbers
+    assert plan["memory"]["parts_bytes"]["optimizer state"] == pytest.approx(8 * numbers, abs=16)
+    assert plan["memory"]["parts_bytes"]["batch"] == 2 * (8 * 4 + 4)  # two rows a device: inputs and target
+    assert (plan["fits"], plan["time"], plan["cost"]) == (None, None, None)
+    assert plan["unknown"] == "no formula knows the work of model.call, task.call and optimizer.call"
+    for option in (["--search"], ["--tokens", "1e6"]):
+        refused = cli("plan", "mine.yaml", "--on", "h100x8", *option)
+        assert refused.code == 2
+        assert "needs the time of a step, which is not known of a function of your own" in refused.err
+
+
+@pytest.mark.long
+def test_the_compiler_checks_a_plan(here, cli, in_subprocesses):
+    answer = cli("plan", "mine.yaml", "--on", "cpux2", "--json")
+    assert answer.code == 0, answer.err
+    (plan,) = json.loads(answer.out)["plans"]
+    assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], abs=64)  # counters
+    assert plan["fits"] is True
+
+
+@pytest.mark.long
+def test_rows_of_ones_own_leave_the_planner_all_it_knows(here, cli, in_subprocesses):
+    words = ["model.kind=mlp", "task=classification", "optimizer.kind=adamw"]
+    answer = cli("plan", "mine.yaml", *words, "--on", "h100x8", "--analytic", "--json", "--search")
+    assert answer.code == 0, answer.err
+    plan = json.loads(answer.out)["plans"][0]
+    assert plan["fits"] is True
+    assert plan["time"]["seconds"] > 0
+    assert plan["workload"]["num_outputs"] == 4
+
+
+@pytest.mark.long
+def test_bench_measures_the_step(here, cli):
+    answer = cli("bench", "mine.yaml", *SHORT, "--skip", "start,limits,blocks", "--json", "bench.json")
+    assert answer.code == 0, answer.err
+    found = json.loads((here / "bench.json").read_text())
+    assert found["step"]["seconds"] > 0
+    assert found["step"]["model_flops"] is None
+    assert "model.call" in found["reasons"]["step.model_flops"]
+
+
+@pytest.mark.long
+def test_two_processes_train_the_same(run, here, in_subprocesses):
+    words = ["--processes", "2", "--emulate", "4", "--", "train", "mine.yaml", *SHORT, "--run-dir", "runs/two"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "jaxtrain", "launch", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+    )
+    assert done.returncode == 0, done.stderr
+    # Sums over processes come in another order: float32 rounding.
+    np.testing.assert_allclose(losses(here / "runs" / "two"), losses(run), rtol=1e-5)
+    assert len(jax.devices()) == 8
