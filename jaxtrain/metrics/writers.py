@@ -20,17 +20,27 @@ Scalars = Mapping[str, float | int | None]
 
 
 def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten metrics to one number per name; entry i of a vector `name` becomes `name_i`.
+    """Flatten metrics to one number per name; entry i of a vector `name` becomes `name_i`, of a matrix `name_i_j`.
 
     Args:
         values: numbers, or arrays of NumPy or JAX on the host; None stays None.
+
+    Raises:
+        ConfigError: an entry of an array gets the name of another metric.
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if value is None or np.ndim(value) == 0:
-            flat[name] = value if value is None or isinstance(value, (int, float)) else np.asarray(value).item()
+            found = {name: value if value is None or isinstance(value, (int, float)) else np.asarray(value).item()}
         else:
-            flat |= {f"{name}_{i}": entry.item() for i, entry in enumerate(np.asarray(value).reshape(-1))}
+            entries = np.ndenumerate(np.asarray(value))
+            found = {"_".join(map(str, (name, *index))): entry.item() for index, entry in entries}
+        double = next((one for one in found if one in flat), None)
+        if double is not None:
+            raise ConfigError(
+                f"two metrics are recorded as {double!r}: the number of that name, and an entry of an array"
+            )
+        flat |= found
     return flat
 
 

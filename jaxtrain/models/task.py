@@ -39,6 +39,8 @@ class LogitsLoss:
     Attributes:
         train: as `Task.loss`.
         evaluate: the same without terms that only training needs (z-loss).
+        has_separate_rows: whether the loss of a row is known to depend on that row alone. If not, a step with
+            microbatches tries it.
 
     Example:
         >>> def loss(logits, batch, *, z_loss=1e-4):
@@ -51,6 +53,7 @@ class LogitsLoss:
 
     train: Loss
     evaluate: Loss
+    has_separate_rows: bool = False
 
     def __post_init__(self) -> None:
         call = "(outputs, batch) -> (sum, weight, metrics)"

@@ -123,7 +123,7 @@ def _weighted_sums(task: Task, losses: jax.Array, metrics: Mapping[str, Any], ba
     weight = jnp.sum(weights)
 
     def total(values: jax.Array) -> jax.Array:
-        # A row that weighs 0 counts nothing, whatever its loss; 0 times NaN would.
+        # A row that weighs 0 counts nothing, whatever its loss; 0 times NaN would. (Its gradient must be finite.)
         return jnp.sum(jnp.where(weights != 0, values.astype(jnp.float32), 0.0) * weights)
 
     sums: Sums = {}
@@ -141,6 +141,9 @@ def _row_weights(task: Task, shape: tuple[int, ...], batch: Batch) -> jax.Array:
     weights = batch.get("weights")
     if weights is None:
         return jnp.ones(shape, jnp.float32)
+    if weights.ndim > len(shape) and weights.shape[: len(shape)] == shape:
+        # Weights per token beside losses per row: a row counts as its largest token does, and padding as nothing.
+        return jnp.max(jnp.asarray(weights, jnp.float32), axis=tuple(range(len(shape), weights.ndim)))
     if weights.shape != shape[: weights.ndim]:
         raise ConfigError(
             f"task {task.name!r} returns losses {list(shape)}, which weights {list(weights.shape)} do not fit; return "
@@ -152,8 +155,9 @@ def _row_weights(task: Task, shape: tuple[int, ...], batch: Batch) -> jax.Array:
 
 def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | None]:
     """A metric as (sum, weight), or as (total, None)."""
-    if name in _RESERVED:
-        raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which is reported already; rename it")
+    if name in _RESERVED or name.startswith("eval_"):
+        why = "is reported already" if name in _RESERVED else "would be taken for one of an evaluation"
+        raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which {why}; rename it")
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
     if not is_pair or not _is_numeric(pair[0]) or not (pair[1] is None or _is_numeric(pair[1])):
         raise ConfigError(

@@ -163,7 +163,8 @@ def language_modeling(
         return total, weight, {**metrics, **{name: (value, jnp.float32(1)) for name, value in more.items()}}
 
     axes = {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")}
-    loss = LogitsLoss(functools.partial(loss_with, z_loss), functools.partial(loss_with, None))
+    train, evaluate = (functools.partial(loss_with, scale) for scale in (z_loss, None))
+    loss = LogitsLoss(train, evaluate, has_separate_rows=True)
     return Task("language_modeling", loss, axes, reads_weights=True, num_classes=_num_classes)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.layout.sharding import Layout, constrain
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import Layout, constrain, path_name
+from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.task import Batch, TaskSums
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
@@ -63,6 +65,12 @@ def global_row_gradients(
     inputs = split_microbatches(batch["inputs"], count)
     indices = jnp.arange(count)
 
+    has_rows = _which_have_rows(
+        lambda rows: passes.outputs(params, fixed, model_state, rows, key)[0],
+        jax.tree.map(lambda x: x[0], inputs),
+        size,
+    )
+
     def apply(params: Tree, state: Tree, index: jax.Array, rows: Any) -> tuple[tuple[Tree, Tree], Tree]:
         outputs, after = passes.outputs(params, fixed, state, rows, jax.random.fold_in(key, index))
         return _floats_and_rest(outputs), jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
@@ -72,8 +80,9 @@ def global_row_gradients(
         return state, outputs
 
     def loss(floats: Tree, rest: Tree) -> tuple[jax.Array, TaskSums]:
-        merged = jax.tree.map(lambda x: _merge(x, size), (floats, rest))
-        return passes.loss(_together(*merged), fixed, batch)
+        together = _together(floats, rest)
+        leaves = [_merge(x, yes) for x, yes in zip(jax.tree.leaves(together), has_rows, strict=True)]
+        return passes.loss(jax.tree.unflatten(jax.tree.structure(together), leaves), fixed, batch)
 
     last_state, (floats, rest) = jax.lax.scan(first, model_state, (indices, inputs))
     of_outputs, sums = jax.grad(loss, has_aux=True)(floats, rest)
@@ -111,14 +120,32 @@ def _together(floats: Tree, rest: Tree) -> Tree:
     return jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda leaf: leaf is None)
 
 
-def _merge(stacked: jax.Array, size: int) -> jax.Array:
+def _which_have_rows(outputs: Callable[[Any], Tree], inputs: Any, size: int) -> list[bool]:
+    """Whether each output of a microbatch of this size has one entry per row, or none that depends on their number.
+
+    Raises:
+        ConfigError: an output is of neither kind, so that those of microbatches cannot be joined.
+    """
+    dims, shapes = row_dims(outputs, inputs, size)
+    for (path, leaf), dim in zip(jax.tree_util.tree_leaves_with_path(shapes), dims, strict=True):
+        if dim is not None and (dim != 0 or leaf.shape[0] != size):
+            name = path_name(path)
+            raise ConfigError(
+                f"rows='global' joins the outputs of microbatches row by row, but {name or 'the output'} of the model "
+                f"has the shape {list(leaf.shape)} for {size} rows; return outputs [rows, ...], two views as a dict of "
+                "two, or use accumulation_steps=1"
+            )
+    return [dim == 0 for dim in dims]
+
+
+def _merge(stacked: jax.Array, has_rows: bool) -> jax.Array:
     """Outputs [count, size, ...] of microbatches in the order of the batch's rows, as `split_microbatches` split them.
 
     Outputs without rows (a learned temperature) are equal in every microbatch: their mean is each of them, and shares
     their gradient out.
     """
-    if stacked.ndim < 2 or stacked.shape[1] != size:
-        is_float = jnp.issubdtype(stacked.dtype, jnp.floating)
+    if not has_rows:
+        is_float = jnp.issubdtype(stacked.dtype, jnp.inexact)
         return jnp.mean(stacked, axis=0) if is_float else stacked[0]
-    rows = jnp.moveaxis(stacked, 0, 1).reshape(stacked.shape[0] * size, *stacked.shape[2:])
+    rows = jnp.moveaxis(stacked, 0, 1).reshape(stacked.shape[0] * stacked.shape[1], *stacked.shape[2:])
     return constrain(rows, "batch", *[None] * (rows.ndim - 1))

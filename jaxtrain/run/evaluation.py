@@ -11,6 +11,7 @@ import numpy as np
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.model_call import ModelCall
+from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
@@ -102,8 +103,11 @@ class Evaluator:
                 # Logits of all rows where some are left out: deferred ones hold a kernel, which has no rows.
                 deferred = task.takes_deferred_logits and num_rows is None
                 apply = sharded_model.apply_deferred if deferred else sharded_model.apply
-                outputs, _ = apply(params, model_state, batch["inputs"], key=None, train=False)
-                outputs, batch = _first_rows((outputs, batch), batch, num_rows)
+
+                def outputs_of(inputs: Any) -> Any:
+                    return apply(params, model_state, inputs, key=None, train=False)[0]
+
+                outputs, batch = _real_rows(outputs_of, batch, num_rows)
                 loss_sum, weight, metrics = task_sums(task, outputs, batch, train=False)
         return {"loss": (loss_sum, weight), **metrics}
 
@@ -163,6 +167,25 @@ def _rows_before_padding(weights: jax.Array) -> jax.Array:
     """One more than the index of the last row with a weight that is not 0; int32 []."""
     counts_B = jnp.any(weights.reshape(weights.shape[0], -1) != 0, axis=-1)
     return jnp.max(jnp.where(counts_B, jnp.arange(1, len(counts_B) + 1), 0))
+
+
+def _real_rows(outputs_of: Callable[[Any], Any], batch: Batch, count: int | None) -> tuple[Any, Batch]:
+    """Outputs and batch of the first `count` rows; None: of all.
+
+    The model runs on all rows, which divide by the mesh, and its outputs are cut, where each of them has one entry per
+    row or none; other outputs (a matrix of rows by rows, two views in one array) are computed of these rows alone.
+    """
+    if count is None:
+        return outputs_of(batch["inputs"]), batch
+    size = batch["weights"].shape[0]
+    dims, shapes = row_dims(outputs_of, batch["inputs"], size)
+    leaves = jax.tree.leaves(shapes)
+    if any(dim is not None and (dim != 0 or leaf.shape[0] != size) for dim, leaf in zip(dims, leaves, strict=True)):
+        batch = _first_rows(batch, batch, count)
+        return outputs_of(batch["inputs"]), batch
+    outputs = outputs_of(batch["inputs"])
+    cut = [leaf if dim is None else leaf[:count] for leaf, dim in zip(jax.tree.leaves(outputs), dims, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(outputs), cut), _first_rows(batch, batch, count)
 
 
 def _first_rows(tree: Any, batch: Mapping[str, Any], count: int | None) -> Any:

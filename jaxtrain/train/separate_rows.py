@@ -1,5 +1,6 @@
 """Whether the loss of a user's task mixes rows, found by trying: accumulation would change such a loss in silence."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.models.model import Apply, ModelState, Params
 from jaxtrain.models.model_call import ModelCall
+from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, LogitsLoss, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
@@ -36,7 +38,7 @@ def check_separate_rows(program: StepProgram, batch: Batch) -> None:
     """Raise where a loss that says that its rows are separate mixes them, and the step has microbatches.
 
     The loss is computed on random outputs of four rows: the gradient of the first row must not change when the outputs
-    of the other rows do. Nothing is said of a loss that cannot be computed on such numbers.
+    and the batch of the other rows do. Nothing is said of a loss that cannot be computed on such numbers.
 
     Args:
         program: of the step.
@@ -49,7 +51,8 @@ def check_separate_rows(program: StepProgram, batch: Batch) -> None:
     count = program.settings.accumulation_steps
     if program.pipeline is not None:
         count = program.pipeline.schedule.num_microbatches
-    if count == 1 or task.rows != "separate" or isinstance(task.loss, LogitsLoss) or not _mixes_rows(program, batch):
+    is_known = isinstance(task.loss, LogitsLoss) and task.loss.has_separate_rows
+    if count == 1 or task.rows != "separate" or is_known or not _mixes_rows(program, batch):
         return
     raise ConfigError(
         f"the loss of task {task.name!r} mixes rows, and with {count} microbatches a row would meet those of its "
@@ -61,28 +64,35 @@ def check_separate_rows(program: StepProgram, batch: Batch) -> None:
 def _mixes_rows(program: StepProgram, batch: Batch) -> bool:
     model, task = program.sharded_model, program.task
     sizes = [leaf.shape[0] for leaf in jax.tree.leaves(dict(batch)) if leaf.ndim]
-    if not sizes or min(sizes) < _ROWS:
+    if not sizes:
         return False
     numbers = np.random.default_rng(0)
     rows = jax.tree.map(lambda leaf: _example(leaf, sizes[0], numbers), dict(batch))
-    drawn: list[Any] = []
+    others = jax.tree.map(lambda leaf, like: _changed(leaf, like, sizes[0], numbers), rows, dict(batch))
+    calls: list[_Drawn] = []
 
-    def loss(given: list[Any]) -> jax.Array:
-        return _loss(task, model, _replaying(given), rows)
+    def gradients(calls: list[_Drawn], rows: Batch) -> Any:
+        differentiate = jax.grad(lambda floats: _loss(task, model, _replaying(floats, calls), rows))
+        return jax.device_get(differentiate([call.floats for call in calls]))
 
     try:
-        jax.eval_shape(lambda: _loss(task, model, _drawing(model.apply, numbers, drawn), rows))
-        if not drawn or sum(leaf.size for leaf in jax.tree.leaves(drawn)) > _MOST_NUMBERS:
+        jax.eval_shape(lambda: _loss(task, model, _drawing(model.apply, numbers, calls), rows))
+        if any("mixed" in call.dims for call in calls):
+            return True
+        if not calls or sum(leaf.size for call in calls for leaf in call.leaves) > _MOST_NUMBERS:
             return False
-        changed = jax.tree.map(lambda leaf: np.concatenate([leaf[:1], _like(leaf[1:], numbers)]), drawn)
-        differentiate = jax.jit(jax.grad(loss))
-        before, after = (jax.device_get(differentiate(given)) for given in (drawn, changed))
+        changed = [call.with_other_rows(numbers) for call in calls]
+        before, after = gradients(calls, rows), gradients(changed, others)
     except UserError:
         raise
     except Exception:  # a loss may need more than random numbers: it shows its mistakes when the step is traced
         return False
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    return any(_differ(a[0], b[0]) for a, b in pairs)
+    return any(
+        _differ(a[index], b[index])
+        for call, first, second in zip(calls, before, after, strict=True)
+        for index, a, b in zip(call.indices_of_first_row, first, second, strict=True)
+        if index is not None
+    )
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> bool:
@@ -93,15 +103,71 @@ def _differ(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _example(leaf: Any, size: int, numbers: np.random.Generator) -> np.ndarray:
-    """Four rows like those of a leaf: 0 and 1 for integers, random floats; a leaf without rows keeps its shape."""
+    """Four rows like those of a leaf: 0 and 1 for integers, positive floats; a leaf without rows keeps its shape."""
     shape = (_ROWS, *leaf.shape[1:]) if leaf.ndim and leaf.shape[0] == size else leaf.shape
     if jnp.issubdtype(leaf.dtype, jnp.floating):
-        return numbers.standard_normal(shape).astype(np.float32)
+        # Positive, because weights and masks are among them.
+        return numbers.uniform(0.5, 1.5, shape).astype(np.float32)
     return (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(leaf.dtype)
 
 
-def _like(leaf: np.ndarray, numbers: np.random.Generator) -> np.ndarray:
-    return numbers.standard_normal(leaf.shape).astype(leaf.dtype)
+def _changed(rows: np.ndarray, like: Any, size: int, numbers: np.random.Generator) -> np.ndarray:
+    """The same first row with others behind it; a leaf without rows as it is."""
+    if not like.ndim or like.shape[0] != size:
+        return rows
+    rest = rows[1:]
+    other = numbers.uniform(0.5, 1.5, rest.shape).astype(rows.dtype) if rows.dtype.kind == "f" else 1 - rest
+    return np.concatenate([rows[:1], other.astype(rows.dtype)])
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Random outputs of one call of the model, leaf by leaf.
+
+    Attributes:
+        structure: of the outputs.
+        leaves: NumPy arrays in the dtypes of the outputs; floats are float32.
+        dims: see `row_dims`.
+    """
+
+    structure: Any
+    leaves: list[np.ndarray]
+    dims: list[Any]
+
+    @property
+    def floats(self) -> list[np.ndarray]:
+        """The leaves that have a gradient."""
+        return [leaf for leaf in self.leaves if leaf.dtype.kind == "f"]
+
+    @property
+    def indices_of_first_row(self) -> list[tuple[Any, ...] | None]:
+        """Where the first row is in each of `floats`; None: the leaf has no rows.
+
+        Outputs of several times the rows are those of several inputs one behind the other.
+        """
+        pairs = zip(self.leaves, self.dims, strict=True)
+        return [
+            None if dim is None else (*[slice(None)] * dim, slice(None, None, _ROWS))
+            for leaf, dim in pairs
+            if leaf.dtype.kind == "f"
+        ]
+
+    def with_other_rows(self, numbers: np.random.Generator) -> "_Drawn":
+        """The same first row with others behind it."""
+        changed = []
+        for leaf, dim in zip(self.leaves, self.dims, strict=True):
+            if dim is None:
+                changed.append(leaf)
+                continue
+            kept = np.arange(leaf.shape[dim]).reshape([-1 if d == dim else 1 for d in range(leaf.ndim)]) % _ROWS == 0
+            changed.append(np.where(kept, leaf, _random(leaf, numbers)))
+        return _Drawn(self.structure, changed, self.dims)
+
+
+def _random(like: Any, numbers: np.random.Generator) -> np.ndarray:
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+        return numbers.standard_normal(like.shape).astype(np.float32)
+    return numbers.integers(0, 2, like.shape).astype(like.dtype)
 
 
 def _loss(task: Task, model: ShardedModel, apply: Apply, rows: Batch) -> jax.Array:
@@ -118,27 +184,32 @@ def _loss(task: Task, model: ShardedModel, apply: Apply, rows: Batch) -> jax.Arr
     return total
 
 
-def _drawing(apply: Apply, numbers: np.random.Generator, drawn: list[Any]) -> Apply:
-    """An `apply` that gives random outputs and adds them to `drawn`."""
+def _drawing(apply: Apply, numbers: np.random.Generator, calls: list[_Drawn]) -> Apply:
+    """An `apply` that gives random outputs and adds them to `calls`."""
 
     def draw(params: Params, model_state: ModelState, inputs: Any, *, key: Any, train: bool) -> tuple[Any, ModelState]:
-        def outputs(params: Params, state: ModelState, inputs: Any, key: Any) -> Any:
-            return apply(params, state, inputs, key=key, train=train)[0]
+        def outputs(inputs: Any) -> Any:
+            return apply(params, model_state, inputs, key=key, train=train)[0]
 
-        shapes = jax.eval_shape(outputs, params, model_state, inputs, key)
-        drawn.append(jax.tree.map(lambda x: numbers.standard_normal(x.shape).astype(np.float32), shapes))
-        return jax.tree.map(jnp.asarray, drawn[-1]), model_state
+        count = next(leaf.shape[0] for leaf in jax.tree.leaves(inputs) if jnp.ndim(leaf))
+        dims, shapes = row_dims(outputs, inputs, count)
+        leaves = [_random(leaf, numbers) for leaf in jax.tree.leaves(shapes)]
+        calls.append(_Drawn(jax.tree.structure(shapes), leaves, dims))
+        return jax.tree.unflatten(calls[-1].structure, [jnp.asarray(leaf) for leaf in leaves]), model_state
 
     return draw
 
 
-def _replaying(given: list[Any]) -> Apply:
-    """An `apply` that gives these outputs, one after the other."""
-    outputs = iter(given)
+def _replaying(floats: list[Any], calls: list[_Drawn]) -> Apply:
+    """An `apply` that gives these outputs, call by call: floats in place of those that were drawn."""
+    found = iter(zip(floats, calls, strict=True))
 
     def replay(
         params: Params, model_state: ModelState, inputs: Any, *, key: Any, train: bool
     ) -> tuple[Any, ModelState]:
-        return next(outputs), model_state
+        own, call = next(found)
+        values = iter(own)
+        leaves = [next(values) if leaf.dtype.kind == "f" else jnp.asarray(leaf) for leaf in call.leaves]
+        return jax.tree.unflatten(call.structure, leaves), model_state
 
     return replay

@@ -1,0 +1,205 @@
+"""Which losses accumulation may divide: those that mix rows are refused, and no loss whose rows are separate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+
+ROWS, WIDTH = 16, 8
+
+
+def numbers(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+BATCH = {
+    "inputs": numbers(ROWS, WIDTH),
+    "targets": np.arange(ROWS) % WIDTH,
+    "reward": np.abs(numbers(ROWS)) + 0.1,
+    "mask": (np.arange(ROWS) % 3 > 0).astype(np.float32),
+}
+
+
+def init(key):
+    kernel = jax.random.normal(key, (WIDTH, WIDTH)) / 3
+    return {"kernel": kernel, "scale": jnp.ones(()), "scales": jnp.ones((WIDTH,)), "prototypes": kernel.T}
+
+
+MODELS = {
+    "plain": lambda p, x: x @ p["kernel"],
+    "temperature": lambda p, x: {"a": x @ p["kernel"], "b": jnp.tanh(x @ p["kernel"]), "scale": p["scale"]},
+    "two_views": lambda p, x: jnp.concatenate([x @ p["kernel"], jnp.tanh(x) @ p["kernel"]]),
+    "matrix": lambda p, x: (x @ p["kernel"]) @ (x @ p["kernel"]).T,
+    "prototypes": lambda p, x: {"z": x @ p["kernel"], "prototypes": p["prototypes"]},
+    "shared_scale": lambda p, x: {"mean": x @ p["kernel"], "scales": p["scales"]},
+    "index": lambda p, x: {"z": x @ p["kernel"], "index": jnp.argmax(x, axis=-1)},
+}
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def pairs(outputs, batch):
+    logits = outputs["a"] @ outputs["b"].T * outputs["scale"]
+    return cross_entropy(logits, jnp.arange(len(logits))), {}
+
+
+def views(outputs, batch):
+    count = len(outputs)
+    logits = outputs @ outputs.T - 1e9 * jnp.eye(count)
+    losses = cross_entropy(logits, (jnp.arange(count) + count // 2) % count)
+    return jnp.sum(losses), jnp.float32(count), {}
+
+
+def own_mean(outputs, batch):
+    losses = cross_entropy(outputs, batch["targets"]) * batch["mask"]
+    return jnp.sum(losses) / jnp.sum(batch["mask"]), jnp.float32(1), {}
+
+
+def masked(outputs, batch):
+    losses = cross_entropy(outputs, batch["targets"]) * batch["mask"]
+    return jnp.sum(losses), jnp.sum(batch["mask"]), {}
+
+
+def baseline(outputs, batch):
+    advantage = batch["reward"] - jnp.mean(batch["reward"])
+    return cross_entropy(outputs, batch["targets"]) * advantage, {}
+
+
+def likelihood(outputs, batch):
+    return jnp.sum((outputs["mean"] - 1) ** 2 / jnp.exp(outputs["scales"]) + outputs["scales"], axis=-1), {}
+
+
+def by_index(outputs, batch):
+    return cross_entropy(outputs["z"] @ outputs["z"].T, outputs["index"]), {}
+
+
+def preferences(apply, batch, key):
+    chosen, rejected = jnp.split(apply(jnp.concatenate([batch["inputs"], -batch["inputs"]])), 2)
+    return jnp.sum(jax.nn.softplus(rejected - chosen), axis=-1), {}
+
+
+def to_prototypes(outputs, batch):
+    return cross_entropy(outputs["z"] @ outputs["prototypes"].T, batch["targets"]), {}
+
+
+def of_matrix(outputs, batch):
+    return cross_entropy(outputs[:, :2], batch["targets"] % 2), {}
+
+
+def in_batch(outputs, batch):
+    losses = cross_entropy(outputs @ outputs.T, jnp.arange(len(outputs)))
+    return jnp.sum(losses), jnp.float32(len(losses)), {}
+
+
+def task(loss, **options):
+    return jt.Task("mine", loss, **options)
+
+
+SEPARATE = {
+    "mask": (task(masked), "plain"),
+    "scale_that_all_rows_share": (task(likelihood), "shared_scale"),
+    "prototypes": (task(to_prototypes), "prototypes"),
+    "preference_pairs_in_one_call": (jt.Task.calling("mine", preferences), "plain"),
+    "classification": (jt.classification(), "plain"),
+    "global_with_temperature": (task(pairs, rows="global"), "temperature"),
+    "global_with_prototypes": (task(to_prototypes, rows="global"), "prototypes"),
+    "global_with_integers": (task(by_index, rows="global"), "index"),
+}
+REFUSED = {
+    "temperature": (task(pairs), "temperature", "mixes rows"),
+    "two_views": (task(views), "two_views", "mixes rows"),
+    "matrix_of_rows": (task(of_matrix), "matrix", "mixes rows"),
+    "integers": (task(by_index), "index", "mixes rows"),
+    "mean_by_its_own_weights": (task(own_mean), "plain", "mixes rows"),
+    "baseline_of_the_batch": (task(baseline), "plain", "mixes rows"),
+    "logits_loss": (task(jt.LogitsLoss(in_batch, in_batch)), "plain", "mixes rows"),
+    "global_with_two_views": (task(views, rows="global"), "two_views", "two views as a dict of two"),
+    "global_with_a_matrix": (task(of_matrix, rows="global"), "matrix", "joins the outputs of microbatches row by row"),
+}
+
+
+def first_step(task, model, microbatches):
+    step = jt.make_train_step(
+        jt.from_functions(init, MODELS[model]),
+        task,
+        optax.sgd(0.1),
+        accumulation_steps=microbatches,
+        mesh=jt.make_mesh(devices=jax.devices()[:1]),
+    )
+    _, metrics = step(step.init(0), BATCH)
+    return [float(metrics[name]) for name in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize("case", SEPARATE)
+def test_microbatches_give_the_loss_of_the_batch(case):
+    # In float32, the order of sums.
+    np.testing.assert_allclose(first_step(*SEPARATE[case], 4), first_step(*SEPARATE[case], 1), rtol=2e-6)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loss_that_microbatches_would_change_is_refused(case):
+    *parts, words = REFUSED[case]
+    with pytest.raises(jt.ConfigError, match=words) as found:
+        first_step(*parts, 2)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("batch_size", [4, 8, 13])
+def test_evaluation_keeps_outputs_without_rows_whole(batch_size):
+    """The prototypes have as many rows as a batch of 8, of which the last one is filled up."""
+    step = jt.make_train_step(jt.from_functions(init, MODELS["prototypes"]), task(to_prototypes), optax.sgd(0.1))
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    evaluate = jt.Evaluator(jt.shard_model(step.model, mesh=mesh), step.task)
+    params, _ = step.model.init(jax.random.key(0))
+    rows = jt.ArrayRows({name: BATCH[name][:13] for name in ("inputs", "targets")})
+    batches = jt.Batches(rows, batch_size, seed=0, shuffle=False)
+    found = evaluate(jt.EvaluationState(params, {}), [evaluate.feed.loader(batches)(k) for k in range(len(batches))])
+    losses, _ = to_prototypes(MODELS["prototypes"](params, BATCH["inputs"][:13]), {"targets": BATCH["targets"][:13]})
+    assert found["eval_loss"] == pytest.approx(float(jnp.mean(losses)), rel=1e-6)
+
+
+def test_evaluation_computes_outputs_of_rows_by_rows_of_the_real_rows():
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    model = jt.from_functions(init, MODELS["matrix"])
+
+    def similar(outputs, batch):
+        return jnp.sum(outputs), jnp.float32(1), {}
+
+    evaluate = jt.Evaluator(jt.shard_model(model, mesh=mesh), task(similar, rows="global"))
+    params, _ = model.init(jax.random.key(0))
+    weights = np.ones(8, np.float32)
+    weights[5:] = 0
+    batch = {"inputs": BATCH["inputs"][:8], "targets": BATCH["targets"][:8], "weights": weights}
+    found = evaluate(jt.EvaluationState(params, {}), [batch])
+    wanted = float(jnp.sum(MODELS["matrix"](params, BATCH["inputs"][:5])))
+    assert found["eval_loss"] == pytest.approx(wanted, rel=1e-4)  # sums of both signs
+
+
+def test_losses_per_row_beside_targets_per_token():
+    """`Batches` weighs each token of integer targets; a row that fills the batch up has weights of 0 only."""
+
+    def loss(outputs, batch):
+        return jnp.mean(cross_entropy(outputs, batch["targets"]), axis=-1), {}
+
+    model = jt.from_functions(lambda key: {"w": jax.random.normal(key, (WIDTH, 4))}, lambda p, x: x @ p["w"])
+    rows = {"inputs": numbers(11, 6, WIDTH), "targets": np.arange(66).reshape(11, 6) % 4}
+    step = jt.make_train_step(model, task(loss), optax.sgd(0.1), mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    batches = jt.Batches(jt.ArrayRows(rows), 8, seed=0, shuffle=False)
+    state = step.init(0)
+    found = jt.Evaluator(step)(state, [step.loader(batches)(k) for k in range(len(batches))])
+    wanted = jnp.mean(cross_entropy(rows["inputs"] @ jax.device_get(state.params["w"]), rows["targets"]))
+    assert found["eval_loss"] == pytest.approx(float(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "eval_mine"])
+def test_a_metric_that_looks_like_one_of_an_evaluation_is_refused(name):
+    def loss(outputs, batch):
+        return cross_entropy(outputs, batch["targets"]), {name: (jnp.float32(1), jnp.float32(1))}
+
+    with pytest.raises(jt.ConfigError, match="would be taken for one of an evaluation; rename it"):
+        first_step(task(loss), "plain", 1)
