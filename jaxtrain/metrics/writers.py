@@ -37,9 +37,7 @@ def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
             found = {"_".join(map(str, (name, *index))): entry.item() for index, entry in entries}
         double = next((one for one in found if one in flat), None)
         if double is not None:
-            raise ConfigError(
-                f"two metrics are recorded as {double!r}: the number of that name, and an entry of an array"
-            )
+            raise ConfigError(f"two metrics are recorded as {double!r}, one an entry of an array; rename one of them")
         flat |= found
     return flat
 

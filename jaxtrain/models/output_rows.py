@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-# Dimension that counts the rows of an output; None: the output has no rows; "mixed": several dimensions do, or none simply.
+# Dimension of an output that counts rows; None: it has no rows; "mixed": several dimensions do, or in another way.
 RowDim = int | None | str
 
 

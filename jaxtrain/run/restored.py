@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.errors import CheckpointError
 
@@ -21,7 +22,8 @@ class Restored:
 
     Attributes:
         step: of the checkpoint.
-        params: parameters, or their moving average where the run keeps one.
+        params: parameters, or their moving average where the run keeps one, or the weights that its optimizer keeps for
+            evaluation (Lookahead, schedule-free).
         model_state: batch statistics and the like, or their moving average where the run keeps one.
     """
 
@@ -78,6 +80,8 @@ def _restore(checkpoints: Checkpointer, sharded_model: "ShardedModel", step: int
     averaged = {name for name in checkpoints.info(step).leaves if is_inside(name, "ema")}
     if not averaged:
         params = checkpoints.restore(wanted, step=step, prefix="params")
+        # Without an average of ours, what the optimizer keeps for evaluation, as `TrainState.evaluation_params` has it.
+        params = read_kept_weights(checkpoints, params, step=step)
         return Restored(step, params, checkpoints.restore(wanted_state, step=step, prefix="model_state"))
     ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in averaged)
     params = checkpoints.restore(ema, step=step, prefix="ema")

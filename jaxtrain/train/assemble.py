@@ -138,8 +138,8 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)
     if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
         raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
-    longest, length = getattr(config.model, "max_sequence_length", None), data.input_shape[:1]
-    if tokens and longest is not None and length > (longest,):
+    longest, length = getattr(config.model, "max_sequence_length", None), next(iter(data.input_shape), 0)
+    if tokens and longest is not None and length > longest:
         raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.find import find_checkpoint
+from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.layout.sharding import path_name
@@ -162,7 +163,8 @@ def _saved_part(
 
     def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
         read = checkpointer.read({sources[inner]: like for inner, like in wanted.items()}, step=info.step)
-        return {inner: read[sources[inner]] for inner in wanted}
+        found = {inner: read[sources[inner]] for inner in wanted}
+        return found if part != "params" else read_kept_weights(checkpointer, found, step=info.step)
 
     leaves = {inner: _shape(info.leaves[name]) for inner, name in sources.items()}
     return _Given(f"{part} of {path}, step {info.step},", leaves, cast=True, fetch=fetch)

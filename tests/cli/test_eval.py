@@ -136,6 +136,7 @@ def test_a_task_from_python_is_not_replaced_by_that_of_the_config(cli, own_run):
         "model": None,
         "task": "brier",
         "data": None,
+        "optimizer": None,
     }
     answer = cli("eval", str(run_dir))
     assert (answer.code, answer.out) == (2, "")
@@ -156,7 +157,7 @@ def test_a_task_from_python_is_not_replaced_by_that_of_the_config(cli, own_run):
 
 def test_data_from_python_is_not_replaced_by_that_of_the_config(cli, text_run, tmp_path):
     info = json.loads((text_run / "run.json").read_text())
-    assert info["from_python"] == {"model": None, "task": None, "data": None}
+    assert info["from_python"] == {"model": None, "task": None, "data": None, "optimizer": None}
     info["from_python"]["data"] = "my rows"
     (tmp_path / "run.json").write_text(json.dumps(info))
     for name in ("checkpoints", "tokenizer.json"):
