@@ -94,7 +94,8 @@ class BatchStream:
                 f"the iterator ended after {self._position} batches and cannot be read again; give one that goes on, "
                 "fewer steps, or an object that can be iterated again, such as a DataLoader"
             )
-        return host_arrays(found, where=f"batch {self._position}")
+        # Copied: an iterator may refill its own arrays, while its batches wait in the queue or are read by devices.
+        return jax.tree.map(np.array, host_arrays(found, where=f"batch {self._position}"))
 
     def _check_shapes(self, batch: Batch, k: int) -> None:
         if jax.tree.structure(batch) != jax.tree.structure(self._spec):
