@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.data.sources.given import data_of
 from jaxtrain.data.stream import BatchStream
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
@@ -41,3 +42,36 @@ def test_arrays_that_are_refilled_leave_earlier_batches_alone(by_hand: bool, num
         found = [load(k) for k in range(8)]
     np.testing.assert_array_equal(np.concatenate([batch["inputs"] for batch in found]), X)
     np.testing.assert_array_equal(np.concatenate([batch["targets"] for batch in found]), Y)
+
+
+# An entry of a list, and whether it looks like a batch.
+ENTRIES = {
+    "a batch": ({"inputs": X[:8], "targets": Y[:8]}, True),
+    "a batch as a pair": ((X[:8], Y[:8]), True),
+    "a batch under other names": ({"image": X[:8], "label": Y[:8]}, True),
+    "a batch of tokens": ({"inputs": np.ones((8, 5), int), "targets": np.ones((8, 5), int)}, True),
+    "a batch of nested inputs": ({"inputs": {"a": X[:8], "b": X[:8]}, "targets": Y[:8]}, True),
+    "a row": ({"inputs": X[0], "targets": Y[0]}, False),
+    "a row of tokens": ({"inputs": np.ones(5, int), "targets": np.ones(5, int)}, False),
+    "a row of other sizes": ({"inputs": X[:8], "targets": Y[:3]}, False),
+    "a row of one entry": ({"inputs": X[:8]}, False),
+    "a row of nested inputs": ({"inputs": {"a": X[:8], "b": X[:8]}}, False),
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+def test_a_list_is_of_rows(case: str) -> None:
+    entry, is_batch = ENTRIES[case]
+    if not is_batch:
+        assert data_of([entry] * 3).fingerprint["num_rows"] == 3
+        return
+    for name, give in (
+        ("data", lambda: data_of([entry] * 3)),
+        ("validation", lambda: data_of((X, Y), validation=[entry] * 3)),
+    ):
+        with pytest.raises(
+            jt.DataError, match=f"{name} is a list of rows, but its entries look like batches of 8 rows"
+        ) as error:
+            give()
+        assert "\n" not in str(error.value)
+        assert ("data=iter(batches)" in str(error.value)) == (name == "data")
