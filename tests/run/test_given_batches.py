@@ -1,11 +1,14 @@
 """Batches that a program gives: arrays that are refilled, iterators that end or were read before, and lists."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pytest
+from training_runs import losses
 
 import jaxtrain as jt
 from jaxtrain.data.sources.given import data_of
@@ -75,3 +78,54 @@ def test_a_list_is_of_rows(case: str) -> None:
             give()
         assert "\n" not in str(error.value)
         assert ("data=iter(batches)" in str(error.value)) == (name == "data")
+
+
+def fit(run_dir: Path, data: object, *, steps: int) -> jt.Result:
+    return jt.fit(
+        model(),
+        jt.classification(),
+        optax.sgd(0.1),
+        data=data,
+        steps=steps,
+        mesh=jt.make_mesh(devices=jax.devices()[:1]),
+        run_dir=run_dir,
+        logging={"every": 1, "tensorboard": False, "report": False},
+        checkpoint={"every": None},
+    )
+
+
+def uneven() -> Iterator[dict[str, np.ndarray]]:
+    """Two batches of 8 rows, and one of 4."""
+    for start, stop in ((0, 8), (8, 16), (16, 20)):
+        yield {"inputs": X[start:stop], "targets": Y[start:stop]}
+
+
+def two_batches() -> Iterator[dict[str, np.ndarray]]:
+    return (batch for batch, _ in zip(refilling(), range(2), strict=False))
+
+
+ENDS = {
+    "an iterator that ends": (two_batches, "ended after 2 batches"),
+    "uneven batches": (uneven, r"batch 2 holds inputs \[4, 4\], but batch 0 \[8, 4\].*drop_last"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_steps_before_batches_end_are_saved(tmp_path: Path, case: str) -> None:
+    batches, words = ENDS[case]
+    with pytest.raises(jt.DataError, match=words + ".*; step 2 is saved in .*checkpoints: run again") as error:
+        fit(tmp_path, batches(), steps=6)
+    assert "\n" not in str(error.value)
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
+    assert list(losses(tmp_path)) == [1, 2]
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+
+
+@pytest.mark.long
+def test_a_run_goes_on_from_where_batches_ended(tmp_path: Path) -> None:
+    for _ in range(2):  # the second one gets no further, and has nothing to save
+        with pytest.raises(jt.DataError, match="ended after 2 batches"):
+            fit(tmp_path / "run", two_batches(), steps=6)
+    assert fit(tmp_path / "run", refilling(), steps=6).step == 6
+    fit(tmp_path / "whole", refilling(), steps=6)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
