@@ -129,3 +129,15 @@ def test_a_run_goes_on_from_where_batches_ended(tmp_path: Path) -> None:
     assert fit(tmp_path / "run", refilling(), steps=6).step == 6
     fit(tmp_path / "whole", refilling(), steps=6)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_an_iterator_that_was_read_from_is_refused() -> None:
+    """A loader is read from its start again, and may be given again."""
+    iterator, loader = refilling(), [{"inputs": X[:8], "targets": Y[:8]}] * 2
+    data_of(iterator)
+    with pytest.raises(jt.DataError, match=r"read from this iterator \(generator\).*; give a fresh one") as error:
+        data_of(iterator)
+    assert "\n" not in str(error.value)
+    for _ in range(3):
+        BatchStream(loader)
+        data_of(refilling())  # often at the address of the one before

@@ -252,14 +252,15 @@ def _check_no_batches(rows: "grain.MapDataset", name: str) -> None:
     A batch has one leading size in two entries or more, and one of more dimensions (`inputs` [B, D], `targets` [B]).
     Rows of pairs of sequences [L] have no such entry; rows that do (a label per pixel) have another form: stacked.
     """
-    leaves = jax.tree.leaves(rows[0])
+    row: Any = rows[0]
+    leaves = jax.tree.leaves(row)
     sizes = {leaf.shape[:1] for leaf in leaves}
-    if len(rows[0]) < 2 or len(sizes) != 1 or min(sizes) < (2,) or max(leaf.ndim for leaf in leaves) < 2:
+    if len(row) < 2 or len(sizes) != 1 or min(sizes) < (2,) or max(leaf.ndim for leaf in leaves) < 2:
         return
     iterator = f"give batches as an iterator, {name}=iter(batches), and " if name == "data" else ""
     raise DataError(
         f"{name} is a list of rows, but its entries look like batches of {leaves[0].shape[0]} rows "
-        f"({_shown(rows[0])}); {iterator}give rows as arrays [num_rows, ...], {name}={{'inputs': x, 'targets': y}} "
+        f"({_shown(row)}); {iterator}give rows as arrays [num_rows, ...], {name}={{'inputs': x, 'targets': y}} "
         "(np.concatenate for batches, np.stack for rows)"
     )
 
