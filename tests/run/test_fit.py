@@ -305,6 +305,10 @@ WRONG = {
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
     "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),
+    "a share of a Data with held-out rows": (
+        dict(data=data_of((X, Y), validation=0.25), validation=0.1),
+        r"validation=0\.1 takes a share .* has 24 held-out rows: leave validation out",
+    ),
     "a share of all": (dict(validation=0.999), "leaves none to train on"),
     "other entries": (dict(validation={"inputs": X}), "validation holds inputs, but data holds inputs, targets"),
     "steps and epochs": (dict(epochs=1), "steps= or epochs=: leave one out"),

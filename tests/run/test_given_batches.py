@@ -141,3 +141,25 @@ def test_an_iterator_that_was_read_from_is_refused() -> None:
     for _ in range(3):
         BatchStream(loader)
         data_of(refilling())  # often at the address of the one before
+
+
+def test_numbers_of_numpy_are_those_of_python(tmp_path: Path) -> None:
+    """The second call goes on with the run of the first, so it reads the same settings; 0.2 and 0.9 of float32 too."""
+    for number in (lambda kind, value: value, lambda kind, value: kind(value)):
+        result = jt.fit(
+            model(),
+            jt.classification(),
+            optax.sgd(0.1),
+            data=(X, Y),
+            validation=number(np.float32, 0.2),
+            epochs=number(np.int64, 1),
+            batch_size=number(np.int32, 16),
+            seed=number(np.int64, 7),
+            ema_decay=number(np.float32, 0.9),
+            mesh=jt.make_mesh(devices=jax.devices()[:1]),
+            run_dir=tmp_path,
+            logging={"every": number(np.int64, 1), "tensorboard": number(np.bool_, False), "report": False},
+            overrides={"train.accumulation_steps": number(np.int64, 2)},
+        )
+        assert result.step == 4
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]

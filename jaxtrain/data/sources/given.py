@@ -48,7 +48,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
             with an index (a `grain.MapDataset`, or an object with `__len__` and `__getitem__` whose rows are dicts or
             pairs), a `Data`, or an iterable of batches.
         validation: Rows for evaluation in one of these forms, or the share of the rows that are kept for it, between
-            0 and 1; None: those of a `Data`, else none.
+            0 and 1 (refused for a `Data` that has held-out rows); None: those of a `Data`, else none.
         seed: Decides which rows such a share holds.
         counts_tokens: Whether progress counts the tokens of `inputs` [L] instead of rows.
 
@@ -203,6 +203,12 @@ def _with_validation(data: Data, validation: Any, *, seed: int) -> Data:
 def _with_share(data: Data, share: float, *, seed: int) -> Data:
     if not 0 < share < 1:
         raise ConfigError(f"validation={share:g}; use a share of the rows between 0 and 1, such as 0.1, or give rows")
+    if data.validation is not None:
+        raise ConfigError(
+            f"validation={share:g} takes a share of the training rows, and the jaxtrain.Data has "
+            f"{len(data.validation):,} held-out rows: leave validation out to use these, or give data as "
+            "dataclasses.replace(data, validation=None)"
+        )
     if isinstance(data.train, BatchStream):
         raise ConfigError(
             f"validation={share:g} takes a share of rows with an index, and data is an iterable of batches; give the "
