@@ -1,5 +1,7 @@
 """Batches from an iterator, which has no index: read in order, and skipped up to the step that a run goes on from."""
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,6 +11,9 @@ import numpy as np
 from jaxtrain.data.batches import Batch
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree_path import path_name
+
+# id -> iterator that batches were read from, as long as it lives. Those of zip, map and lists take no weak reference.
+_READ_FROM: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class BatchStream:
@@ -20,7 +25,7 @@ class BatchStream:
         batches: Each a dict of arrays, of nested dicts of arrays, or a pair (inputs, targets); all of one shape.
 
     Raises:
-        DataError: There is no batch, or the first one is no dict of arrays.
+        DataError: There is no batch, the first one is no dict of arrays, or another stream has read from the iterator.
     """
 
     def __init__(self, batches: Iterable[Any]):
@@ -28,6 +33,8 @@ class BatchStream:
         self._iterator = iter(batches)
         # Iterators return themselves; what does not can be read once more.
         self._restarts = self._iterator is not batches
+        if not self._restarts:
+            _check_unread(batches)
         self._position = 0
         self._first: Batch | None = self._read()
         self._spec = jax.tree.map(
@@ -94,7 +101,8 @@ class BatchStream:
                 f"the iterator ended after {self._position} batches and cannot be read again; give one that goes on, "
                 "fewer steps, or an object that can be iterated again, such as a DataLoader"
             )
-        return host_arrays(found, where=f"batch {self._position}")
+        # Copied: an iterator may refill its own arrays, while its batches wait in the queue or are read by devices.
+        return jax.tree.map(np.array, host_arrays(found, where=f"batch {self._position}"))
 
     def _check_shapes(self, batch: Batch, k: int) -> None:
         if jax.tree.structure(batch) != jax.tree.structure(self._spec):
@@ -109,6 +117,17 @@ class BatchStream:
                     f"batch {k} holds {path_name(path)} {list(leaf.shape)}, but batch 0 {list(wanted.shape)}; "
                     "give batches of one shape: leave out an incomplete last one (drop_last=True)"
                 )
+
+
+def _check_unread(iterator: Iterable[Any]) -> None:
+    """Raises a DataError at the second call for an iterator: its first batches are gone, and would be skipped twice."""
+    if id(iterator) in _READ_FROM:
+        raise DataError(
+            f"an earlier call has read from this iterator ({type(iterator).__name__}), so its first batches are gone; "
+            "give a fresh one, or an object that can be iterated again, such as a DataLoader"
+        )
+    with contextlib.suppress(TypeError):
+        _READ_FROM[id(iterator)] = iterator
 
 
 def _num_rows(spec: Batch) -> int:

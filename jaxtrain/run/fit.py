@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import ConfigError
@@ -71,7 +73,7 @@ def fit(
             `__len__`, and `__getitem__` giving a dict or a pair); a `Data`; or an iterable of batches, in one process,
             whose first batches a resumed run skips.
         validation: rows for evaluation, in the same forms but the last, or the share of the rows that are kept for it
-            (0.1); None: those of a `Data`, else none.
+            (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none.
         steps: total number of optimizer steps. Give it or `epochs`.
         epochs: passes over the training rows, in place of `steps`.
         batch_size: rows per step over all devices and microbatches; None: 32, or that of an iterable of batches.
@@ -111,6 +113,7 @@ def fit(
         4
     """
     sorted_callbacks(callbacks)
+    steps, epochs, batch_size, seed, validation = map(_plain, (steps, epochs, batch_size, seed, validation))
     num_steps = _length(steps, epochs)
     given: dict[str, Any] = {
         "seed": seed,
@@ -182,6 +185,19 @@ def _length(steps: Any, epochs: Any) -> int | None:
     return None
 
 
+def _plain(value: Any) -> Any:
+    """The value with Python's numbers in place of NumPy's, which settings and digests of settings do not know."""
+    if isinstance(value, np.floating):
+        return float(str(value))  # 0.2 of float32 is meant as 0.2, not as 0.200000003
+    return value.item() if isinstance(value, (np.integer, np.bool_)) else value
+
+
+def _plain_settings(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain_settings(entry) for key, entry in value.items()}
+    return [_plain_settings(entry) for entry in value] if isinstance(value, list) else _plain(value)
+
+
 def _group(value: Any, name: str, example: str = "{'every': 100}") -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r} is not a dict; write {name}={example}")
@@ -191,7 +207,8 @@ def _group(value: Any, name: str, example: str = "{'every': 100}") -> dict[str, 
 def _loaded(given: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Loaded:
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigError(f"overrides={overrides!r} is not a dict; write overrides={{'profile.start_step': 20}}")
-    return load_config(given, keywords=overrides, origin="jaxtrain.fit")
+    keywords = None if overrides is None else _plain_settings(overrides)
+    return load_config(_plain_settings(given), keywords=keywords, origin="jaxtrain.fit")
 
 
 def _known_tasks() -> Sequence[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.errors import DivergedError
+from jaxtrain.errors import DataError, DivergedError
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 
@@ -31,6 +31,8 @@ class Hooks:
         wants_pause: number -> whether `pause` is to run after this step (evaluation, a save).
         pause: (number, state) -> whether to stop after this step, with nothing in flight.
         stop_requested: number -> whether to stop after this step; asked after every step.
+        data_failed: (number of the last step, state after it, error), before the error of the batch that comes next is
+            raised; not called before the first step.
     """
 
     before_step: Callable[[int], None]
@@ -38,6 +40,7 @@ class Hooks:
     wants_pause: Callable[[int], bool]
     pause: Callable[[int, TrainState], bool]
     stop_requested: Callable[[int], bool]
+    data_failed: Callable[[int, TrainState, DataError], None] = lambda number, state, error: None
 
 
 def train_loop(
@@ -65,6 +68,7 @@ def train_loop(
 
     Raises:
         DivergedError: too many non-finite steps in a row; the state before them is intact.
+        DataError: a batch could not be given.
     """
     pending: Pending | None = None
     clock = time.perf_counter()
@@ -89,7 +93,13 @@ def train_loop(
     for number in range(first, last + 1):
         hooks.before_step(number)
         asked = time.perf_counter()
-        batch = next(batches)
+        try:
+            batch = next(batches)
+        except DataError as error:
+            settle()
+            if number > first:
+                hooks.data_failed(number - 1, state, error)
+            raise
         received = time.perf_counter()
         waited = received - asked
         if pending is None:

@@ -12,7 +12,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
-from jaxtrain.errors import PreemptedError
+from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt
@@ -71,6 +71,7 @@ def train_session(session: Session) -> Result:
         PreemptedError: stopped by a signal; the state is saved.
         DivergedError: non-finite steps in a row.
         CheckpointError: a save failed.
+        DataError: the data gave no further batch; the state is saved.
     """
     last, watch = session.run.config.train.steps, session.watch
     had_stopped = watch.status is not None
@@ -182,7 +183,15 @@ def _hooks(session: Session) -> Hooks:
             _save(session, number, state)
         return watch.status is not None
 
-    return Hooks(session.profile.before_step, finished, wants_pause, pause, session.interrupt.requested)
+    def data_failed(number: int, state: TrainState, error: DataError) -> None:
+        if _saved_on_failure(session, number, state):
+            folder = session.run_dir / "checkpoints"
+            raise DataError(
+                f"{error}; step {number} is saved in {folder}: run again with such data to go on"
+            ) from error
+
+    stop_requested = session.interrupt.requested
+    return Hooks(session.profile.before_step, finished, wants_pause, pause, stop_requested, data_failed)
 
 
 def _is_due(number: int, every: int | None) -> bool:
@@ -226,12 +235,19 @@ def _saving_on_failure(session: Session, number: int, state: TrainState) -> Iter
     try:
         yield
     except Exception:
-        # Of several processes, the others may be in no save.
-        if jax.process_count() == 1:
-            with contextlib.suppress(Exception):
-                _write(session, number, state)
-                session.checkpointer.wait()
+        _saved_on_failure(session, number, state)
         raise
+
+
+def _saved_on_failure(session: Session, number: int, state: TrainState) -> bool:
+    """Save the state after a step where something failed; False where that fails too."""
+    if jax.process_count() > 1:  # the others may be in no save
+        return False
+    with contextlib.suppress(Exception):
+        _write(session, number, state)
+        session.checkpointer.wait()
+        return True
+    return False
 
 
 def _final_metrics(session: Session) -> dict[str, float | int | None]:

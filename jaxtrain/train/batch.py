@@ -80,7 +80,7 @@ class BatchFeed:
         return load
 
     def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of host arrays, numbers or arrays elsewhere, on the mesh.
+        """A batch of host arrays, numbers or arrays elsewhere, on the mesh; host arrays may be refilled afterwards.
 
         Raises:
             ConfigError: no dict with `inputs`, or sizes that do not divide.
@@ -88,7 +88,8 @@ class BatchFeed:
         """
         self.check(batch)
         check_leaves(batch, of_shapes=False)
-        batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), dict(batch))
+        # Copied: `device_put` may read a NumPy array later, or keep it as the array on the device (CPU).
+        batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), dict(batch))
         shardings = self.shardings(batch)
         check_ids(batch, limits=self._limits(batch), where="the batch")
         return jax.device_put(batch, shardings)

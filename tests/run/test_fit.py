@@ -285,11 +285,6 @@ def test_parameters_to_start_from(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, result.state.params, params)
 
 
-def uneven() -> Iterator[dict[str, np.ndarray]]:
-    yield {"inputs": X[:16], "targets": Y[:16]}
-    yield {"inputs": X[:8], "targets": Y[:8]}
-
-
 WRONG = {
     "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
     "a path": (dict(data="train.csv"), "data is 'train.csv'; give"),
@@ -304,14 +299,16 @@ WRONG = {
     "a row that is no dict": (dict(data=[1.0, 2.0]), "row 0 of data is a float, not a dict"),
     "no inputs": (dict(data={"targets": Y}), "has no entry 'inputs'"),
     "an empty iterable": (dict(data=iter(())), "the iterable of batches is empty"),
-    "an iterator that ends": (dict(data=iter([dict(inputs=X[:16], targets=Y[:16])] * 2)), "ended after 2 batches"),
-    "uneven batches": (dict(data=uneven()), r"batch 1 holds inputs \[8, 8\], but batch 0 \[16, 8\].*drop_last"),
     "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
     "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),
+    "a share of a Data with held-out rows": (
+        dict(data=data_of((X, Y), validation=0.25), validation=0.1),
+        r"validation=0\.1 takes a share .* has 24 held-out rows: leave validation out",
+    ),
     "a share of all": (dict(validation=0.999), "leaves none to train on"),
     "other entries": (dict(validation={"inputs": X}), "validation holds inputs, but data holds inputs, targets"),
     "steps and epochs": (dict(epochs=1), "steps= or epochs=: leave one out"),

@@ -48,7 +48,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
             with an index (a `grain.MapDataset`, or an object with `__len__` and `__getitem__` whose rows are dicts or
             pairs), a `Data`, or an iterable of batches.
         validation: Rows for evaluation in one of these forms, or the share of the rows that are kept for it, between
-            0 and 1; None: those of a `Data`, else none.
+            0 and 1 (refused for a `Data` that has held-out rows); None: those of a `Data`, else none.
         seed: Decides which rows such a share holds.
         counts_tokens: Whether progress counts the tokens of `inputs` [L] instead of rows.
 
@@ -57,7 +57,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         batches of an iterable by their shapes.
 
     Raises:
-        DataError: The rows are empty, or hold something other than numbers.
+        DataError: The rows are empty, hold something other than numbers, or are a list that looks like one of batches.
         ConfigError: `given` or `validation` is something else.
     """
     if isinstance(given, Data):
@@ -147,6 +147,8 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
         return rows, _dataset_identity(rows), _line(rows, type(given).__name__)
     if isinstance(given, IndexedDataset) and not isinstance(given, (str, bytes, np.ndarray, jax.Array)):
         rows = _not_empty(_dataset_rows(given, name), name)
+        if isinstance(given, list):
+            _check_no_batches(rows, name)
         identity = _dataset_identity(rows)
         drawn = (
             "" if "sha256" in identity else "; rows are drawn anew when they are read, so a resumed run reads others"
@@ -201,6 +203,12 @@ def _with_validation(data: Data, validation: Any, *, seed: int) -> Data:
 def _with_share(data: Data, share: float, *, seed: int) -> Data:
     if not 0 < share < 1:
         raise ConfigError(f"validation={share:g}; use a share of the rows between 0 and 1, such as 0.1, or give rows")
+    if data.validation is not None:
+        raise ConfigError(
+            f"validation={share:g} takes a share of the training rows, and the jaxtrain.Data has "
+            f"{len(data.validation):,} held-out rows: leave validation out to use these, or give data as "
+            "dataclasses.replace(data, validation=None)"
+        )
     if isinstance(data.train, BatchStream):
         raise ConfigError(
             f"validation={share:g} takes a share of rows with an index, and data is an iterable of batches; give the "
@@ -242,6 +250,25 @@ def _not_empty(rows: "grain.MapDataset", name: str) -> "grain.MapDataset":
     if not isinstance(rows[0], Mapping):
         raise DataError(f"a row of {name} is {_kind(rows[0])}, not a dict of entries such as 'inputs' and 'targets'")
     return rows
+
+
+def _check_no_batches(rows: "grain.MapDataset", name: str) -> None:
+    """Raises a DataError where the entries of a list look like batches.
+
+    A batch has one leading size in two entries or more, and one of more dimensions (`inputs` [B, D], `targets` [B]).
+    Rows of pairs of sequences [L] have no such entry; rows that do (a label per pixel) have another form: stacked.
+    """
+    row: Any = rows[0]
+    leaves = jax.tree.leaves(row)
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(row) < 2 or len(sizes) != 1 or min(sizes) < (2,) or max(leaf.ndim for leaf in leaves) < 2:
+        return
+    iterator = f"give batches as an iterator, {name}=iter(batches), and " if name == "data" else ""
+    raise DataError(
+        f"{name} is a list of rows, but its entries look like batches of {leaves[0].shape[0]} rows "
+        f"({_shown(row)}); {iterator}give rows as arrays [num_rows, ...], {name}={{'inputs': x, 'targets': y}} "
+        "(np.concatenate for batches, np.stack for rows)"
+    )
 
 
 def _line(rows: "grain.MapDataset", kind: str) -> str:

@@ -1,0 +1,165 @@
+"""Batches that a program gives: arrays that are refilled, iterators that end or were read before, and lists."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from training_runs import losses
+
+import jaxtrain as jt
+from jaxtrain.data.sources.given import data_of
+from jaxtrain.data.stream import BatchStream
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+Y = X.argmax(-1).astype(np.int32)
+
+
+def model() -> jt.Model:
+    return jt.from_functions(
+        lambda key: {"w": 0.1 * jax.random.normal(key, (4, 4))}, lambda params, x: x @ params["w"], name="linear"
+    )
+
+
+def refilling() -> Iterator[dict[str, np.ndarray]]:
+    """Batches of 8 rows, all in the same two arrays."""
+    inputs, targets = np.zeros((8, 4), np.float32), np.zeros(8, np.int32)
+    for start in range(0, 64, 8):
+        inputs[:], targets[:] = X[start : start + 8], Y[start : start + 8]
+        yield {"inputs": inputs, "targets": targets}
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["a stream", "step.place"])
+def test_arrays_that_are_refilled_leave_earlier_batches_alone(by_hand: bool, num_devices: int) -> None:
+    step = jt.make_train_step(
+        model(), jt.classification(), optax.sgd(0.1), mesh=jt.make_mesh(devices=jax.devices()[:num_devices])
+    )
+    if by_hand:
+        found = [step.place(batch) for batch in refilling()]
+    else:
+        load = step.loader(BatchStream(refilling()))
+        found = [load(k) for k in range(8)]
+    np.testing.assert_array_equal(np.concatenate([batch["inputs"] for batch in found]), X)
+    np.testing.assert_array_equal(np.concatenate([batch["targets"] for batch in found]), Y)
+
+
+# An entry of a list, and whether it looks like a batch.
+ENTRIES = {
+    "a batch": ({"inputs": X[:8], "targets": Y[:8]}, True),
+    "a batch as a pair": ((X[:8], Y[:8]), True),
+    "a batch under other names": ({"image": X[:8], "label": Y[:8]}, True),
+    "a batch of tokens": ({"inputs": np.ones((8, 5), int), "targets": np.ones((8, 5), int)}, True),
+    "a batch of nested inputs": ({"inputs": {"a": X[:8], "b": X[:8]}, "targets": Y[:8]}, True),
+    "a row": ({"inputs": X[0], "targets": Y[0]}, False),
+    "a row of tokens": ({"inputs": np.ones(5, int), "targets": np.ones(5, int)}, False),
+    "a row of other sizes": ({"inputs": X[:8], "targets": Y[:3]}, False),
+    "a row of one entry": ({"inputs": X[:8]}, False),
+    "a row of nested inputs": ({"inputs": {"a": X[:8], "b": X[:8]}}, False),
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+def test_a_list_is_of_rows(case: str) -> None:
+    entry, is_batch = ENTRIES[case]
+    if not is_batch:
+        assert data_of([entry] * 3).fingerprint["num_rows"] == 3
+        return
+    for name, give in (
+        ("data", lambda: data_of([entry] * 3)),
+        ("validation", lambda: data_of((X, Y), validation=[entry] * 3)),
+    ):
+        with pytest.raises(
+            jt.DataError, match=f"{name} is a list of rows, but its entries look like batches of 8 rows"
+        ) as error:
+            give()
+        assert "\n" not in str(error.value)
+        assert ("data=iter(batches)" in str(error.value)) == (name == "data")
+
+
+def fit(run_dir: Path, data: object, *, steps: int) -> jt.Result:
+    return jt.fit(
+        model(),
+        jt.classification(),
+        optax.sgd(0.1),
+        data=data,
+        steps=steps,
+        mesh=jt.make_mesh(devices=jax.devices()[:1]),
+        run_dir=run_dir,
+        logging={"every": 1, "tensorboard": False, "report": False},
+        checkpoint={"every": None},
+    )
+
+
+def uneven() -> Iterator[dict[str, np.ndarray]]:
+    """Two batches of 8 rows, and one of 4."""
+    for start, stop in ((0, 8), (8, 16), (16, 20)):
+        yield {"inputs": X[start:stop], "targets": Y[start:stop]}
+
+
+def two_batches() -> Iterator[dict[str, np.ndarray]]:
+    return (batch for batch, _ in zip(refilling(), range(2), strict=False))
+
+
+ENDS = {
+    "an iterator that ends": (two_batches, "ended after 2 batches"),
+    "uneven batches": (uneven, r"batch 2 holds inputs \[4, 4\], but batch 0 \[8, 4\].*drop_last"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_steps_before_batches_end_are_saved(tmp_path: Path, case: str) -> None:
+    batches, words = ENDS[case]
+    with pytest.raises(jt.DataError, match=words + ".*; step 2 is saved in .*checkpoints: run again") as error:
+        fit(tmp_path, batches(), steps=6)
+    assert "\n" not in str(error.value)
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
+    assert list(losses(tmp_path)) == [1, 2]
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+
+
+@pytest.mark.long
+def test_a_run_goes_on_from_where_batches_ended(tmp_path: Path) -> None:
+    for _ in range(2):  # the second one gets no further, and has nothing to save
+        with pytest.raises(jt.DataError, match="ended after 2 batches"):
+            fit(tmp_path / "run", two_batches(), steps=6)
+    assert fit(tmp_path / "run", refilling(), steps=6).step == 6
+    fit(tmp_path / "whole", refilling(), steps=6)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_an_iterator_that_was_read_from_is_refused() -> None:
+    """A loader is read from its start again, and may be given again."""
+    iterator, loader = refilling(), [{"inputs": X[:8], "targets": Y[:8]}] * 2
+    data_of(iterator)
+    with pytest.raises(jt.DataError, match=r"read from this iterator \(generator\).*; give a fresh one") as error:
+        data_of(iterator)
+    assert "\n" not in str(error.value)
+    for _ in range(3):
+        BatchStream(loader)
+        data_of(refilling())  # often at the address of the one before
+
+
+def test_numbers_of_numpy_are_those_of_python(tmp_path: Path) -> None:
+    """The second call goes on with the run of the first, so it reads the same settings; 0.2 and 0.9 of float32 too."""
+    for number in (lambda kind, value: value, lambda kind, value: kind(value)):
+        result = jt.fit(
+            model(),
+            jt.classification(),
+            optax.sgd(0.1),
+            data=(X, Y),
+            validation=number(np.float32, 0.2),
+            epochs=number(np.int64, 1),
+            batch_size=number(np.int32, 16),
+            seed=number(np.int64, 7),
+            ema_decay=number(np.float32, 0.9),
+            mesh=jt.make_mesh(devices=jax.devices()[:1]),
+            run_dir=tmp_path,
+            logging={"every": number(np.int64, 1), "tensorboard": number(np.bool_, False), "report": False},
+            overrides={"train.accumulation_steps": number(np.int64, 2)},
+        )
+        assert result.step == 4
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
