@@ -131,6 +131,19 @@ def test_evaluations_are_read_from_what_a_kill_left(tmp_path: Path) -> None:
     assert recorded_evaluations(tmp_path / "none", EarlyStoppingConfig(), every=2, last=6, ends=()) == {}
 
 
+EVALUATED = {"no rows": ({}, True), "rows": ({"validation": 0.25}, False)}
+
+
+@pytest.mark.parametrize("case", ["no rows", pytest.param("rows", marks=pytest.mark.long)])
+def test_an_interval_of_evaluations_without_rows_is_remarked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    given, is_remarked = EVALUATED[case]
+    fit(tmp_path, steps=1, evaluation={"every": 2}, **given)
+    shown = capfd.readouterr().err
+    assert ("evaluation.every=2 (jaxtrain.fit) has no effect: the data has no held-out rows" in shown) == is_remarked
+
+
 ENDS = {
     "evaluated every 2, then every 5": (5, {7}, [2, 4, 6]),
     "every 7": (7, {7}, [2, 4, 6, 7]),
