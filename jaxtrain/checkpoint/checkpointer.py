@@ -194,6 +194,18 @@ class Checkpointer:
             loss = float("nan") if found is None else found
             self._line.note_loss(step, loss, None if score is None else float(score))
 
+    def score_again(self, scores: Mapping[int, float | None]) -> None:
+        """Compare steps saved earlier by these scores (lower is better) for `keep_best`, not by those in their records.
+
+        Args:
+            scores: step -> score; a step without one has only its eval_loss, which counts where no step has a score.
+
+        Raises:
+            CheckpointError: the scores are no dict of numbers.
+        """
+        self.wait()
+        self._line.score_again(checks.checked_scores(scores))
+
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
 

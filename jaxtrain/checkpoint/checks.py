@@ -105,6 +105,17 @@ def checked_loss(eval_loss: Any, *, name: str = "eval_loss") -> float | None:
         ) from None
 
 
+def checked_scores(scores: Any) -> dict[int, float | None]:
+    """Return the scores of steps by the number of the step.
+
+    Raises:
+        CheckpointError: no dict, or a step or a score is no number.
+    """
+    takes, write = "a dict from step to score", "score_again({100: 0.5})"
+    check_kind(scores, Mapping, what="score_again", takes=takes, write=write, error=CheckpointError)
+    return {checked_step(step): checked_loss(score, name="score") for step, score in scores.items()}
+
+
 def checked_counts(*, keep_last: Any, keep_every: Any) -> tuple[int, int | None]:
     """Return how many of the newest steps stay, and the number whose multiples stay (None for no such rule).
 

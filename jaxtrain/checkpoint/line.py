@@ -99,16 +99,17 @@ class StepLine:
         directory.write_eval_loss(self._folder, step, eval_loss, score)
         self._marks[step] = (eval_loss, score)
 
+    def score_again(self, scores: Mapping[int, float | None]) -> None:
+        """Compare the steps saved so far by these scores in place of the recorded ones; those without one by none."""
+        for step in self.steps():
+            self._marks[step] = (self._recorded(step)[0], scores.get(step))
+
     def prune(self) -> None:
         """Delete the steps that the policy does not keep; only the deciding process."""
         steps = self.steps()
         for step in steps:
             if step not in self._marks:
-                try:
-                    info = directory.read_info(self._folder, step)
-                    self._marks[step] = (info.eval_loss, info.score)
-                except CheckpointError:
-                    self._marks[step] = (None, None)
+                self._marks[step] = self._recorded(step)
         kept = directory.steps_to_keep(
             self._compared(steps),
             keep_last=self._keep_last,
@@ -116,6 +117,14 @@ class StepLine:
             keep_best=self._keep_best,
         )
         directory.remove(self._folder, set(steps) - kept)
+
+    def _recorded(self, step: int) -> tuple[float | None, float | None]:
+        """The eval_loss and score in the record of a step; (None, None) where it is damaged."""
+        try:
+            info = directory.read_info(self._folder, step)
+        except CheckpointError:
+            return None, None
+        return info.eval_loss, info.score
 
     def _compared(self, steps: Sequence[int]) -> dict[int, float | None]:
         """What tells the best step: the scores where there are any, else the losses."""

@@ -272,6 +272,14 @@ def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grai
     return SelectedDataset(rows, train), SelectedDataset(rows, validation)
 
 
+def first_rows(rows: grain.MapDataset, count: int) -> grain.MapDataset:
+    """Returns the first `count` rows; all where there are fewer."""
+    if count >= len(rows):
+        return rows
+    numbers = np.arange(count)
+    return SelectedRows(rows, numbers) if isinstance(rows, Rows) else SelectedDataset(rows, numbers)
+
+
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
     """Returns the endless training order of rows.
 

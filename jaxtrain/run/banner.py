@@ -50,8 +50,21 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         *mesh_notes(mesh),
         *pipeline_notes(run.step.pipeline),
         *([] if own_model else loss_notes(run)),
+        *_evaluation_notes(loaded, run),
         *option_notes(run.step.compiler_options, asked=config.compiler_options),
         *notes,
     ]
     unused = unused_accelerator(jax.devices()[0].platform)
     return [*lines, *([unused] if unused else [])]
+
+
+def _evaluation_notes(loaded: Loaded, run: Run) -> list[str]:
+    """A note where evaluations are asked for and the data has no rows for them."""
+    every = run.config.evaluation.every
+    if every is None or run.data.validation is not None:
+        return []
+    where = loaded.origins.get("evaluation.every", "")
+    return [
+        f"evaluation.every={every}{f' ({where})' if where else ''} has no effect: the data has no held-out rows; set "
+        "data.validation_fraction=0.1, or from Python validation=0.1"
+    ]

@@ -5,7 +5,7 @@ The decision is a function of the evaluations so far, which metrics.jsonl holds:
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,18 +96,28 @@ def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> Verdic
     return Verdict(without >= rule.patience, best_step, sign * best, best_step is not None and best_step == last)
 
 
-def recorded_evaluations(run_dir: Path, rule: EarlyStoppingConfig, *, every: int, last: int) -> dict[int, float]:
+def recorded_evaluations(
+    run_dir: Path, rule: EarlyStoppingConfig, *, every: int, last: int, ends: Collection[int]
+) -> dict[int, float]:
     """The values of the metric that metrics.jsonl holds, of the evaluations that were due.
 
     Args:
         run_dir: directory of the run.
         rule: names the metric.
-        every: steps between evaluations; that at the end of a shorter run is not among them.
+        every: steps between evaluations; earlier parts of the run may have had another number.
         last: the step that the run goes on from; rows of later ones do not count.
+        ends: steps at which earlier parts of the run ended: their evaluations count only if `every` divides them, since
+            a run that had gone on would not have evaluated there.
 
     Returns:
         Step -> value; NaN where it was not finite.
     """
+    found = recorded_values(run_dir, rule.metric, last=last)
+    return {step: value for step, value in found.items() if step % every == 0 or step not in ends}
+
+
+def recorded_values(run_dir: Path, metric: str, *, last: int) -> dict[int, float]:
+    """The values of a metric in metrics.jsonl up to the step `last`: step -> value, NaN where it was not finite."""
     found: dict[int, float] = {}
     try:
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -119,7 +129,7 @@ def recorded_evaluations(run_dir: Path, rule: EarlyStoppingConfig, *, every: int
         except ValueError:  # a kill in the middle of a line
             continue
         step = row.get("step") if isinstance(row, dict) else None
-        if isinstance(step, int) and step <= last and step % every == 0 and rule.metric in row:
-            value = row[rule.metric]
+        if isinstance(step, int) and step <= last and metric in row:
+            value = row[metric]
             found[step] = math.nan if value is None else float(value)
     return found

@@ -47,7 +47,7 @@ def held_out_rows(
         config: of the run.
         rows: data, whose held-out rows are taken, or rows.
         sharded_model: that they are for.
-        max_batches: largest number of batches; None: all.
+        max_batches: largest number of batches of the configured size; None: all.
 
     Raises:
         DataError: there are no held-out rows.
@@ -62,10 +62,14 @@ def held_out_rows(
                 "give other data, such as data.path=FILE data.validation_fraction=0.5"
             )
         rows = rows.validation
+    from jaxtrain.data.rows import first_rows
+
+    if max_batches is not None:
+        # Counted in batches of the run: those that divide by this mesh may be larger.
+        rows = first_rows(rows, max_batches * config.train.global_batch_size)
     size, remarks = _dividing_batch(config, sharded_model)
     batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
-    count = min(len(batches), max_batches or len(batches))
-    return HeldOutRows(batches, count, min(count * size, len(rows)), remarks)
+    return HeldOutRows(batches, len(batches), len(rows), remarks)
 
 
 def evaluate_rows(evaluator: Evaluator, state: EvaluationState, held_out: HeldOutRows) -> dict[str, Any]:

@@ -99,6 +99,8 @@ def prepare_session(
         state = _compiled_state(run, own_step, checkpointer, progress, spent, is_resumed=resumed is not None)
         start = 0 if resumed is None else int(state.step)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
+        if resumed is not None:
+            checkpointer.score_again(watch.recorded_scores(start))
         has_ended = start >= run.config.train.steps or watch.status is not None
         evaluator = Evaluator(run.step)
         if watch.has_early_stopping and not has_ended:

@@ -30,6 +30,8 @@ _SAME_TRAINING = (
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
     *("loss.logits ", "loss.block ", "compiler_options"),
 )
+# What identifies rows that were given for evaluation, in the description of the data.
+_HELD_OUT = "validation."
 _SHAPES_NOTHING = {
     f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
 }
@@ -128,18 +130,22 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to go on with other data: batch k would hold other rows than it did.
+    """Refuse to go on with other data: batch k would hold other rows than it did, or evaluations be of other rows.
 
     Raises:
         DataError: names what differs.
     """
     before, after = _flat(saved), _flat(current)
     differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    if not any(key.startswith(_HELD_OUT) for key in before):
+        # Earlier versions did not identify rows that were given for evaluation.
+        differ = [key for key in differ if not key.startswith(_HELD_OUT)]
     if differ:
         key = differ[0]
         more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+        how = "evaluated on other held-out rows" if key.startswith(_HELD_OUT) else "trained on other data"
         raise DataError(
-            f"the checkpoint was trained on other data: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
+            f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
             "set it back, use another --run-dir, or start again with --resume never"
         )
 

@@ -9,9 +9,10 @@ import jax
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.schema import EarlyStoppingConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.run.callbacks import Answer, Callback, Moment, check_answer
-from jaxtrain.run.early_stopping import Verdict, judge, recorded_evaluations
+from jaxtrain.run.early_stopping import Verdict, judge, recorded_evaluations, recorded_values
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 
@@ -48,7 +49,8 @@ class Watch:
         self.status: str | None = None
         self.reason = ""
         if self._rule is not None and self._every is not None and start:
-            self._evaluations = recorded_evaluations(run_dir, self._rule, every=self._every, last=start)
+            ends = _earlier_ends(run_dir, start)
+            self._evaluations = recorded_evaluations(run_dir, self._rule, every=self._every, last=start, ends=ends)
             self._decide()
 
     @property
@@ -114,6 +116,16 @@ class Watch:
         score = self._scores.get(number)
         return None if score is None or not math.isfinite(score) else score
 
+    def recorded_scores(self, last: int) -> dict[int, float]:
+        """What `keep_best` compares of the steps up to `last`, by metrics.jsonl: earlier parts of the run may have
+        compared another metric. Empty: the losses.
+        """
+        if self._rule is None:
+            return {}
+        sign = 1.0 if self._rule.mode == "min" else -1.0
+        found = recorded_values(self._run_dir, self._rule.metric, last=last)
+        return {step: sign * value for step, value in found.items() if math.isfinite(value)}
+
     def wants_save(self, number: int) -> bool:
         """Whether the evaluation after this step was the best so far, and the best is to be kept."""
         return self._keeps_best and self._best_until == number
@@ -137,6 +149,14 @@ class Watch:
             self._best_until = max(self._evaluations, default=None)
         if from_process_0(lambda: int(verdict.is_over)):
             self.status, self.reason = EARLY_STOPPED, _reason(self._rule, verdict)
+
+
+def _earlier_ends(run_dir: Path, start: int) -> set[int]:
+    """The steps at which earlier parts of the run ended without an evaluation being due, as far as run.json says it."""
+    before = read_run_info(run_dir)
+    every = ((before.get("config") or {}).get("evaluation") or {}).get("every")
+    ends = {start, *(before.get("resumed_after") or [])}
+    return ends if every is None else {step for step in ends if step % every}
 
 
 def _reason(rule: EarlyStoppingConfig, verdict: Verdict) -> str:

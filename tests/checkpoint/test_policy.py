@@ -41,6 +41,26 @@ def test_directory_follows_the_policy(tmp_path, policy, kept):
     assert {int(path.name) for path in tmp_path.iterdir()} == kept
 
 
+SCORED_AGAIN = {
+    "by another metric": ({10: 1.0, 20: 2.0}, -5.0, {30}),
+    "by another metric, and the earlier are better": ({10: 1.0, 20: 0.5}, 3.0, {20, 30}),
+    "by the losses": ({}, None, {10, 30}),
+}
+
+
+@pytest.mark.parametrize("case", SCORED_AGAIN)
+def test_the_best_step_where_a_restart_compares_something_else(tmp_path, case):
+    scores, last, kept = SCORED_AGAIN[case]
+    state = {"x": jnp.ones(4)}
+    with Checkpointer(tmp_path, keep_last=2, keep_best=True) as checkpointer:
+        checkpointer.save(10, state, metadata={}, eval_loss=1.0, score=-0.4)
+        checkpointer.save(20, state, metadata={}, eval_loss=2.0, score=-0.9)
+    with Checkpointer(tmp_path, keep_last=1, keep_best=True) as checkpointer:
+        checkpointer.score_again(scores)
+        checkpointer.save(30, state, metadata={}, eval_loss=3.0, score=last)
+    assert {int(path.name) for path in tmp_path.iterdir()} == kept
+
+
 def test_a_saved_step_is_not_saved_again(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})

@@ -173,6 +173,43 @@ def test_what_cannot_be_compared_is_said(tmp_path, first, second, words):
     assert words in _text(_compared(tmp_path, first, second))
 
 
+_GIVEN = {"kind": "batches", "num_validation_rows": 20, "validation": {"kind": "arrays", "sha256": "a"}}
+_OTHER = _GIVEN | {"validation": {"kind": "arrays", "sha256": "b"}}
+
+
+def _evaluated(fingerprint, *, most: int | None = 50, size=8):
+    config = {"evaluation": {"max_batches": most}, "train": {"global_batch_size": size}}
+    return {"data": {"fingerprint": fingerprint}, "config": config}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        pytest.param(_evaluated(_GIVEN), _evaluated(_GIVEN), None, id="the-same-rows"),
+        pytest.param(_evaluated(_GIVEN, most=3), _evaluated(_GIVEN, most=None, size=16), None, id="all-rows-of-both"),
+        pytest.param(_evaluated(_GIVEN), _evaluated(_OTHER), "The data differs", id="other-rows"),
+        pytest.param(
+            _evaluated(_GIVEN), _evaluated(_GIVEN, most=1), "different numbers of held-out rows (a all, b 8)",
+            id="fewer",
+        ),
+        pytest.param(
+            _evaluated({"kind": "batches", "num_validation_rows": 20}),
+            _evaluated({"kind": "batches", "num_validation_rows": 20}),
+            "Which held-out rows a and b evaluated is not recorded", id="not-identified",
+        ),
+        pytest.param(
+            _evaluated({"kind": "dataset"}), _evaluated({"kind": "dataset"}), "a and b evaluated is not recorded",
+            id="drawn-anew",
+        ),
+    ],
+)  # fmt: skip
+def test_only_losses_of_the_same_rows_are_ranked(tmp_path, first, second, words):
+    html = _compared(tmp_path, first, second)
+    ranked = ["has the lowest held-out loss" in _text(html), f"<b>{0.3}</b>" in html]
+    assert ranked == [words is None] * 2
+    assert words is None or words in _text(html)
+
+
 def test_a_run_without_metrics_or_held_out_rows_is_said(tmp_path):
     runs = [
         _run(tmp_path / "a", rows=[{"step": 1, "loss": 1.0, "eval_loss": 1.0}]),

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from jaxtrain.checkpoint.directory import seal
 from jaxtrain.metrics.report.axes import make_scale
 from jaxtrain.metrics.report.curves import smoothed
 from jaxtrain.metrics.report.page import write_report
@@ -73,6 +74,42 @@ _FLAT = [(step, 4.0) for step in range(100, 801, 100)]
 )  # fmt: skip
 def test_curves_are_said_in_words(tmp_path, train, held_out, words):
     assert words in _text(tmp_path, _LANGUAGE, train, held_out)
+
+
+def _saved(run_dir, losses):
+    """Records of checkpoints: step -> eval_loss."""
+    for step, loss in losses.items():
+        content = {
+            "format_version": 1, "metadata": {}, "leaves": {}, "digests": {}, "key_implementations": {}, "versions": {},
+            "eval_loss": loss, "score": -0.5, "saved_at": "",
+        }  # fmt: skip
+        folder = run_dir / "checkpoints" / str(step) / "jaxtrain"
+        folder.mkdir(parents=True)
+        (folder / "metadata").write_text(json.dumps(seal(content)))
+
+
+_STOPPING = {"early_stopping": {"metric": "eval_loss", "mode": "min"}}
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "evaluation", "lowest", "kept_as", "advice"),
+    [
+        (True, {}, 3.7, "lowest held-out loss of these", "keep_best compares the steps that checkpoint.every saves"),
+        (True, {}, 3.83, "lowest held-out loss,", "keep_best compares the steps that checkpoint.every saves"),
+        (False, {}, 3.83, "lowest held-out loss of these", "keep_best=true keeps the best of the steps that"),
+        (True, _STOPPING, 3.83, "lowest held-out loss,", "weight decay help."),
+        (False, _STOPPING, 3.83, "lowest held-out loss of these", "keep_best=true keeps the best step."),
+    ],
+    ids=["not-saved", "saved", "not-kept", "early-stopping", "early-stopping-not-kept"],
+)
+def test_a_checkpoint_is_the_best_of_all_evaluations_or_of_those_saved(
+    tmp_path, keep_best, evaluation, lowest, kept_as, advice
+):
+    _saved(tmp_path, {600: 3.83, 800: 3.94})
+    config = {"checkpoint": {"keep_best": keep_best, "keep_last": 2}, "evaluation": evaluation}
+    text = _text(tmp_path, {**_LANGUAGE, "config": config}, _FALLING, [(500, lowest), (600, 3.83), (800, 3.94)])
+    assert kept_as in text
+    assert advice in text
 
 
 @pytest.mark.parametrize(

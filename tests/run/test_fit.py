@@ -140,6 +140,8 @@ def test_a_fingerprint_is_of_the_content() -> None:
     assert data_of((X, Y)).fingerprint != data_of((changed, Y)).fingerprint
     augmented = data_of(Augmented())
     assert "sha256" not in augmented.fingerprint, "rows that are drawn anew identify nothing"
+    held_out = [data_of((X, Y), validation=(rows, Y)).fingerprint for rows in (X, X.copy(), changed)]
+    assert held_out[0] == held_out[1] != held_out[2]
     assert "drawn anew" in augmented.description[0]
 
 

@@ -19,7 +19,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.tree import describe, difference, flatten
 from jaxtrain.errors import PreemptedError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.resume import config_changes, set_aside, state_changes
+from jaxtrain.run.resume import check_stream, config_changes, set_aside, state_changes
 from jaxtrain.train.assemble import build_step
 
 
@@ -343,3 +343,30 @@ def test_a_damaged_run_json_does_not_stop_a_resume(left, tmp_path):
     (folder / "run.json").write_text(left)
     assert jt.run_config(TINY, overrides={"train.steps": 3}, run_dir=folder, resume="auto").step == 3
     assert json.loads((folder / "run.json").read_text())["status"] == "done"
+
+
+HELD_OUT = {"kind": "arrays", "num_rows": 2, "sha256": "a"}
+STREAMS = {
+    "the same": ({"validation": HELD_OUT}, {"validation": HELD_OUT}, None),
+    "other rows": (
+        {"validation": HELD_OUT},
+        {"validation": {**HELD_OUT, "sha256": "b"}},
+        "evaluated on other held-out",
+    ),
+    "none any more": ({"validation": HELD_OUT}, {}, "evaluated on other held-out"),
+    "not recorded by an earlier version": (
+        {"num_validation_rows": 2},
+        {"num_validation_rows": 2, "validation": HELD_OUT},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_resume_with_other_held_out_rows_is_refused(case: str) -> None:
+    saved, current, words = STREAMS[case]
+    if words is None:
+        check_stream(saved, current)
+        return
+    with pytest.raises(jt.DataError, match=words):
+        check_stream(saved, current)

@@ -124,11 +124,39 @@ def test_evaluations_are_read_from_what_a_kill_left(tmp_path: Path) -> None:
         '{"step": 6, "eval_lo',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    found = recorded_evaluations(tmp_path, EarlyStoppingConfig(), every=2, last=6)
+    found = recorded_evaluations(tmp_path, EarlyStoppingConfig(), every=2, last=6, ends={3})
     assert found[2] == 0.1234567890123
     assert math.isnan(found.pop(4))
     assert list(found) == [2]
-    assert recorded_evaluations(tmp_path / "none", EarlyStoppingConfig(), every=2, last=6) == {}
+    assert recorded_evaluations(tmp_path / "none", EarlyStoppingConfig(), every=2, last=6, ends=()) == {}
+
+
+EVALUATED = {"no rows": ({}, True), "rows": ({"validation": 0.25}, False)}
+
+
+@pytest.mark.parametrize("case", ["no rows", pytest.param("rows", marks=pytest.mark.long)])
+def test_an_interval_of_evaluations_without_rows_is_remarked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    given, is_remarked = EVALUATED[case]
+    fit(tmp_path, steps=1, evaluation={"every": 2}, **given)
+    shown = capfd.readouterr().err
+    assert ("evaluation.every=2 (jaxtrain.fit) has no effect: the data has no held-out rows" in shown) == is_remarked
+
+
+ENDS = {
+    "evaluated every 2, then every 5": (5, {7}, [2, 4, 6]),
+    "every 7": (7, {7}, [2, 4, 6, 7]),
+    "ended twice": (5, {4, 7}, [2, 6]),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_evaluations_count_whatever_every_was(tmp_path: Path, case: str) -> None:
+    every, ends, wanted = ENDS[case]
+    lines = [json.dumps({"step": step, "eval_loss": 1.0}) for step in (2, 4, 6, 7)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert list(recorded_evaluations(tmp_path, EarlyStoppingConfig(), every=every, last=7, ends=ends)) == wanted
 
 
 def overfit(run_dir: Path, **changes: Any) -> jt.Result:
@@ -168,6 +196,35 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
     assert (whole / "run.json").read_text() == record, "a run that ended keeps its record"
     assert rows(whole) == logged
     assert overfit(whole, callbacks=[jt.EarlyStopping(patience=5)]).step == 12
+
+
+@pytest.mark.long
+def test_another_interval_between_evaluations_forgets_none(tmp_path: Path) -> None:
+    """Step 2 is the best; 4 and 6 are worse, so that step 10 is the third without a better value."""
+    assert overfit(tmp_path, steps=7, callbacks=[jt.EarlyStopping(patience=9)]).step == 7
+    assert overfit(tmp_path, evaluation={"every": 5}).step == 10
+
+
+CHANGED_STOPPING = {
+    "added": ([], [jt.EarlyStopping(patience=50)], 2),
+    "removed": ([jt.EarlyStopping("eval_accuracy", patience=50, mode="max")], [], 2),
+    "of another metric": (
+        [jt.EarlyStopping("eval_accuracy", patience=50, mode="max")],
+        [jt.EarlyStopping(patience=50)],
+        2,
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CHANGED_STOPPING)
+def test_the_best_is_kept_where_early_stopping_changes(tmp_path: Path, case: str) -> None:
+    before, after, best = CHANGED_STOPPING[case]
+    settings: dict[str, Any] = {"checkpoint": {"every": 2, "keep_last": 9, "keep_best": True}}
+    overfit(tmp_path, steps=6, callbacks=before, **settings)
+    settings["checkpoint"]["keep_last"] = 1
+    overfit(tmp_path, steps=8, callbacks=after, **settings)
+    assert kept(tmp_path) == {best, 8}
 
 
 @pytest.mark.long

@@ -100,6 +100,12 @@ ROWS = {
         "step 9",
         "it holds",
     ),
+    "Checkpointer.score_again: a list": (
+        lambda: given.checkpointer().score_again([0.5]),
+        "a list",
+        "score_again({100: 0.5})",
+    ),
+    "Checkpointer.score_again: a word": (lambda: given.checkpointer().score_again({3: "low"}), "a str", "use a number"),
     "Checkpointer.restore: no arrays": (lambda: given.checkpointer().restore({"w": "x"}), "a str", "only arrays"),
     "Checkpointer.restore: nothing": (lambda: given.checkpointer().restore(None), "None", "step.abstract_state"),
     "Checkpointer.restore: other arrays": (

@@ -180,7 +180,7 @@ class _HostRows:
 
 
 def _with_validation(data: Data, validation: Any, *, seed: int) -> Data:
-    """The data with rows for evaluation; the fingerprint says which."""
+    """The data with rows for evaluation; the fingerprint identifies them as it does rows for training."""
     if validation is None:
         rows = None
     elif isinstance(validation, float) and not isinstance(validation, bool):
@@ -193,10 +193,10 @@ def _with_validation(data: Data, validation: Any, *, seed: int) -> Data:
             "index (a dict of arrays, a dataset), or a share of the rows: validation=0.1"
         )
     else:
-        rows, _, _ = _rows(validation, "validation")
-    if rows is not None:
+        rows, identity, _ = _rows(validation, "validation")
         _check_same_entries(data, rows)
-        data = replace(data, validation=rows, fingerprint={**data.fingerprint, "num_validation_rows": len(rows)})
+        held_out = {"num_validation_rows": len(rows), "validation": identity}
+        data = replace(data, validation=rows, fingerprint={**data.fingerprint, **held_out})
     return data if isinstance(data.train, BatchStream) and rows is None else _described(data)
 
 

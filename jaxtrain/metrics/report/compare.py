@@ -11,7 +11,7 @@ from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.curves import Curve, smoothed, thin
 from jaxtrain.metrics.report.files import RunFiles, read_files
 from jaxtrain.metrics.report.headline import UNITS, status_kind, usual_rate, wall_time
-from jaxtrain.metrics.report.html import Markup, grid, mapping, page, rounded, section, text
+from jaxtrain.metrics.report.html import Markup, grid, mapping, number, page, rounded, section, text
 from jaxtrain.metrics.report.plots import DASHES, Plot, Reference, draw_svg
 from jaxtrain.metrics.report.tables import flat
 from jaxtrain.runtime.files import write_text_atomic
@@ -60,11 +60,11 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
 def _listed(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Make the legend: colour and dash of each run, its name, status and model."""
     items = []
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        dash = f";stroke-dasharray:{DASHES[number]}" if DASHES[number] else ""
+    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
+        dash = f";stroke-dasharray:{DASHES[place]}" if DASHES[place] else ""
         line = (
             '<svg class="swatch" viewBox="0 0 40 10" aria-hidden="true">'
-            f'<path d="M0 5h40" style="stroke:var(--series-{number + 1});stroke-width:3{dash}"/></svg>'
+            f'<path d="M0 5h40" style="stroke:var(--series-{place + 1});stroke-width:3{dash}"/></svg>'
         )
         model = mapping(run.info.get("model"))
         facts = [str(model.get("name") or ""), _count(model.get("num_parameters"), "parameters"), run.task]
@@ -84,18 +84,42 @@ def _remarks(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     lines = [("", line) for line in _differences(runs, names)]
     if not any(kind for kind, _ in lines):
         scored = [(best[1], name, best[0]) for run, name in zip(runs, names, strict=True) if (best := run.best())]
-        is_one_kind = len({run.task for run in runs}) == 1 and len({_rows(run) for run in runs}) == 1
-        if len(scored) > 1 and is_one_kind:
+        if len(scored) > 1 and _can_rank(runs):
             loss, name, step = min(scored)
             lines.insert(0, ("good", f"{name} has the lowest held-out loss: {rounded(loss)}, at step {step:,}."))
     items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in lines)
     return f'<ul class="words">{items}</ul>' if items else ""
 
 
-def _rows(run: RunFiles) -> str:
-    """What identifies the rows of a run; empty where that is not known."""
+def _can_rank(runs: Sequence[RunFiles]) -> bool:
+    """Whether held-out losses are of one kind, and of the same rows."""
+    kinds = {(run.task, _held_out_rows(run), _most_rows(run)) for run in runs}
+    return len(kinds) == 1 and next(iter(kinds))[1] is not None
+
+
+def _held_out_rows(run: RunFiles) -> str | None:
+    """What identifies the held-out rows of a run; None where that is not known."""
     found = mapping(run.info.get("data")).get("fingerprint")
-    return json.dumps(found, sort_keys=True) if found else ""
+    described = mapping(found)
+    given = described.get("validation")
+    if described.get("kind") == "batches":
+        # Batches of an iterable are not identified, but rows with an index beside them are.
+        found = given
+    elif described.get("kind") in ("arrays", "dataset") and "sha256" not in described:
+        return None  # rows that are drawn anew when they are read
+    if not found or (given is not None and "sha256" not in mapping(given)):
+        return None
+    return json.dumps(found, sort_keys=True)
+
+
+def _most_rows(run: RunFiles) -> int | None:
+    """How many of the held-out rows a run evaluates; None: all."""
+    batches = number(mapping(run.config.get("evaluation")).get("max_batches"))
+    size = number(mapping(run.config.get("train")).get("global_batch_size"))
+    held_out = number(mapping(mapping(run.info.get("data")).get("fingerprint")).get("num_validation_rows"))
+    if batches is None or size is None or (held_out is not None and batches * size >= held_out):
+        return None
+    return int(batches * size)
 
 
 def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
@@ -103,11 +127,8 @@ def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str
     if len(set(tasks.values())) > 1:
         said = ", ".join(f"{name} {task}" for name, task in tasks.items())
         yield f"The tasks differ ({said}): their losses are of different kinds and cannot be compared."
-    elif len({_rows(run) for run in runs}) > 1:
-        yield (
-            "The data differs between the runs, so that held-out losses are of different rows (and, with another "
-            "tokenizer, of different tokens)."
-        )
+    else:
+        yield from _other_rows(runs, names)
     for run, name in zip(runs, names, strict=True):
         if not run.series:
             yield f"{name} has logged no metrics."
@@ -115,6 +136,26 @@ def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str
             yield f"{name} has no held-out loss: it evaluated no held-out rows."
         elif run.status != "done":
             yield f"{name} is {run.status}: its last row is of step {run.last_step or 0:,}."
+
+
+def _other_rows(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
+    """Say where held-out losses are of different rows, or may be."""
+    rows = {name: _held_out_rows(run) for run, name in zip(runs, names, strict=True)}
+    most = {name: _most_rows(run) for run, name in zip(runs, names, strict=True)}
+    unknown = [name for name, run in zip(names, runs, strict=True) if rows[name] is None and "eval_loss" in run.series]
+    if len({*rows.values()} - {None}) > 1:
+        yield (
+            "The data differs between the runs, so that held-out losses are of different rows (and, with another "
+            "tokenizer, of different tokens)."
+        )
+    elif unknown:
+        yield f"Which held-out rows {' and '.join(unknown)} evaluated is not recorded: losses may be of different rows."
+    elif len({*most.values()}) > 1:
+        said = ", ".join(f"{name} {'all' if count is None else f'{count:,}'}" for name, count in most.items())
+        yield (
+            f"The runs evaluated different numbers of held-out rows ({said}), so that their held-out losses cannot be "
+            "compared; set the same evaluation.max_batches and train.global_batch_size."
+        )
 
 
 def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -157,9 +198,9 @@ def _plot(
 ) -> Plot | None:
     """The curves of a metric of all runs that logged it; None where none did."""
     curves = []
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
         if metric in run.series:
-            curves.append((name, number, _line(*run.series[metric], is_smoothed=is_smoothed)))
+            curves.append((name, place, _line(*run.series[metric], is_smoothed=is_smoothed)))
     if not curves:
         return None
     is_language = all(run.is_language for run in runs)
@@ -197,7 +238,7 @@ def _numbers(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     ]
     held_out = [run.last("eval_loss") for run in runs]
     best = [run.best() for run in runs]
-    can_rank = len({run.task for run in runs}) == 1 and len({_rows(run) for run in runs}) == 1
+    can_rank = _can_rank(runs)
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         lowest = best[index]

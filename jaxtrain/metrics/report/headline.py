@@ -148,10 +148,23 @@ def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
             yield (
                 "bad",
                 f"{said}; training loss still falls: the model overfits. Fewer steps, more rows, dropout or weight "
-                "decay help; checkpoint.keep_best=true keeps the best step.",
+                f"decay help{_keeping(run)}.",
             )
         else:
             yield "bad", f"{said}; training loss does not fall either: a lower learning rate may help."
+
+
+def _keeping(run: RunFiles) -> str:
+    """What keeps the best step, where the run does not do it."""
+    if mapping(run.config.get("evaluation")).get("early_stopping") is not None:
+        return "" if _keeps_best(run) else "; checkpoint.keep_best=true keeps the best step"
+    if _keeps_best(run):
+        return "; checkpoint.keep_best compares the steps that checkpoint.every saves, and with early stopping all"
+    return "; checkpoint.keep_best=true keeps the best of the steps that checkpoint.every saves"
+
+
+def _keeps_best(run: RunFiles) -> bool:
+    return bool(mapping(run.config.get("checkpoint")).get("keep_best"))
 
 
 def _training_fell_since(run: RunFiles, step: int) -> bool:

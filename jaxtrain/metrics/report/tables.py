@@ -72,6 +72,9 @@ def checkpoints(run: RunFiles) -> str:
     keep_last, keep_every = int(number(settings.get("keep_last")) or 1), number(settings.get("keep_every"))
     stopping = mapping(mapping(run.config.get("evaluation")).get("early_stopping"))
     metric = str(stopping.get("metric") or "eval_loss")
+    sign = -1.0 if stopping.get("mode") == "max" else 1.0
+    # Scores in the records of earlier parts of a run may be of another metric.
+    evaluated = {int(step): sign * float(value) for step, value in zip(*run.series.get(metric, ((), ())), strict=True)}
     rows, losses = [], {}
     for step in steps:
         try:
@@ -79,17 +82,19 @@ def checkpoints(run: RunFiles) -> str:
         except CheckpointError:
             rows.append((step, "-", "damaged", "-"))
             continue
-        losses[step] = info.eval_loss if metric == "eval_loss" else info.score
+        losses[step] = evaluated.get(step, info.eval_loss if metric == "eval_loss" else info.score)
         loss = "-" if info.eval_loss is None else f"{info.eval_loss:.4g}"
         rows.append((step, loss, format_bytes(info.num_bytes), moment(info.saved_at)))
     scored = {step: loss for step, loss in losses.items() if loss is not None}
     best = min(scored, key=lambda step: (scored[step], step)) if len(scored) > 1 else None
+    # Without early stopping, the best evaluation may be of a step that was not saved.
+    is_lowest = best is not None and scored[best] <= min(evaluated.values(), default=scored[best])
 
     def reason(step: int) -> str:
         reasons = []
         if step == best:
             named = "lowest held-out loss" if metric == "eval_loss" else f"best {metric}"
-            reasons.append(named + ("" if settings.get("keep_best") else " of these"))
+            reasons.append(named + ("" if settings.get("keep_best") and is_lowest else " of these"))
         if step in steps[-keep_last:]:
             reasons.append("newest" if step == steps[-1] else f"one of the newest {keep_last}")
         if keep_every and step % keep_every == 0:
