@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -172,7 +173,7 @@ def _array_text(value: Any) -> str:
     if isinstance(value, jax.Array):
         if value.is_deleted() or not value.is_fully_addressable:
             return f"{value.dtype}{list(value.shape)}"
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
     array = np.asarray(value)
     if array.dtype == object:

@@ -14,6 +14,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
+from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import strict_json, write_text_atomic
 from jaxtrain.runtime.tree_path import path_name
@@ -182,7 +183,12 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
         run.config,
         name=loaded.name,
         mesh_shape=dict(run.step.mesh.shape),
-        model={"name": run.step.model.name, "num_parameters": run.num_parameters},
+        model={
+            "name": run.step.model.name,
+            "num_parameters": run.num_parameters,
+            # Of a task over classes or tokens; a model from Python has no config that says it.
+            "num_outputs": run.step.feed.num_classes(run.batches.spec()),
+        },
         data={
             "description": list(data.description),
             "fingerprint": data.fingerprint,
@@ -195,6 +201,7 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
         },
     )
     info["task"] = run.step.task.name
+    info["task_is_shipped"] = is_shipped(run.step.task)
     info["parameters"] = _parameters(run)
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]

@@ -1,5 +1,6 @@
 """A run directory whose run came from Python: another call that computes something else is not taken for the same."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_a_change_that_is_allowed_is_said(tmp_path: Path, capfd: pytest.CaptureF
 def test_another_batch_says_nothing_of_the_parts(tmp_path: Path) -> None:
     # Equations hold the sizes of a batch, so they cannot be compared; the refusal names the setting.
     fit(tmp_path)
-    with pytest.raises(jt.ConfigError, match="another configuration: train.global_batch_size 8 -> 16"):
+    with pytest.raises(jt.ConfigError, match=r"another configuration: train\.global_batch_size 8 -> 16"):
         fit(tmp_path, batch_size=16)
     assert len(rows(tmp_path)) >= 2
 
@@ -119,3 +120,24 @@ def test_given_parameters_are_compared_by_content(tmp_path: Path) -> None:
     assert fit(tmp_path, params=jax.tree.map(jnp.asarray, start(0.5))).step == 2
     with pytest.raises(jt.ConfigError, match="params="):
         fit(tmp_path, params=start(0.25))
+
+
+def test_the_record_of_own_parts_is_enough_for_baseline_and_evaluation(tmp_path: Path) -> None:
+    held_out = {"inputs": X, "targets": np.where(np.arange(32) % 4 == 0, -1, Y), "weights": np.where(Y == 0, 2.0, 1.0)}
+    logging = {"every": 1, "tensorboard": False, "report": True}
+    result = fit(tmp_path, task=jt.classification(), validation=held_out, data=held_out, logging=logging)
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert info["model"]["num_outputs"] == 3
+    counted = json.loads((tmp_path / "held_out.json").read_text())
+    assert [counted[key] for key in ("rows", "read", "of_rows", "has_weights")] == [24, 32, 32, True]
+    assert "a uniform guess over 3 classes" in (tmp_path / "report.html").read_text()
+    # The shipped task needs no task=, which one's own of the same name does.
+    found = jt.open_run(tmp_path, model=model()).evaluate(jt.ArrayRows(held_out))
+    assert found["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)  # another order of float32 sums
+
+
+@pytest.mark.long
+def test_an_own_task_of_a_shipped_name_is_asked_for(tmp_path: Path) -> None:
+    fit(tmp_path, task=jt.Task("classification", own_task(5.0).loss))
+    with pytest.raises(jt.ConfigError, match="was trained with task"):
+        jt.open_run(tmp_path, model=model()).evaluate(jt.ArrayRows({"inputs": X, "targets": Y}))
