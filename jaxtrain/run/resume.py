@@ -234,7 +234,7 @@ def check_same_computation(
     if may_change:
         return [f"going on with a change: {what} of this call and of the run in {run_dir} compute different things"]
     raise ConfigError(
-        f"{run_dir} holds a run that computes something else: {what} differ from this call's; use another run_dir, "
+        f"{run_dir} holds a run that computes something else than this call, by {what}; use another run_dir, "
         "resume='never' to start anew, or resume='must' to go on with the change"
     )
 
