@@ -1,6 +1,7 @@
 """The shipped tasks. Shapes: B batch, L sequence, V vocabulary, C classes, O targets."""
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -250,6 +251,19 @@ def build_task(config: Config) -> Task:
             "jaxtrain.Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
         )
     return TASKS[config.task]()
+
+
+def is_shipped(task: Task) -> bool:
+    """Whether a task evaluates as the one of its name in `TASKS`, whose options matter in training alone."""
+    make = TASKS.get(task.name)
+    return make is not None and _evaluated(task) is _evaluated(make())
+
+
+def _evaluated(task: Task) -> Any:
+    """The code of the loss in evaluation: each call of `classification` makes another function of the same code."""
+    loss = task.loss.evaluate if isinstance(task.loss, LogitsLoss) else task.loss
+    loss = loss.func if isinstance(loss, functools.partial) else loss
+    return loss.__code__ if isinstance(loss, types.FunctionType) else loss
 
 
 TASKS: Mapping[str, Callable[[], Task]] = {

@@ -90,8 +90,11 @@ def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
         num_classes = int(part.pop("num_classes"))
         parts.append({**part, "rows": k * size + np.arange(size)})
     counts = np.concatenate([part.pop("counts") for part in parts])
-    table = {name: np.concatenate([part[name] for part in parts])[counts][:MOST_ROWS] for name in parts[0]}
-    return {**table, "num_classes": num_classes, "num_rows": len(run.data.validation)}
+    whole = {name: np.concatenate([part[name] for part in parts])[counts] for name in parts[0]}
+    num_rows, is_cut = len(run.data.validation), len(whole["rows"]) > MOST_ROWS
+    table = {name: values[:MOST_ROWS] for name, values in whole.items()}
+    read = int(table["rows"][-1]) + 1 if is_cut else min(count * size, num_rows)
+    return {**table, "num_classes": num_classes, "num_rows": num_rows, "read": read}
 
 
 def _predict(run: Run, params: Any, model_state: Any, batch: Mapping[str, Any]) -> dict[str, jax.Array] | None:
@@ -115,6 +118,7 @@ def _predict(run: Run, params: Any, model_state: Any, batch: Mapping[str, Any]) 
         "confidence": jnp.exp(of(predicted_B)),
         # Rows that fill the last batch up weigh nothing, and a negative target is ignored everywhere.
         "counts": (batch["weights"] != 0) & (targets_B >= 0),
+        "weights": batch["weights"].astype(jnp.float32),
         "num_classes": jnp.int32(logits_BC.shape[-1]),
     }
 
@@ -129,6 +133,8 @@ def _confusions(run: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     names = (run.data.reading or {}).get("classes")
     return {
         "rows": len(targets),
+        "read": found["read"],
+        "has_weights": bool((found["weights"] != found["weights"][0]).any()),
         "of_rows": found["num_rows"],
         "right": int((targets == predicted).sum()),
         "num_classes": num_classes,

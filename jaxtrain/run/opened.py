@@ -211,12 +211,15 @@ class OpenedRun:
         """What outputs are compared with.
 
         Raises:
-            ConfigError: it came from Python and was not given.
+            ConfigError: it came from Python, is no shipped one, and was not given.
         """
         from jaxtrain.models.tasks import build_task
 
         if self._own_task is None:
-            check_evaluable(self.info, self.run_dir, needed=("task",))
+            info = self.info
+            # A shipped task that came from Python is the one that the config names.
+            if not (info.get("task_is_shipped") is True and info.get("task") == self.config.task):
+                check_evaluable(info, self.run_dir, needed=("task",))
             self._tell_changes("task")
         return self._own_task or build_task(self.config)
 

@@ -27,9 +27,17 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.own_parts import optimizer_notes, own_parts
+from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import open_record
-from jaxtrain.run.resume import check_resumed, choose_start, finished_row, run_metadata, set_aside
+from jaxtrain.run.resume import (
+    check_resumed,
+    check_same_computation,
+    choose_start,
+    finished_row,
+    run_metadata,
+    set_aside,
+)
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
@@ -96,7 +104,17 @@ def prepare_session(
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
         progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))
-        state = _compiled_state(run, own_step, checkpointer, progress, spent, is_resumed=resumed is not None)
+
+        def check(traced: jax.stages.Traced) -> None:
+            metadata["digests"] = digests = own_digests(run, own, own_step, traced)
+            if resumed is not None:
+                saved = checkpointer.metadata()
+                for line in check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None):
+                    progress.message(line)
+
+        state = _compiled_state(
+            run, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
+        )
         start = 0 if resumed is None else int(state.step)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
@@ -113,7 +131,9 @@ def prepare_session(
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
-        record = open_record(loaded, run, run_dir, start=start, has_ended=has_ended, own=own, spent=spent, main=main)
+        record = open_record(
+            loaded, run, run_dir, start=start, has_ended=has_ended, metadata=metadata, spent=spent, main=main
+        )
         return Session(
             run=run,
             run_dir=run_dir,
@@ -184,9 +204,16 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
 
 
 def _compiled_state(
-    run: Run, own_step: OwnStep, checkpointer: Checkpointer, progress: Progress, spent: TimeSpent, *, is_resumed: bool
+    run: Run,
+    own_step: OwnStep,
+    checkpointer: Checkpointer,
+    progress: Progress,
+    spent: TimeSpent,
+    *,
+    check: Callable[[jax.stages.Traced], None],
+    is_resumed: bool,
 ) -> TrainState:
-    """Compile the step, and create the state or restore it from the newest intact checkpoint."""
+    """Compile the step, once `check` has seen it, and create the state or restore the newest intact checkpoint."""
 
     def create() -> TrainState:
         given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
@@ -196,7 +223,7 @@ def _compiled_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(create)
         with spent.measure("compiling"):
-            _compile(run, progress)
+            _compile(run, progress, check)
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 return checkpointer.restore(run.step.abstract_state)
@@ -204,11 +231,13 @@ def _compiled_state(
             return jax.block_until_ready(created.result())
 
 
-def _compile(run: Run, progress: Progress) -> None:
+def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:
     """Compile the step for the shapes of its batches, and show whether the program came from the cache."""
     with progress.phase("tracing") as phase, record_choices() as choices:
-        lowered = run.step.lower(run.batches.spec())
+        traced = run.step.trace(run.batches.spec())
+        lowered = traced.lower()
         phase.note("; ".join(choices))
+    check(traced)
     seen: set[str] = set()
 
     def listen(event: str, **_: Any) -> None:

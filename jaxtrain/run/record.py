@@ -14,8 +14,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
-from jaxtrain.run.called_sources import called_sources
-from jaxtrain.run.own_parts import OwnParts
+from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import strict_json, write_text_atomic
 from jaxtrain.runtime.tree_path import path_name
@@ -117,7 +116,15 @@ class RunRecord:
 
 
 def open_record(
-    loaded: Loaded, run: Run, run_dir: Path, *, start: int, has_ended: bool, own: OwnParts, spent: TimeSpent, main: bool
+    loaded: Loaded,
+    run: Run,
+    run_dir: Path,
+    *,
+    start: int,
+    has_ended: bool,
+    metadata: Mapping[str, Any],
+    spent: TimeSpent,
+    main: bool,
 ) -> RunRecord:
     """Open the writers of a run and say what its run.json will hold; rows after the resumed step are dropped.
 
@@ -127,7 +134,7 @@ def open_record(
         run_dir: directory of the run.
         start: steps done before this process; 0 for a fresh run.
         has_ended: whether no step is left to this process.
-        own: the parts that came from Python, by name.
+        metadata: what a checkpoint of the run says of it: the parts that came from Python, and what they compute.
         spent: where the time of this process went so far.
         main: whether this process writes.
 
@@ -144,7 +151,7 @@ def open_record(
             spent=spent,
             draws_report=draws_report,
         )
-    info = _info(loaded, run, own)
+    info = _info(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
     # Last, because whatever fails after it would leave them open.
     writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
@@ -169,14 +176,19 @@ def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
     return [*earlier, start] if start else []
 
 
-def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
+def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
     data = run.data
     inputs = run.batches.spec().get("inputs")
     info = run_info(
         run.config,
         name=loaded.name,
         mesh_shape=dict(run.step.mesh.shape),
-        model={"name": run.step.model.name, "num_parameters": run.num_parameters},
+        model={
+            "name": run.step.model.name,
+            "num_parameters": run.num_parameters,
+            # Of a task over classes or tokens; a model from Python has no config that says it.
+            "num_outputs": run.step.feed.num_classes(run.batches.spec()),
+        },
         data={
             "description": list(data.description),
             "fingerprint": data.fingerprint,
@@ -189,9 +201,10 @@ def _info(loaded: Loaded, run: Run, own: OwnParts) -> dict[str, Any]:
         },
     )
     info["task"] = run.step.task.name
+    info["task_is_shipped"] = is_shipped(run.step.task)
     info["parameters"] = _parameters(run)
-    info["from_python"] = own
-    info["called"] = called_sources(run.config, own)
+    for key in ("from_python", "called", "digests"):
+        info[key] = metadata[key]
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info

@@ -13,6 +13,7 @@ from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
+from jaxtrain.run.own_program import OwnDigests, differing_parts
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 
@@ -60,7 +61,10 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
 
 
 def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
-    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python, files of functions."""
+    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python, files of functions.
+
+    What the parts from Python compute (`digests`) is added once the step is traced.
+    """
     return {
         "name": run.name,
         "config": run.config.model_dump(mode="json"),
@@ -213,6 +217,32 @@ def check_same_training(
             f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; use another run_dir, "
             "resume='never' to start anew, or resume='must' to go on with the change"
         )
+
+
+def check_same_computation(
+    saved: Mapping[str, Any], digests: OwnDigests | None, *, run_dir: Path, may_change: bool
+) -> list[str]:
+    """Lines on what came from Python and computes something else than in the run of a checkpoint.
+
+    Args:
+        saved: metadata of the checkpoint.
+        digests: of the run that would go on.
+        run_dir: for messages.
+        may_change: whether a run that trains otherwise may go on.
+
+    Raises:
+        ConfigError: something does, and may not.
+    """
+    differ = differing_parts(saved, digests)
+    if not differ:
+        return []
+    what = " and ".join(differ)
+    if may_change:
+        return [f"going on with a change: {what} of this call and of the run in {run_dir} compute different things"]
+    raise ConfigError(
+        f"{run_dir} holds a run that computes something else than this call, by {what}; use another run_dir, "
+        "resume='never' to start anew, or resume='must' to go on with the change"
+    )
 
 
 def state_changes(changes: Iterable[str]) -> list[str]:

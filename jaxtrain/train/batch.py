@@ -94,6 +94,14 @@ class BatchFeed:
         check_ids(batch, limits=self._limits(batch), where="the batch")
         return jax.device_put(batch, shardings)
 
+    def num_classes(self, batch: Mapping[str, Any]) -> int | None:
+        """The number of classes or tokens that the task chooses among; None for another task, or where it is unknown.
+
+        Args:
+            batch: arrays or shapes.
+        """
+        return self._limits(batch).get("targets")
+
     def _limits(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Entry of a batch -> number of ids that it may hold, found once: it may take a trace of the model."""
         if self._known_limits is None:

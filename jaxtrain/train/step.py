@@ -211,6 +211,14 @@ class TrainStep:
         Raises:
             ConfigError: a batch that does not fit, or something asked of the model that shows in tracing.
         """
+        return self.trace(batch).lower()
+
+    def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
+        """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`.
+
+        Raises:
+            ConfigError: as for `lower`.
+        """
         shardings = self.batch_shardings(batch)
         specs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -219,7 +227,7 @@ class TrainStep:
         )
         self._check_rows(batch)
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
-        return self._make_jitted().lower(self.abstract_state, specs)
+        return self._make_jitted().trace(self.abstract_state, specs)
 
     def compile(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         """Compile for a batch of these global shapes and keep the result: later calls run exactly this program."""

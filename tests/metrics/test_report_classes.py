@@ -50,6 +50,30 @@ def test_the_confusion_matrix_and_the_worst_mistakes_are_shown(tmp_path):
     assert 'src="data:image/png;base64,aGVsbG8="' in html
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        pytest.param(
+            {"read": 13, "of_rows": 13}, "7 of 10 held-out rows were classified correctly after step 10. 3 further "
+            "rows are not counted, for an ignored target or the weight 0.", id="ignored-targets",
+        ),
+        pytest.param(
+            {"read": 11, "of_rows": 20}, "7 of 10 held-out rows (among the first 11 of 20) were classified correctly "
+            "after step 10. 1 further row is not counted", id="ignored-and-limited",
+        ),
+        pytest.param(
+            {"read": 10, "of_rows": 20}, "7 of 10 held-out rows (the first of 20) were", id="limited",
+        ),
+        pytest.param(
+            {"read": 10, "has_weights": True}, "after step 10. Rows are counted here without their weights; the "
+            "held-out accuracy weighs them.", id="weights",
+        ),
+    ],
+)  # fmt: skip
+def test_which_held_out_rows_are_counted_is_said(tmp_path, found, words):
+    assert words in _text(write_report(_run(tmp_path, held_out=_HELD_OUT | found)).read_text())
+
+
 def test_short_names_head_the_columns(tmp_path):
     short = _HELD_OUT | {"classes": ["cat", "dog", "owl"]}
     assert "cat dog owl cat 4 2 ·" in _text(write_report(_run(tmp_path, held_out=short)).read_text())
@@ -219,6 +243,15 @@ def test_a_run_without_metrics_or_held_out_rows_is_said(tmp_path):
     text = _text(write_comparison(runs, tmp_path / "page.html").read_text())
     assert "b has no held-out loss: it evaluated no held-out rows." in text
     assert "c has logged no metrics." in text
+
+
+@pytest.mark.parametrize(("other_under", "is_shown"), [("u", True), ("v", False)], ids=["all-else-alike", "not-alike"])
+def test_parts_from_python_of_one_name_are_told_apart(tmp_path, other_under, is_shown):
+    infos = [
+        {"from_python": {"optimizer": "Trace"}, "digests": {"program": program, "under": under}}
+        for program, under in (("aaaa", "u"), ("bbbb", other_under))
+    ]
+    assert ("step with parts from Python (digest) aaaa bbbb" in _text(_compared(tmp_path, *infos))) == is_shown
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

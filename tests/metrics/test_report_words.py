@@ -128,6 +128,32 @@ def test_how_a_run_ended_is_said(tmp_path, run, words):
     assert words in _text(tmp_path, {"config": {"train": {"steps": 20}}, **run}, [(8, 2.0)])
 
 
+@pytest.mark.parametrize(
+    ("held_out", "words"),
+    [
+        pytest.param(
+            [(2, 1.5), (4, 0.9), (6, None), (8, None)],
+            "Held-out loss is not finite; it last was at step 4 (0.9), and best at step 4 (0.9)", id="ends-not-finite",
+        ),
+        pytest.param([(8, None)], "Held-out loss was never finite", id="never-finite"),
+    ],
+)  # fmt: skip
+def test_a_held_out_loss_that_is_not_finite_is_not_called_good(tmp_path, held_out, words):
+    text = _text(tmp_path, {"final": {"loss": 1.0, "eval_loss": None}}, _FALLING, held_out)
+    assert words in text
+    assert "Held-out loss was best" not in text
+    assert "No held-out rows" not in text
+
+
+@pytest.mark.parametrize(
+    ("task", "label"),
+    [("classification", "over 7 classes gives 1.946"), ("language_modeling", "over 7 tokens gives 1.946")],
+)
+def test_the_outputs_of_a_model_from_python_give_the_baseline(tmp_path, task, label):
+    run = {"task": task, "model": {"num_outputs": 7}, "data": {"num_outputs": None, "vocab_size": None}}
+    assert f"a uniform guess {label}" in _text(tmp_path, run, [(1, 1.0)])
+
+
 def test_a_baseline_exists_only_where_a_guess_is_uniform(tmp_path):
     text = _text(tmp_path, {"task": "regression", "data": {"num_outputs": 3}}, [(1, 2.0)])
     assert "uniform guess" not in text

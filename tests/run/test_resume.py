@@ -145,7 +145,7 @@ def test_a_mistake_that_compiling_shows_leaves_the_earlier_run(tmp_path: Path, m
     def fail(*_: Any, **__: Any) -> None:
         raise jt.ConfigError("no such kernel; use another")
 
-    monkeypatch.setattr("jaxtrain.train.step.TrainStep.lower", fail)
+    monkeypatch.setattr("jaxtrain.train.step.TrainStep.trace", fail)
     with pytest.raises(jt.ConfigError, match="no such kernel"):
         train(tmp_path, train__steps=2, resume="never")
     assert not (tmp_path / "previous").exists()

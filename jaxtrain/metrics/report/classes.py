@@ -20,11 +20,20 @@ def mistakes(run: RunFiles) -> str:
         return ""
     rows, right = int(found["rows"]), number(found.get("right")) or 0
     of_rows = number(found.get("of_rows")) or rows
-    some = f" (the first of {of_rows:,})" if of_rows > rows else ""
+    # Records without `read` counted every row that they read.
+    read = int(number(found.get("read")) or rows)
+    ignored = read - rows
+    part = f"among the first {read:,}" if ignored > 0 else "the first"
+    some = f" ({part} of {of_rows:,})" if of_rows > read else ""
     step = number(found.get("step"))
     past = step is not None and run.last_step is not None and run.last_step > step
     when = "" if step is None else f" after step {int(step):,}" + (", an earlier end of this run" if past else "")
     note = f"{int(right):,} of {rows:,} held-out rows{some} were classified correctly{when}."
+    if ignored > 0:
+        more = "1 further row is" if ignored == 1 else f"{ignored:,} further rows are"
+        note += f" {more} not counted, for an ignored target or the weight 0."
+    if found.get("has_weights") is True:
+        note += " Rows are counted here without their weights; the held-out accuracy weighs them."
     names = _names(found)
     matrix, confusions = _matrix(found, names), _confusions(found, names)
     worst = _worst(found, names)

@@ -20,6 +20,13 @@ from jaxtrain.runtime.files import write_text_atomic
 MOST_RUNS = 8
 _MOST_OWN_PLOTS = 6
 _POINTS = 160
+# What of `digests` in run.json is shown, and how it is called.
+_DIGESTS = {
+    "program": "step with parts from Python (digest)",
+    "drawn": "initial state drawn (digest)",
+    "params": "initial parameters given (digest)",
+    "trainable": "trained parameters chosen in Python (digest)",
+}
 _STANDARD = ("loss", "eval_loss", "accuracy", "eval_accuracy", "learning_rate", "grad_norm")
 
 
@@ -274,7 +281,9 @@ def _numbers(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Make the table of the settings and parts in which the runs differ."""
-    tables = [_comparable(run) for run in runs]
+    # Digests of what parts from Python compute differ for other reasons too, unless all else is alike.
+    under = {str(mapping(run.info.get("digests")).get("under")) for run in runs}
+    tables = [_comparable(run, with_digests=len(under) == 1) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [
         [key, *(_shown(table.get(key)) for table in tables)]
@@ -286,11 +295,14 @@ def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     return section("Settings that differ", grid(("setting", *names), rows))
 
 
-def _comparable(run: RunFiles) -> Mapping[str, Any]:
+def _comparable(run: RunFiles, *, with_digests: bool) -> Mapping[str, Any]:
     found = dict(flat(run.config))
     for part, given in mapping(run.info.get("from_python")).items():
         if given is not None:
             found[f"{part} (from Python)"] = given
+    if with_digests:
+        digests = mapping(run.info.get("digests"))
+        found |= {label: digests.get(part) for part, label in _DIGESTS.items()}
     versions = mapping(run.info.get("versions"))
     found |= {f"version of {package}": version for package, version in versions.items()}
     found["git commit"] = run.info.get("git_commit")

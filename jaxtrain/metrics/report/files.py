@@ -89,10 +89,11 @@ class RunFiles:
     def baseline(self) -> Reference | None:
         """The loss of a uniform guess, for tasks that choose among classes or tokens; None for others."""
         data, model = mapping(self.info.get("data")), mapping(self.config.get("model"))
+        traced = number(mapping(self.info.get("model")).get("num_outputs"))
         if self.is_language:
-            count, noun = number(data.get("vocab_size")) or number(model.get("vocab_size")), "tokens"
+            count, noun = number(data.get("vocab_size")) or traced or number(model.get("vocab_size")), "tokens"
         elif self.task == "classification":
-            sizes = (data.get("num_outputs"), model.get("num_classes"), model.get("num_outputs"))
+            sizes = (data.get("num_outputs"), traced, model.get("num_classes"), model.get("num_outputs"))
             count, noun = next((size for size in map(number, sizes) if size), None), "classes"
         else:
             return None

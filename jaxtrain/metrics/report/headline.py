@@ -122,13 +122,24 @@ def _ending(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
     best = run.best()
+    # Only finite values are in the series; a null among the last metrics was none.
+    is_lost = "eval_loss" in run.final and run.final["eval_loss"] is None
     if best is None:
-        if "loss" in run.series:
+        if is_lost:
+            yield "bad", "Held-out loss was never finite."
+        elif "loss" in run.series:
             yield "", "No held-out rows were evaluated: how the model does on rows that it has not seen is not known."
         return
     steps, values = run.series["eval_loss"]
     last_step, last = int(steps[-1]), float(values[-1])
     step, lowest = best
+    if is_lost:
+        yield (
+            "bad",
+            f"Held-out loss is not finite; it last was at step {last_step:,} ({rounded(last)}), and best at step "
+            f"{step:,} ({rounded(lowest)}). A lower learning rate or a lower clip_norm may help.",
+        )
+        return
     rise = last - lowest
     if step == last_step or len(values) < 2:
         more = "" if len(values) < 2 else ", its last evaluation: more steps may lower it further"
