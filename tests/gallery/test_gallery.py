@@ -41,7 +41,7 @@ PAGES = {
     "early_stopping": Claim(3, (60, 600)),  # the best step
 }
 # One page trains in plain pytest.
-ROWS = [pytest.param(name, id=name, marks=[] if name == "early_stopping" else [pytest.mark.long]) for name in PAGES]
+ROWS = [pytest.param(name, id=name, marks=pytest.mark.long) for name in PAGES]
 
 
 def test_every_page_is_in_the_table_and_in_the_index():

@@ -58,6 +58,7 @@ def test_state_and_dropout_follow_training_and_evaluation():
     assert not any(jax.tree.leaves(jax.tree.map(lambda a, b: not np.array_equal(a, b), after, unchanged)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}], ids=["data2_fsdp4"])
 def test_a_mesh_gives_the_losses_of_one_device(mesh):
     batch = {"inputs": INPUTS, "targets": np.arange(16) % 4}

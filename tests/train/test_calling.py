@@ -110,7 +110,10 @@ CALLING = {
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("case", CALLING)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=() if name in ("noise", "average_and_step") else pytest.mark.long) for name in CALLING],
+)
 def test_a_mesh_gives_the_losses_of_one_device(case, accumulation):
     loss, model, options = CALLING[case]
     task = jt.Task.calling(case, loss)
@@ -121,7 +124,7 @@ def test_a_mesh_gives_the_losses_of_one_device(case, accumulation):
 
 
 @pytest.mark.parametrize("task", [jt.Task("rows", by_row), jt.Task.calling("once", calls_once)], ids=lambda t: t.name)
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_every_form_of_a_loss_is_the_same_loss(task, accumulation):
     weights = np.where(np.arange(ROWS) < 5, 0.0, 1.0 + np.arange(ROWS) % 2).astype(np.float32)
     batch = {**BATCH, "weights": weights}
@@ -131,7 +134,7 @@ def test_every_form_of_a_loss_is_the_same_loss(task, accumulation):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)  # the order of sums
 
 
-@pytest.mark.parametrize("form", ["rows", "calling"])
+@pytest.mark.parametrize("form", [pytest.param("rows", marks=pytest.mark.long), "calling"])
 def test_evaluation_counts_weights_and_leaves_padding_out(form):
     loss = by_row if form == "rows" else lambda apply, batch, key: by_row(apply(batch["inputs"]), batch)
     task = jt.Task("rows", loss) if form == "rows" else jt.Task.calling("rows", loss)
@@ -276,6 +279,7 @@ def stages():
     )
 
 
+@pytest.mark.long
 def test_a_model_of_models_is_sharded_as_its_parts_are():
     """Each part keeps its table: the transformer's layers are gathered in its scan, not before it."""
     part = stages()
