@@ -40,7 +40,7 @@ PAGES = {
     "two_learning_rates": Claim(3, (0.94, 1)),
     "early_stopping": Claim(3, (60, 600)),  # the best step
 }
-# One page trains in plain pytest.
+# Pages train for seconds each.
 ROWS = [pytest.param(name, id=name, marks=pytest.mark.long) for name in PAGES]
 
 
