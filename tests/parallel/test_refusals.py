@@ -115,7 +115,7 @@ ROWS = {
         r"microbatches=4 .*train.accumulation_steps",
     ),
     "zero": (lm(), dict(data=8), dict(zero=4), 1, r"zero=4; use 0, 1, 2 or 3"),
-    "schedule": (lm(), dict(pipe=8), dict(schedule="dualpipe"), 1, r"dualpipe.*gpipe, 1f1b"),
+    "schedule": (lm(), dict(pipe=8), dict(schedule="dualpipe"), 1, r"gpipe, 1f1b, interleaved_1f1b, not 'dualpipe'"),
 }
 
 

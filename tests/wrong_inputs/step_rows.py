@@ -108,6 +108,7 @@ ROWS = {
     "TrainStep.lower: an array": (lambda: given.step().lower(X), "ndarray", "{'inputs': x"),
     "TrainStep.lower: an empty batch": (lambda: given.step().lower({}), "an empty dict", "give it arrays"),
     "TrainStep.lower: lists": (lambda: given.step().lower({"inputs": [1.0], "targets": [1]}), "inputs", "array"),
+    "TrainStep.trace: an empty batch": (lambda: given.step().trace({}), "an empty dict", "give it arrays"),
     "TrainStep.compile: batches": (lambda: given.step().compile(given.batches()), "Batches", "{'inputs': x"),
     "TrainStep.compile: targets of another shape": (
         lambda: given.step().compile({**SPEC, "targets": jax.ShapeDtypeStruct((8, 1), np.int32)}),
