@@ -186,7 +186,9 @@ def test_python_opens_the_run(run, here):
         other.evaluate()
 
 
-@pytest.mark.parametrize("task", ["calling", pytest.param("rows_against_rows", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "task", [pytest.param(name, marks=pytest.mark.long) for name in ("calling", "rows_against_rows")]
+)
 def test_a_task_may_call_the_model_and_compare_rows(here, tmp_path, task):
     words = [*SHORT, f"task.call=my_package.more:{task}", "data={call: my_package.more:rows, args: {validation: true}}"]
     words += ["train.steps=2", "model.args.num_outputs=8", f"train.accumulation_steps={1 if task == 'calling' else 2}"]
@@ -217,6 +219,7 @@ def test_a_changed_file_is_remarked_upon(run, here, cli):
     assert "has changed since the run trained with it" in answer.err
 
 
+@pytest.mark.long
 def test_a_called_optimizer_gets_the_schedule_of_the_config(here):
     words = ["optimizer.learning_rate=0.02", "optimizer.schedule.kind=linear", "optimizer.schedule.final_fraction=0"]
     config = load_config("mine.yaml", overrides=words).config.optimizer

@@ -63,6 +63,7 @@ def test_evaluation_uses_the_slow_weights_unless_there_is_an_average() -> None:
     assert_close(state.evaluation_params, state.ema)
 
 
+@pytest.mark.long
 def test_evaluation_uses_the_average_of_schedule_free_methods_for_what_they_train() -> None:
     """In one part of a partition, beside a frozen parameter or one of another optimizer."""
     free = optax.contrib.schedule_free_sgd(0.5)
@@ -75,6 +76,7 @@ def test_evaluation_uses_the_average_of_schedule_free_methods_for_what_they_trai
     np.testing.assert_array_equal(state.evaluation_params["head"], state.params["head"])
 
 
+@pytest.mark.long
 def test_a_state_that_was_donated_is_still_one_line() -> None:
     step = make(optax.contrib.schedule_free_sgd(0.5))
     state = step.init(0)

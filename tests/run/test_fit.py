@@ -247,7 +247,9 @@ class Loader:
 RESUMED = {"arrays": lambda: COLUMNS, "an iterator": batches_of, "a loader": Loader}
 
 
-@pytest.mark.parametrize("form", ["arrays", "an iterator", pytest.param("a loader", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "form", ["arrays", *(pytest.param(form, marks=pytest.mark.long) for form in ("an iterator", "a loader"))]
+)
 def test_a_signal_and_a_resume_equal_an_uninterrupted_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
@@ -281,6 +283,7 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_parameters_to_start_from(tmp_path: Path) -> None:
     params, _ = model().init(jax.random.key(5))
     result = fit(tmp_path, params=params, optimizer=optax.sgd(0.0), steps=1)

@@ -66,7 +66,9 @@ def _train(run_dir: Path, data: Data, **overrides: Any) -> jt.Result:
 
 
 # 37 rows do not divide by the 16 of a batch: the last batch is filled up, and what fills it must not be counted.
-@pytest.mark.parametrize("shape", [(4, 4, 1), (5,)], ids=["images", "table"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((4, 4, 1), id="images", marks=pytest.mark.long), pytest.param((5,), id="table")]
+)
 def test_the_confusions_of_a_mesh_are_those_that_are_counted_by_hand(tmp_path: Path, shape: tuple[int, ...]) -> None:
     data = _data(shape, 37)
     _train(tmp_path, data, evaluation__max_batches=None)

@@ -170,6 +170,7 @@ def test_wrong_arguments_are_one_line(trained, call, line):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_curves_need_neither_jax_nor_a_checkpoint(copied):
     shutil.rmtree(copied / "checkpoints")
     program = (

@@ -122,6 +122,7 @@ def test_given_parameters_are_compared_by_content(tmp_path: Path) -> None:
         fit(tmp_path, params=start(0.25))
 
 
+@pytest.mark.long
 def test_the_record_of_own_parts_is_enough_for_baseline_and_evaluation(tmp_path: Path) -> None:
     held_out = {"inputs": X, "targets": np.where(np.arange(32) % 4 == 0, -1, Y), "weights": np.where(Y == 0, 2.0, 1.0)}
     logging = {"every": 1, "tensorboard": False, "report": True}

@@ -36,6 +36,7 @@ def test_its_config_is_read_as_it_was_resolved(run_dir):
     assert loaded.notes == ()
 
 
+@pytest.mark.long
 def test_it_goes_on_where_no_other_directory_is_named(run_dir):
     before = (run_dir / "metrics.jsonl").read_text()
     longer = jt.run_config(run_dir, overrides={"train.steps": 3})

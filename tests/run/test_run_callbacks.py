@@ -261,6 +261,7 @@ DIGITS = {
 }
 
 
+@pytest.mark.long
 def test_early_stopping_from_the_command_line(tmp_path: Path) -> None:
     config = tmp_path / "digits.yaml"
     config.write_text(json.dumps({**DIGITS, "optimizer": {"kind": "sgd", "learning_rate": 1e-12}}))
@@ -324,6 +325,7 @@ def test_a_callback_that_answers_something_else(tmp_path: Path) -> None:
         fit(tmp_path, callbacks=[jt.Callback(on_step=lambda moment: True)])  # pyright: ignore
 
 
+@pytest.mark.long
 def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def run(steps: int, **own: Any) -> jt.Result:
         settings = {"optimizer": {"kind": "adamw", "learning_rate": 0.1, "ema_decay": 0.9}}

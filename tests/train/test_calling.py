@@ -148,6 +148,7 @@ def test_evaluation_counts_weights_and_leaves_padding_out(form):
     assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.long
 def test_evaluation_draws_the_same_numbers_each_time():
     step = jt.make_train_step(jt.from_nnx(Dropped), jt.Task.calling("denoise", denoise), optax.sgd(0.1))
     state, evaluate = step.init(0), jt.Evaluator(step)
@@ -160,8 +161,8 @@ def confusion(outputs, batch):
     return jnp.sum(cross_entropy(outputs, batch)), jnp.float32(len(table)), {"confusion": (table, None)}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.long), "data2_fsdp4"])
 def test_a_total_is_added_up_and_not_divided(mesh, accumulation):
     task = jt.Task("confusion", confusion)
     step = jt.make_train_step(
@@ -197,7 +198,7 @@ def halves(outputs, batch):
     return contrastive({**outputs, "text": outputs["text"][:, :CLASSES]}, batch)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.long), "data2_fsdp4"])
 @pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_global_rows_see_every_negative_under_accumulation(mesh, zero):
     """Dropout is off, so that one large batch and four microbatches compute the same."""
@@ -210,6 +211,7 @@ def test_global_rows_see_every_negative_under_accumulation(mesh, zero):
     assert float(step(state, PAIRS)[1]["negatives"]) == ROWS - 1
 
 
+@pytest.mark.long
 def test_global_rows_draw_the_same_masks_in_both_passes():
     """The gradient of dropout that is drawn anew for the second pass would not be that of the loss."""
     task = jt.Task("contrastive", halves, rows="global")

@@ -52,7 +52,7 @@ def make(mesh: str, optimizer: Any = None, *, model: jt.Model | None = None, **o
     )
 
 
-PLAIN = {("plain", "one device"), ("plain", "data=2,fsdp=4"), ("4 microbatches", "data=2,fsdp=4")}
+PLAIN = {("4 microbatches", "data=2,fsdp=4")}
 ROWS = [
     pytest.param(options, mesh, id=f"{name}, {mesh}", marks=() if (name, mesh) in PLAIN else pytest.mark.long)
     for name, options in OPTIONS.items()
@@ -148,6 +148,7 @@ def noisy() -> jt.Model:
 @pytest.mark.parametrize(
     "count", [pytest.param(1, id="one batch", marks=pytest.mark.long), pytest.param(4, id="4 microbatches")]
 )
+@pytest.mark.long
 def test_the_loss_again_has_the_same_rows_and_random_numbers(count: int) -> None:
     """On shards of `data` too, where each device draws numbers of its own."""
     seen: dict[str, Any] = {}

@@ -123,6 +123,11 @@ REFUSED = {
 }
 
 
+def rows_of(table, *plain):
+    """The rows of a table, but for these under `pytest --all` only."""
+    return [pytest.param(name, marks=() if name in plain else pytest.mark.long) for name in table]
+
+
 def first_step(task, model, microbatches):
     step = jt.make_train_step(
         jt.from_functions(init, MODELS[model]),
@@ -135,13 +140,13 @@ def first_step(task, model, microbatches):
     return [float(metrics[name]) for name in ("loss", "grad_norm")]
 
 
-@pytest.mark.parametrize("case", SEPARATE)
+@pytest.mark.parametrize("case", rows_of(SEPARATE, "scale_that_all_rows_share", "global_with_temperature"))
 def test_microbatches_give_the_loss_of_the_batch(case):
     # In float32, the order of sums.
     np.testing.assert_allclose(first_step(*SEPARATE[case], 4), first_step(*SEPARATE[case], 1), rtol=2e-6)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", rows_of(REFUSED, "temperature", "baseline_of_the_batch", "global_with_two_views"))
 def test_a_loss_that_microbatches_would_change_is_refused(case):
     *parts, words = REFUSED[case]
     with pytest.raises(jt.ConfigError, match=words) as found:
@@ -149,7 +154,7 @@ def test_a_loss_that_microbatches_would_change_is_refused(case):
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("batch_size", [4, 8, 13])
+@pytest.mark.parametrize("batch_size", rows_of([4, 8, 13], 8))
 def test_evaluation_keeps_outputs_without_rows_whole(batch_size):
     """The prototypes have as many rows as a batch of 8, of which the last one is filled up."""
     step = jt.make_train_step(jt.from_functions(init, MODELS["prototypes"]), task(to_prototypes), optax.sgd(0.1))

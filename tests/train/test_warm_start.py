@@ -128,6 +128,7 @@ def test_a_new_head_is_drawn(trained: Any, new_head: TrainStep) -> None:
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.long
 def test_copies_in_the_optimizer_are_of_what_was_read(trained: Any) -> None:
     run, _ = trained
     step = make("one device", optimizer=optax.contrib.schedule_free_sgd(0.1), policy="bf16_pure")
@@ -137,6 +138,7 @@ def test_copies_in_the_optimizer_are_of_what_was_read(trained: Any) -> None:
     step(state, batch())
 
 
+@pytest.mark.long
 def test_a_run_of_another_policy_and_a_state_of_ones_own(tmp_path: Path) -> None:
     last = train(make("one device", policy="bf16_pure"), tmp_path)
     step = make("one device")
