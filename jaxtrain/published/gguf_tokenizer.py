@@ -169,7 +169,9 @@ def _byte_pairs(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> d
     known = set(tokens)
     wrong = next((one for one in merges if len(one) != 2 or not known.issuperset((*one, "".join(one)))), None)
     if wrong is not None or not merges:
-        told = "tokenizer.ggml.merges is missing" if wrong is None else f"the merge {' '.join(wrong)!r} is not of tokens"
+        told = (
+            "tokenizer.ggml.merges is missing" if wrong is None else f"the merge {' '.join(wrong)!r} is not of tokens"
+        )
         raise CheckpointError(f"{path}: {told}")
     return {
         "normalizer": _NORMALIZERS.get(words),
@@ -186,7 +188,9 @@ def _scored_pieces(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -
     pairs = []
     for token, score in zip(tokens, scores, strict=True):
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        pairs += [(-score, numbers[left], numbers[right]) for left, right in cuts if left in numbers and right in numbers]
+        pairs += [
+            (-score, numbers[left], numbers[right]) for left, right in cuts if left in numbers and right in numbers
+        ]
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     back = [
