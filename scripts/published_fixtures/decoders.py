@@ -83,7 +83,7 @@ _LLAMA31 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 _YARN = {
-    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 2.0,
     "beta_slow": 1.0,
 }  # fmt: skip
 _LONGROPE = {
