@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from published_fixtures import decoders
+from published_fixtures import decoders, encoders
 from published_fixtures.fixture import (
     Arrays,
     Fixture,
@@ -33,7 +33,7 @@ from published_fixtures.fixture import (
     outputs_of,
 )
 
-FIXTURES = decoders.FIXTURES
+FIXTURES = (*decoders.FIXTURES, *encoders.FIXTURES)
 TARGET = Path(__file__).resolve().parent.parent / "tests" / "interop" / "published"
 # A reader that drops a setting is off by 3 times the tolerance of the comparison (1e-4 of the range) or more: the exact
 # GELU and its approximation differ by little more than that.
