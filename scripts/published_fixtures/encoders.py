@@ -29,7 +29,9 @@ def base(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays
 def masked(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
     """Make the logits of a masked language model, where every third token is a label."""
     arrays = inputs(fixture, generator)
-    labels = np.where(np.arange(fixture.length) % 3 == 1, generator.integers(4, VOCABULARY, (2, fixture.length)), IGNORED)
+    labels = np.where(
+        np.arange(fixture.length) % 3 == 1, generator.integers(4, VOCABULARY, (2, fixture.length)), IGNORED
+    )
     arrays["labels"] = np.where(arrays["attention_mask"] == 1, labels, IGNORED)
     return arrays | outputs_of(model, arrays)
 
