@@ -1,4 +1,4 @@
-"""A GGUF file seen as a published folder: its config.json, its tensors by their published names, its tokenizer. No jax."""
+"""A GGUF file seen as a published folder: config.json, tensors by their published names, tokenizer. No jax here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
