@@ -79,6 +79,7 @@ ARCHITECTURES = {
     **{"qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2"},
 }
 KEYS = {
+    "vocab_size": "vocab_size",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
