@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf_files import gguf_bytes
 from tokenizers import Tokenizer
 
-from jaxtrain.errors import CheckpointError
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.errors import CheckpointError, DataError
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
 
 PATH = Path("some.gguf")
@@ -131,3 +133,22 @@ def test_what_is_not_read_is_one_line(changed, message):
     assert message in str(caught.value)
     assert str(caught.value).startswith("some.gguf: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_file_is_a_tokenizer_of_the_data(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(BYTE_PAIRS, {}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.vocab_size == len(TOKENS)
+    ids = tokenizer.encode("abc ab")
+    assert [TOKENS[i] for i in ids] == ["abc", "Ġab"]
+    # What a run saves of it is a tokenizer.json of the same ids.
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert list(load_tokenizer(tmp_path / "tokenizer.json").encode("abc ab")) == list(ids)
+
+
+def test_a_gguf_file_without_a_tokenizer_is_one_line(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes({}, {}))
+    with pytest.raises(DataError, match=r"m\.gguf holds no tokenizer; give the model's published tokenizer\.json"):
+        load_tokenizer(path)
