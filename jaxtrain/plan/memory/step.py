@@ -12,6 +12,7 @@ from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.models.shipped.shapes import mlp_shapes
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
@@ -175,7 +176,7 @@ def _transformer(
     k = model.head_width
     rows = 1.0 if batch.experts is None else batch.experts.rows
     hidden = rows * model.mlp_width / tensor
-    matrices = 2 if model.activation == "swiglu" else 1
+    matrices = len(mlp_shapes(model)) - 1
     residual = tensor if config.parallel.sequence_parallel else 1
     layers = model.num_layers // degrees["pipe"]
 
