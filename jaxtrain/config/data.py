@@ -6,7 +6,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
-from jaxtrain.config.models import Fraction, PositiveInt
+from jaxtrain.config.numbers import Fraction, PositiveInt
 
 
 class TokenizerConfig(Group):

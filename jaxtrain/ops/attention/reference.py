@@ -20,7 +20,7 @@ def attention_mask(
     key_positions_BS: jax.Array,
     *,
     causal: bool,
-    window: int | None = None,
+    window: jax.Array | int | None = None,
     query_segments_BL: jax.Array | None = None,
     key_segments_BS: jax.Array | None = None,
 ) -> jax.Array:
@@ -30,7 +30,7 @@ def attention_mask(
         query_positions_BL: positions of the queries, integers; the batch dim may be 1.
         key_positions_BS: positions of the keys, integers; the batch dim may be 1.
         causal: as in `AttentionForm`.
-        window: as in `AttentionForm`.
+        window: as in `AttentionForm`; an int32 [] may stand in its place.
         query_segments_BL: numbers of the packed documents of the queries; None: one document per row.
         key_segments_BS: numbers of the packed documents of the keys; a query sees only keys of its own document.
 
