@@ -40,9 +40,7 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, image_size: int, channels: int, num_classes: int, rngs: nnx.Rngs):
         blocks, init = config.blocks(image_size), normal(INIT_STDDEV)
         shape, width = patch_shape(config, channels), config.embed_dim
-        self.patches = Linear(
-            shape.inputs, shape.outputs, bias=True, initializer=init, rngs=rngs, low_precision=False
-        )
+        self.patches = Linear(shape.inputs, shape.outputs, bias=True, initializer=init, rngs=rngs, low_precision=False)
         first = config.pooling == "first"
         self.class_token = nnx.Param(jnp.zeros((width,), jnp.float32)) if first else None
         self.positions = nnx.Param(init(rngs.params(), (blocks.max_sequence_length, width), jnp.float32))
