@@ -129,7 +129,7 @@ def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[st
     square = LinearShape((width,), (width,))
     if head.kind == "masked_language_model":
         return {"dense": square}
-    hidden = {} if head.hidden_activation is None else {"hidden": square}
+    hidden = {} if head.hidden is None else {"hidden": square}
     return hidden | ({} if num_labels is None else {"output": LinearShape((width,), (num_labels,))})
 
 
