@@ -3,11 +3,14 @@
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families import llama
+from jaxtrain.published.families import bert, distilbert, llama, roberta
 from jaxtrain.published.family import Family
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
+    "bert": bert.FAMILY,
+    "roberta": roberta.FAMILY,
+    "distilbert": distilbert.FAMILY,
 }
 
 
