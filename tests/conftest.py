@@ -3,6 +3,7 @@
 Plain `pytest` leaves out the tests marked `long`; `pytest --all` runs them too.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jaxlib.version
 import pytest
 
 from jaxtrain.cli import main
@@ -26,6 +28,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # What the tests prove is decided before LLVM, whose optimizations take a third of compiling small models for the CPU.
 # Steps take longer without them: a test that trains a shipped config starts a process with flags of its own.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+if jaxlib.version.__version_info__ < (0, 11):
+    # The emitters of fusions take half of the time of compiling there; later ones are faster and end at this flag.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 distributed.start(emulate=8)
 
 
@@ -42,6 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
     getattr(config, "workeroutput", {})["left_out"] = len(left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through modules and thousands of tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
