@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families import bert, distilbert, llama, roberta
+from jaxtrain.published.families import bert, distilbert, llama, roberta, vit
 from jaxtrain.published.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -11,6 +11,7 @@ FAMILIES: dict[str, Family] = {
     "bert": bert.FAMILY,
     "roberta": roberta.FAMILY,
     "distilbert": distilbert.FAMILY,
+    "vit": vit.FAMILY,
 }
 
 
