@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
-from jaxtrain.config.models import Fraction, PositiveInt
+from jaxtrain.config.numbers import Fraction, PositiveInt
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

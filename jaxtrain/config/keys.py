@@ -30,11 +30,17 @@ def _strip(annotation: Any) -> Any:
     return annotation
 
 
+def _options(annotation: Any) -> list[Any]:
+    """The types that a value may have: those of a union, of unions inside it too."""
+    annotation = _strip(annotation)
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return [annotation]
+    return [inner for option in get_args(annotation) for inner in _options(option)]
+
+
 def members(annotation: Any) -> dict[str, type[Group]]:
     """The classes of a union of kinds by kind, or {"": class} for a plain group, or {} for a value."""
-    annotation = _strip(annotation)
-    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    groups = [o for o in map(_strip, options) if isinstance(o, type) and issubclass(o, Group)]
+    groups = [o for o in _options(annotation) if isinstance(o, type) and issubclass(o, Group)]
     if len(groups) > 1:
         return {group.model_fields["kind"].default: group for group in groups}
     return {"": groups[0]} if groups else {}

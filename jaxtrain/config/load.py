@@ -14,10 +14,10 @@ from jaxtrain.config.call import CALLED
 from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
-from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES
 from jaxtrain.config.no_effect import no_effect_notes
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
+from jaxtrain.config.sizes import RESNET_SIZES, TRANSFORMER_SIZES
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
-from jaxtrain.config.models import NonNegative, PositiveInt, StepCount
+from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

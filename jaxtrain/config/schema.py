@@ -9,9 +9,11 @@ from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
 from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.loss import check_blocks
-from jaxtrain.config.models import ModelConfig, NonNegative, PositiveInt, StepCount, TransformerConfig
+from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
+from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 

@@ -3,14 +3,11 @@
 Shapes: B batch, L length, H heads, K head_dim.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.arguments import refusal
-from jaxtrain.config.models import RopeScaling
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import row_numbers
 from jaxtrain.models.initializers import Initializer
@@ -62,19 +59,21 @@ class Norm(nnx.Module):
         kind: "layernorm" or "rmsnorm".
         bias: whether LayerNorm has a bias; RMSNorm has none.
         epsilon: added to the mean of squares before its root is taken.
+        offset: whether the parameter is the scale less 1.
     """
 
-    def __init__(self, dim: int, *, kind: str, bias: bool, epsilon: float):
-        self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
+    def __init__(self, dim: int, *, kind: str, bias: bool, epsilon: float, offset: bool = False):
+        self.scale = nnx.Param(jnp.zeros((dim,), jnp.float32) if offset else jnp.ones((dim,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((dim,), jnp.float32)) if bias and kind == "layernorm" else None
-        self.kind, self.epsilon = kind, epsilon
+        self.kind, self.epsilon, self.offset = kind, epsilon, offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
-        y = y * self.scale[...].astype(jnp.float32)
+        scale = self.scale[...].astype(jnp.float32)
+        y = y * (1 + scale if self.offset else scale)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
@@ -111,43 +110,3 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(x.shape[0]))
     keep = jax.vmap(lambda row_key: jax.random.bernoulli(row_key, 1 - rate, x.shape[1:]))(keys)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
-
-
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """Compute by how much each pair of dims is rotated per position.
-
-    Source: Su et al. 2021. The scaling is that of Llama 3.1: low frequencies are divided by the factor, high ones are
-    kept, and a linear ramp joins the two.
-
-    Args:
-        head_dim: dims of a head.
-        theta: base of the frequencies.
-        scaling: for sequences longer than those of the first training; None: no scaling.
-
-    Returns:
-        Radians per position, float32 [head_dim / 2].
-    """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is None:
-        return frequencies
-    wavelengths = 2 * math.pi / frequencies
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    ramp = jnp.clip((scaling.original_length / wavelengths - low) / (high - low), 0.0, 1.0)
-    return frequencies * (ramp + (1 - ramp) / scaling.factor)
-
-
-def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
-
-    Args:
-        x_BLHK: queries or keys, any float dtype; the rotation is computed in float32.
-        positions_BL: positions of the tokens, integers; a batch of 1 serves all rows.
-        frequencies: radians per position, float32 [K / 2].
-
-    Returns:
-        [B, L, H, K] in the dtype of x_BLHK.
-    """
-    angles = positions_BL[..., None].astype(jnp.float32) * frequencies  # [B, L, K / 2]
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)

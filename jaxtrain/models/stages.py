@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.arguments import check_functions, check_kind
@@ -18,7 +19,7 @@ from jaxtrain.remat.policy import Remat
 # (module, inputs, key, train) -> carry; (block, carry, inputs, key, train) -> carry; (module, carry, train) -> outputs.
 # The module is Any, because each caller's function names its own subclass of nnx.Module.
 EmbedCall = Callable[[Any, Any, jax.Array | None, bool], Any]
-BlockCall = Callable[[Any, Any, Any, jax.Array | None, bool], Any]
+BlockCall = Callable[..., Any]
 HeadCall = Callable[[Any, Any, bool], Any]
 
 
@@ -32,6 +33,7 @@ def from_stages(
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     remat: Remat | None = None,
     name: str | None = None,
+    per_layer: Any = None,
 ) -> Model:
     """Make a model from an NNX module whose equal blocks `make_stack` built; the model works on every mesh axis.
 
@@ -47,6 +49,8 @@ def from_stages(
             table of the partitioning metadata.
         remat: what the backward pass keeps of each block; None: everything.
         name: the name that messages show; None: the name of the class.
+        per_layer: a tree of constant arrays [num_layers, ...], which are no parameters; `block` gets the entries of
+            its layer as a last argument. None: `block` takes none.
 
     Returns:
         The model with its parts. `embed` and `block` get the same key on every shard where they are marked as
@@ -111,13 +115,19 @@ def from_stages(
     def run_layers(
         layers: Params, carry: Any, inputs: Any, *, first_layer: jax.Array | int, key: jax.Array | None, train: bool
     ) -> Any:
-        def call(layer: nnx.Module, carry: Any, layer_key: jax.Array | None, _: None) -> tuple[Any, None]:
-            return block(layer, carry, inputs, layer_key, train), None
+        def call(layer: nnx.Module, carry: Any, layer_key: jax.Array | None, entries: Any) -> tuple[Any, None]:
+            more = () if per_layer is None else (entries,)
+            return block(layer, carry, inputs, layer_key, train, *more), None
 
         blocks = nnx.merge(stack_graph, from_dict(stack_template, layers))
+        # A stage of a pipeline holds a range of the layers.
+        numbers = first_layer + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+        entries = jax.tree.map(lambda values: jnp.asarray(values)[numbers], per_layer)
         key = None if key is None else jax.random.fold_in(key, 1)
         policy = remat or Remat()
-        return scan_stack(blocks, call, carry, path=stack, remat=policy, key=key, first_layer=first_layer)[0]
+        return scan_stack(
+            blocks, call, carry, path=stack, remat=policy, key=key, per_layer=entries, first_layer=first_layer
+        )[0]
 
     def run_head(params: Params, carry: Any, *, train: bool) -> Any:
         return head(module(params), carry, train)
@@ -139,7 +149,17 @@ def from_stages(
     built = Model(name or type(abstract).__name__, init, apply, axes, gathers_itself=(stack,), parts=parts)
 
     def rebuild(remat: Remat) -> Model:
-        return from_stages(make, stack=stack, embed=embed, block=block, head=head, axes=axes, remat=remat, name=name)
+        return from_stages(
+            make,
+            stack=stack,
+            embed=embed,
+            block=block,
+            head=head,
+            axes=axes,
+            remat=remat,
+            name=name,
+            per_layer=per_layer,
+        )
 
     again = Rebuild(apply, parts, rebuild)
     return dataclasses.replace(built, linears=linear_kernels(abstract), remat=remat, rebuild=again)

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from jaxtrain.config import Config, load_config, shipped_configs
 from jaxtrain.config.base import Group
 from jaxtrain.config.keys import members, nearest, walk
-from jaxtrain.config.models import RESNET_SIZES, TRANSFORMER_SIZES, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig
+from jaxtrain.config.sizes import RESNET_SIZES, TRANSFORMER_SIZES
 
 
 def groups(group: type[Group], seen: dict[str, type[Group]]) -> dict[str, type[Group]]:

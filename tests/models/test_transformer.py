@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.models import TRANSFORMER_SIZES, RopeScaling, TransformerConfig
+from jaxtrain.config.rope import RopeScaling
+from jaxtrain.config.sizes import TRANSFORMER_SIZES
+from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.layers import dropout, rotary_frequencies, rotate
+from jaxtrain.models.layers import dropout
+from jaxtrain.models.rotary import rotary_frequencies, rotate
 from jaxtrain.models.shipped.transformer import transformer
 
 SIZES = dict(num_layers=2, embed_dim=16, num_heads=4, vocab_size=17, max_sequence_length=8)

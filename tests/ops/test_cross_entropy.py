@@ -32,6 +32,8 @@ class Row:
     weights: bool = False
     z_loss: float | None = None
     offset: float = 0.0
+    bias: bool = False
+    softcap: float | None = None
 
 
 ROWS = {
@@ -47,10 +49,17 @@ ROWS = {
     "tokens in one block": Row("tokens", 1000, tied=True),
     "tokens, tied, bf16": Row("tokens", 8, dtype=jnp.bfloat16, tied=True, weights=True, z_loss=1e-2),
     "tokens, logits far from zero": Row("tokens", 16, offset=1e4),
+    "vocabulary, bias": Row("vocabulary", 64, bias=True, weights=True, z_loss=1e-2),
+    "vocabulary, tied, bias, bf16": Row("vocabulary", 64, dtype=jnp.bfloat16, tied=True, bias=True),
+    "vocabulary, softcap": Row("vocabulary", 64, softcap=3.0, weights=True, z_loss=1e-2),
+    "vocabulary, bias, softcap, fp16": Row("vocabulary", 128, dtype=jnp.float16, bias=True, softcap=3.0),
+    "tokens, bias": Row("tokens", 16, bias=True, weights=True, z_loss=1e-2),
+    "tokens, tied, bias, softcap, bf16": Row("tokens", 16, dtype=jnp.bfloat16, tied=True, bias=True, softcap=3.0),
 }
 
 
 def inputs(row: Row) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Hidden states, kernel, targets and weights."""
     rng = np.random.default_rng(0)
     hidden, kernel = rng.normal(size=(B, L, D)), rng.normal(size=(V, D) if row.tied else (D, V))
     if row.offset:
@@ -66,20 +75,25 @@ def inputs(row: Row) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     )
 
 
-def numbers(row: Row, by: Logits, dtype: Any) -> list[np.ndarray]:
-    """Total, cross-entropy, z-loss and both gradients of a loss that scales the total."""
-    hidden, kernel, targets, weights = inputs(row)
+def bias_of(row: Row) -> jax.Array | None:
+    return jnp.asarray(np.random.default_rng(1).normal(size=V), row.dtype) if row.bias else None
 
-    def loss(hidden: jax.Array, kernel: jax.Array) -> Any:
-        logits = DeferredLogits(hidden, kernel, tied=row.tied)
+
+def numbers(row: Row, by: Logits, dtype: Any) -> list[np.ndarray]:
+    """Total, cross-entropy, z-loss and the gradients of all factors of a loss that scales the total."""
+    hidden, kernel, targets, weights = inputs(row)
+    factors = jax.tree.map(lambda factor: factor.astype(dtype), (hidden, kernel, bias_of(row)))
+
+    def loss(factors: tuple[jax.Array, jax.Array, jax.Array | None]) -> Any:
+        hidden, kernel, bias = factors
+        logits = DeferredLogits(hidden, kernel, tied=row.tied, bias=bias, softcap=row.softcap)
         size = None if by == "whole" else row.size
         sums = cross_entropy_sums(logits, targets, weights, z_loss=row.z_loss, by=by, size=size)
         return sums.total * 0.37, (sums.cross_entropy, sums.z_loss)
 
-    (total, more), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
-        hidden.astype(dtype), kernel.astype(dtype)
-    )
-    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
+    (total, more), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(factors)
+    gradients = jax.tree.leaves(gradients)
+    assert {gradient.dtype for gradient in gradients} == {jnp.dtype(dtype)}
     return [np.asarray(x, np.float64) for x in (total, *more, *gradients)]
 
 
@@ -98,6 +112,18 @@ def test_blocks_give_the_numbers_of_whole_logits(name: str) -> None:
         # The gradient of the logits is rounded to the dtype once, the result once, that of tokens once more.
         rounding = 0.0 if row.dtype == jnp.float32 else 3 * float(jnp.finfo(row.dtype).eps) / 2
         assert np.linalg.norm(found - wanted) <= (close + rounding) * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["kernel", "table"])
+def test_logits_with_bias_and_softcap_follow_their_formula(tied: bool) -> None:
+    row = Row("vocabulary", 100, tied=tied, bias=True, softcap=3.0)
+    hidden, kernel, *_ = inputs(row)
+    bias = bias_of(row)
+    assert bias is not None
+    found = DeferredLogits(hidden, kernel, tied=tied, bias=bias, softcap=3.0).logits()
+    wanted = 3 * np.tanh((np.asarray(hidden) @ np.asarray(kernel.T if tied else kernel) + np.asarray(bias)) / 3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)  # 16 products
+    assert np.abs(wanted).max() > 2.9, "no logit reaches the cap, so that it is not tested"
 
 
 def test_reports_carry_no_gradient() -> None:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+import optax
 import pytest
 from layouts import CASES, ONE, TRANSFORMERS, Layout, load_batches, make_step
 
+import jaxtrain as jt
 from jaxtrain.models.tasks import language_modeling
 from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.parallel import programs
@@ -66,3 +68,52 @@ def test_blocks_on_a_mesh_give_the_numbers_of_one_device(name: str) -> None:
         c.line for c in logits if c.kind in ("all-gather", "all-to-all") and programs.crosses(c, mesh, "tensor")
     ]
     assert not [c.line for c in collectives if c.kind == "collective-permute" and c.in_branch]
+
+
+# Degrees, microbatches, how logits are partitioned, and whether the kernel is a table.
+BIASED: dict[str, tuple[dict[str, int], int, Logits, bool]] = {
+    "tensor and data, accumulation, vocabulary": ({"data": 2, "tensor": 2}, 2, "vocabulary", False),
+    "tensor, context and fsdp, tokens, tied": ({"context": 2, "tensor": 2, "fsdp": 2}, 1, "tokens", True),
+    "context and data, vocabulary, tied": ({"context": 2, "data": 2}, 1, "vocabulary", True),
+    "tensor and data, whole": ({"data": 2, "tensor": 2}, 1, "whole", False),
+}
+
+
+def biased(tied: bool) -> jt.Model:
+    """One layer from tokens to capped logits with a bias; no parameter is zero."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        shapes = {"table": (48, 64), "kernel": (48, 64) if tied else (64, 48), "bias": (48,)}
+        keys = dict(zip(shapes, jax.random.split(key, 3), strict=True))
+        return {name: jax.random.normal(keys[name], dims) for name, dims in shapes.items()}
+
+    def apply(params: dict[str, jax.Array], tokens: jax.Array) -> jt.DeferredLogits:
+        hidden = 0.2 * params["table"][tokens]  # some logits reach the cap, most do not
+        return jt.DeferredLogits(hidden, params["kernel"], tied=tied, bias=params["bias"], softcap=3.0)
+
+    kernel = ("vocab", "embed") if tied else ("embed", "vocab")
+    return jt.from_functions(init, apply, axes={"table": (None, "embed"), "kernel": kernel, "bias": ("vocab",)})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BIASED)
+def test_bias_and_softcap_on_a_mesh_move_parameters_as_on_one_device(name: str) -> None:
+    degrees, accumulation, by, tied = BIASED[name]
+    rng = np.random.default_rng(0)
+    batch: dict[str, np.ndarray] = {key: rng.integers(0, 48, (8, 8), np.int32) for key in ("inputs", "targets")}
+    batch["weights"] = rng.integers(0, 3, (8, 8)).astype(np.float32)
+
+    def moved(task: jt.Task, accumulation: int, degrees: dict[str, int]) -> tuple[float, dict[str, np.ndarray]]:
+        devices = jax.devices()[: int(np.prod([*degrees.values(), 1]))]
+        mesh = jt.make_mesh(**degrees, devices=devices)
+        step = jt.make_train_step(biased(tied), task, optax.sgd(1.0), mesh=mesh, accumulation_steps=accumulation)
+        state, metrics = step(step.init(0), batch)
+        return float(metrics["loss"]), jax.device_get(state.params)
+
+    task = language_modeling(z_loss=1e-2, logits=by, block=None if by == "whole" else 10)
+    loss, params = moved(task, accumulation, degrees)
+    wanted_loss, wanted = moved(language_modeling(z_loss=1e-2, logits="whole"), 1, {})
+    # Sums of 64 tokens in another order: 2^-24 a sum.
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    for path, value in wanted.items():
+        np.testing.assert_allclose(params[path], value, rtol=1e-5, atol=1e-6, err_msg=path)

@@ -13,7 +13,7 @@ from dense_experts import dense_experts
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.config.models import ExpertsConfig, TransformerConfig
+from jaxtrain.config.transformer import ExpertsConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, gather_parameters, parameter_shardings, parameter_spec, use_layout

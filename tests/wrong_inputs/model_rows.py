@@ -39,6 +39,21 @@ ROWS = {
         "[4, 5]",
         "tied=True",
     ),
+    "DeferredLogits: a bias of another size": (
+        lambda: jt.DeferredLogits(jnp.ones((1, 2, 3)), jnp.ones((3, 5)), bias=jnp.ones(3)),
+        "[3]",
+        "bias [V]",
+    ),
+    "DeferredLogits: a bias that is a word": (
+        lambda: jt.DeferredLogits(jnp.ones((1, 2, 3)), jnp.ones((3, 5)), bias="yes"),
+        "'yes'",
+        "bias [V]",
+    ),
+    "DeferredLogits: no cap": (
+        lambda: jt.DeferredLogits(jnp.ones((1, 2, 3)), jnp.ones((3, 5)), softcap=0),
+        "not 0",
+        "softcap=30.0",
+    ),
     "DrawsByRow: a number": (lambda: jt.DrawsByRow(3), "not 3", "DrawsByRow("),
     "LogitsLoss: a number": (lambda: jt.LogitsLoss(3, loss), "not 3", "LogitsLoss(train, evaluate)"),
     "LogitsLoss: evaluation": (lambda: jt.LogitsLoss(loss, None), "not None", "LogitsLoss(train, evaluate)"),

@@ -9,8 +9,12 @@ Axes = dict[str, tuple[str | None, ...]]
 TRANSFORMER: Axes = {
     "embedding": ("vocab", "embed"),
     "positions": (None, "embed"),
+    "token_types": (None, "embed"),
+    "embedding_norm/*": ("embed",),
     "blocks/*norm/scale": ("layers", "embed"),
     "blocks/*norm/bias": ("layers", "embed"),
+    "blocks/attention/query_norm/scale": ("layers", "head_dim"),
+    "blocks/attention/key_norm/scale": ("layers", "head_dim"),
     "blocks/attention/query/kernel": ("layers", "embed", "heads", "head_dim"),
     "blocks/attention/query/bias": ("layers", "heads", "head_dim"),
     "blocks/attention/key/kernel": ("layers", "embed", "kv_heads", "head_dim"),

@@ -8,7 +8,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.heads import HeadConfig
+from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig
+from jaxtrain.config.transformer import GATED, TransformerConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -101,14 +103,59 @@ def attention_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
 def mlp_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     """The linear layers of a block's MLP, or of one of its experts, by name."""
     width, hidden = (config.embed_dim,), (config.mlp_width,)
-    gate = {"gate": LinearShape(width, hidden)} if config.activation == "swiglu" else {}
+    gate = {"gate": LinearShape(width, hidden)} if config.activation in GATED else {}
     return {"up": LinearShape(width, hidden), **gate, "down": LinearShape(hidden, width)}
+
+
+def has_bias(config: TransformerConfig, name: str) -> bool:
+    """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
+    return config.bias is True or (config.bias == "qkv" and name in ("query", "key", "value"))
 
 
 def router_shape(config: TransformerConfig) -> LinearShape:
     """The router of a model with experts."""
     assert config.experts is not None
     return LinearShape((config.embed_dim,), (config.experts.num_experts,))
+
+
+def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[str, LinearShape]:
+    """The linear layers of a head, by name.
+
+    Args:
+        head: which head.
+        width: of the residual stream.
+        num_labels: outputs of the head; None: it has no labels.
+    """
+    square = LinearShape((width,), (width,))
+    if head.kind == "masked_language_model":
+        return {"dense": square}
+    hidden = {} if head.hidden_activation is None else {"hidden": square}
+    return hidden | ({} if num_labels is None else {"output": LinearShape((width,), (num_labels,))})
+
+
+def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None, num_labels: int | None) -> Shapes:
+    """The parameters of a head, by path.
+
+    Args:
+        head: which head; that of a language model has none of its own.
+        width: of the residual stream.
+        norm: kind of the norms of the model.
+        vocab_size: ids of the vocabulary; None: the inputs are no tokens.
+        num_labels: outputs of the head; None: it has no labels.
+    """
+    shapes: Shapes = {}
+    for name, one in head_shapes(head, width, num_labels).items():
+        shapes[f"head/{name}/kernel"] = one.kernel
+        if head.bias:
+            shapes[f"head/{name}/bias"] = one.outputs
+    if head.kind == "masked_language_model":
+        assert vocab_size is not None
+        shapes["head/norm/scale"] = (width,)
+        if head.bias:
+            shapes["head/bias"] = (vocab_size,)
+            if norm == "layernorm":
+                shapes["head/norm/bias"] = (width,)
+    return shapes
 
 
 def stem_shape(config: ResNetConfig, channels: int) -> ConvShape:
@@ -186,26 +233,36 @@ def _with_biases(layers: dict[str, LinearShape]) -> Shapes:
 def _transformer(config: TransformerConfig, vocab_size: int) -> Shapes:
     layers, width = config.num_layers, config.embed_dim
 
-    def norm(path: str, *lead: int) -> Shapes:
-        bias = config.bias and config.norm == "layernorm"
-        return {f"{path}/{name}": (*lead, width) for name in (["bias"] if bias else []) + ["scale"]}
+    def norm(path: str, *lead: int, dim: int = width, bias: bool = config.bias is True) -> Shapes:
+        bias = bias and config.norm == "layernorm"
+        return {f"{path}/{name}": (*lead, dim) for name in (["bias"] if bias else []) + ["scale"]}
 
-    def linear(path: str, shape: LinearShape, *lead: int) -> Shapes:
-        shapes: Shapes = {f"{path}/kernel": (layers, *lead, *shape.kernel)}
-        return shapes | ({f"{path}/bias": (layers, *shape.outputs)} if config.bias else {})
+    def linear(path: str, name: str, shape: LinearShape, *lead: int) -> Shapes:
+        shapes: Shapes = {f"{path}/{name}/kernel": (layers, *lead, *shape.kernel)}
+        return shapes | ({f"{path}/{name}/bias": (layers, *shape.outputs)} if has_bias(config, name) else {})
 
     shapes: Shapes = {"embedding": (vocab_size, width)}
     if config.position == "learned":
-        shapes["positions"] = (config.max_sequence_length, width)
+        shapes["positions"] = (config.max_sequence_length + config.position_offset, width)
+    if config.token_types:
+        shapes["token_types"] = (config.token_types, width)
+    if config.embedding_norm:
+        shapes |= norm("embedding_norm")
     shapes |= norm("blocks/attention_norm", layers) | norm("blocks/mlp_norm", layers)
+    if config.block == "sandwich":
+        shapes |= norm("blocks/attention_output_norm", layers) | norm("blocks/mlp_output_norm", layers)
+    if config.qk_norm:
+        for name in ("query_norm", "key_norm"):
+            shapes |= norm(f"blocks/attention/{name}", layers, dim=config.head_width, bias=False)
     for name, shape in attention_shapes(config).items():
-        shapes |= linear(f"blocks/attention/{name}", shape)
+        shapes |= linear("blocks/attention", name, shape)
     experts = () if config.experts is None else (config.experts.num_experts,)
     if experts:
         shapes["blocks/mlp/router/kernel"] = (layers, *router_shape(config).kernel)
     for name, shape in mlp_shapes(config).items():
-        shapes |= linear(f"blocks/mlp/{name}", shape, *experts)
-    shapes |= norm("output_norm")
+        shapes |= linear("blocks/mlp", name, shape, *experts)
+    if config.block != "post":
+        shapes |= norm("output_norm")
     if not config.tie_embeddings:
         shapes["output"] = (width, vocab_size)
     return shapes

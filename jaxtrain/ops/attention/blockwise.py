@@ -5,7 +5,7 @@ that no query of a group of blocks sees are never multiplied. The backward pass 
 their sum, which is all that the forward pass keeps besides its result (Dao et al. 2022; Rabe and Staats 2021).
 
 Shapes: B batch, L length, S keys of a block, H query heads, G key-value heads, R = H / G, K head_dim, Q queries of a
-block, P = R * Q.
+block, P = R * Q, W distances of keys and queries.
 """
 
 import functools
@@ -22,12 +22,14 @@ from jaxtrain.ops.attention.blocks import QueryBlocks, block_size, cut_sequence,
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.kernel_rules import blockwise_refusal
 from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped
+from jaxtrain.ops.attention.relative import fold, unfold
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.cores import usable_cores
 
 # An index that is known when the code is traced, or int32 [].
 Index = int | jax.Array
-Pair = tuple[jax.Array, jax.Array]
+# Gradients of keys and values, and of the bias of each row where there is one.
+Sums = tuple[jax.Array, ...]
 
 
 def refusal(q_BLHK: jax.Array) -> str | None:
@@ -97,6 +99,14 @@ def _mask(
     )
 
 
+def _bias(bias_HW: jax.Array, group: QueryBlocks, start: Index, first: Index, groups: int) -> jax.Array:
+    """Unfold the bias of the block that starts at query `start` and key `first`: float32 [G, R, Q, S]."""
+    length = (bias_HW.shape[-1] + 1) // 2
+    distances = _keys(bias_HW, length - group.size + first - start, group.size + group.width - 1, 1)
+    bias_HQS = unfold(distances, group.size)
+    return bias_HQS.reshape(groups, -1, *bias_HQS.shape[1:])
+
+
 def _each_block(group: QueryBlocks, body: Callable[[Any, Index], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
     """Call `body(carry, start)` for every block of a group; results are stacked along a leading dim [blocks]."""
     if group.blocks == 1:
@@ -130,6 +140,7 @@ def _forward(
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
+    bias_HW: jax.Array | None,
     form: AttentionForm,
     block: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -145,7 +156,10 @@ def _forward(
             mask = _mask(group, start, first, segments_BL, form)
             queries = _keys(q, start, group.size, 3)
             scores = jnp.einsum("bgrqk,bgsk->bgrqs", queries, keys, preferred_element_type=jnp.float32)
-            scores = capped(scores * (1 / math.sqrt(q.shape[-1])), form.softcap)
+            scores = scores * (1 / math.sqrt(q.shape[-1]))
+            if bias_HW is not None:
+                scores = scores + _bias(bias_HW, group, start, first, q.shape[1])
+            scores = capped(scores, form.softcap)
             scores = jnp.where(mask[:, None, None], scores, MASKED)
             largest = jnp.max(scores, axis=-1, keepdims=True)
             weights = jnp.exp(scores - largest)
@@ -159,17 +173,18 @@ def _forward(
     return _join(jnp.concatenate(outs, 3)), jnp.concatenate(statistics, 3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attend(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
+    bias_HW: jax.Array | None,
     form: AttentionForm,
     block: int,
     parts: int,
 ) -> jax.Array:
-    return _attend_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block, parts)[0]
+    return _attend_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW, form, block, parts)[0]
 
 
 def _attend_forward(
@@ -177,11 +192,12 @@ def _attend_forward(
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
+    bias_HW: jax.Array | None,
     form: AttentionForm,
     block: int,
     parts: int,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    forward = functools.partial(_forward, form=form, block=block)
+    forward = functools.partial(_forward, bias_HW=bias_HW, form=form, block=block)
     out_BLHK, statistics = _in_parts(forward, parts, q_BLHK, k_BLGK, v_BLGK, segments_BL)
     out_BLHK = checkpoint_name(out_BLHK, KERNEL_RESIDUALS)
     return out_BLHK, (
@@ -189,6 +205,7 @@ def _attend_forward(
         k_BLGK,
         v_BLGK,
         segments_BL,
+        bias_HW,
         out_BLHK,
         checkpoint_name(statistics, KERNEL_RESIDUALS),
     )
@@ -201,8 +218,10 @@ def _attend_backward(
     saved: tuple[jax.Array | None, ...],
     gradient_BLHK: jax.Array,
 ) -> tuple[jax.Array | None, ...]:
-    backward = functools.partial(_backward, form=form, block=block)
-    return *_in_parts(backward, parts, *saved, gradient_BLHK), None
+    *arrays, bias_HW, out_BLHK, statistics = saved
+    backward = functools.partial(_backward, bias_HW=bias_HW, form=form, block=block)
+    d_query, d_key, d_value, *d_bias = _in_parts(backward, parts, *arrays, out_BLHK, statistics, gradient_BLHK)
+    return d_query, d_key, d_value, None, jnp.sum(d_bias[0], 0) if d_bias else None
 
 
 def _backward(
@@ -213,10 +232,11 @@ def _backward(
     out_BLHK: jax.Array,
     statistics: jax.Array,
     gradient_BLHK: jax.Array,
+    bias_HW: jax.Array | None,
     form: AttentionForm,
     block: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the gradients of q, k and v from the arrays that the forward pass kept."""
+) -> tuple[jax.Array, ...]:
+    """Compute the gradients of q, k and v, and of the bias of each row, from the arrays that the forward pass kept."""
     length, groups = q_BLHK.shape[1], k_BLGK.shape[2]
     q, k, v = _split(q_BLHK, groups), _swap(k_BLGK), _swap(v_BLGK)
     out, gradient = _split(out_BLHK, groups), _split(gradient_BLHK, groups)
@@ -226,9 +246,14 @@ def _backward(
     # Derived from k, so that inside `jax.shard_map` they vary over the same axes as the sums will.
     zeros = constrain(jnp.where(k == k, jnp.float32(0), jnp.float32(0)), "batch", "activation_kv_heads", None, None)
     sums, d_queries = (zeros, zeros), []
+    if bias_HW is not None:
+        # One for each row, so that the rows of other devices are summed once and not in every block.
+        zeros = jnp.where(own == own, jnp.float32(0), jnp.float32(0))[:, :, :, 0].reshape(-1, bias_HW.shape[0], 1)
+        zeros = jnp.broadcast_to(zeros, (*zeros.shape[:2], bias_HW.shape[-1]))
+        sums = (*sums, constrain(zeros, "batch", "activation_heads", None))
     for group in reversed(cut_sequence(length, block, causal=form.causal, window=form.window)):
 
-        def pull(sums: Pair, start: Index, group: QueryBlocks = group) -> tuple[Pair, jax.Array]:
+        def pull(sums: Sums, start: Index, group: QueryBlocks = group) -> tuple[Sums, jax.Array]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             queries, d_out, statistic, own_term = (
@@ -239,24 +264,32 @@ def _backward(
             # matrix, which in this order one of the three gradients does instead of two. Other backends were not
             # measured.
             plain = jnp.einsum("bgsk,bgpk->bgsp", keys, queries, preferred_element_type=jnp.float32)
-            plain = capped(plain * scale, form.softcap)
+            plain = plain * scale
+            if bias_HW is not None:
+                plain = plain + _merge(_bias(bias_HW, group, start, first, groups)[None]).swapaxes(2, 3)
+            plain = capped(plain, form.softcap)
             weights = jnp.exp(jnp.where(mask_BSP[:, None], plain, MASKED) - statistic.swapaxes(2, 3))
             d_weights = jnp.einsum("bgsk,bgpk->bgsp", values, d_out, preferred_element_type=jnp.float32)
             d_scores = weights * (d_weights - own_term.swapaxes(2, 3))
             if form.softcap is not None:
                 d_scores = d_scores * (1 - jnp.square(plain / form.softcap))
+            more = sums[2:]
+            if bias_HW is not None:
+                d_bias = d_scores.swapaxes(2, 3).reshape(d_scores.shape[0], -1, group.size, group.width)
+                more = (_add(more[0], fold(d_bias), length - group.size + first - start),)
             # In the dtype of the inputs, because float32 products take several times as long.
             d_scores, weights = (d_scores * scale).astype(q.dtype), weights.astype(q.dtype)
             d_query = jnp.einsum("bgsp,bgsk->bgpk", d_scores, keys)
             d_key = jnp.einsum("bgsp,bgpk->bgsk", d_scores, queries, preferred_element_type=jnp.float32)
             d_value = jnp.einsum("bgsp,bgpk->bgsk", weights, d_out, preferred_element_type=jnp.float32)
             shape = (*d_query.shape[:2], repeats, group.size, d_query.shape[-1])
-            return (_add(sums[0], d_key, first), _add(sums[1], d_value, first)), d_query.reshape(shape)
+            kept = (_add(sums[0], d_key, first), _add(sums[1], d_value, first))
+            return (*kept, *more), d_query.reshape(shape)
 
         sums, d_query = _each_block(group, pull, sums)
         d_queries.append(_rows(d_query))
-    d_key, d_value = (_swap(total).astype(k.dtype) for total in sums)
-    return _join(jnp.concatenate(d_queries[::-1], 3)), d_key, d_value
+    d_key, d_value = (_swap(total).astype(k.dtype) for total in sums[:2])
+    return _join(jnp.concatenate(d_queries[::-1], 3)), d_key, d_value, *sums[2:]
 
 
 def _merge(x_BGRQX: jax.Array) -> jax.Array:
@@ -265,7 +298,7 @@ def _merge(x_BGRQX: jax.Array) -> jax.Array:
 
 
 def _add(total_BGSK: jax.Array, part: jax.Array, first: Index) -> jax.Array:
-    """Add `part` to the keys of the total from `first` on."""
+    """Add `part` to dim 2 (the keys) of the total from `first` on."""
     if part.shape == total_BGSK.shape:
         return total_BGSK + part
     old = _keys(total_BGSK, first, part.shape[2], 2)
@@ -281,6 +314,7 @@ def blockwise_attention(
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
     form: AttentionForm,
+    bias_HW: jax.Array | None = None,
     *,
     block: int | None = None,
     parts: int | None = None,
@@ -293,6 +327,7 @@ def blockwise_attention(
         v_BLGK: values, the same dtype.
         segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
         form: the settings of attention.
+        bias_HW: as in `self_attention`.
         block: queries of a block; None: a size that suits the platform.
         parts: number of equal parts in which the rows are processed, one after the other; it must divide B. None: as
             many as keep the scores in the caches of a CPU. The results are the same for every value.
@@ -301,4 +336,5 @@ def blockwise_attention(
         [B, L, H, K] in the dtype of q.
     """
     block = block or block_size(platform(), q_BLHK.shape[1])
-    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, block, parts or parts_of_batch(q_BLHK, form, block))
+    parts = parts or parts_of_batch(q_BLHK, form, block)
+    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW, form, block, parts)

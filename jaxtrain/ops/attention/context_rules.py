@@ -61,6 +61,11 @@ class ContextCase:
 def _problem(name: str, case: ContextCase) -> str | None:
     """Why a way cannot be taken; None: it can."""
     way, heads, parts = CONTEXT_WAYS[name], case.num_heads, case.head_parts
+    if case.form.relative:
+        return (
+            f"parallel.context={case.context} shards the sequence, which model.position=relative does not support; "
+            "use parallel.context=1 with fsdp or tensor in its place, or model.position=rotary"
+        )
     if way.plain and (case.form.window is not None or case.form.softcap is not None):
         return (
             f"parallel.context_attention={name} knows neither model.sliding_window nor model.attention_softcap; "

@@ -72,6 +72,8 @@ def cudnn_refusal(case: AttentionCase) -> str | None:
         return "documents are packed"
     if form.softcap is not None:
         return "scores are capped"
+    if form.relative:  # its bias would have to be [H, L, L] in memory
+        return "positions are relative"
     if form.window is not None and not form.causal:
         return "the window looks ahead"
     if not case.divides:
@@ -91,6 +93,8 @@ def splash_refusal(case: AttentionCase) -> str | None:
     """Why the splash kernel cannot take a case, or None."""
     if case.platform != "tpu":
         return f"the platform is {case.platform}"
+    if case.form.relative:
+        return "positions are relative"
     if not case.divides:
         return "batch or heads do not divide by the mesh"
     if case.length % SPLASH_LANES:

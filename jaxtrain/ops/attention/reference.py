@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.relative import whole_bias
 
 # Large and finite: a row that may see nothing gives a uniform softmax instead of NaN.
 MASKED = -1e30
@@ -20,7 +21,7 @@ def attention_mask(
     key_positions_BS: jax.Array,
     *,
     causal: bool,
-    window: int | None = None,
+    window: jax.Array | int | None = None,
     query_segments_BL: jax.Array | None = None,
     key_segments_BS: jax.Array | None = None,
 ) -> jax.Array:
@@ -30,7 +31,7 @@ def attention_mask(
         query_positions_BL: positions of the queries, integers; the batch dim may be 1.
         key_positions_BS: positions of the keys, integers; the batch dim may be 1.
         causal: as in `AttentionForm`.
-        window: as in `AttentionForm`.
+        window: as in `AttentionForm`; an int32 [] may stand in its place.
         query_segments_BL: numbers of the packed documents of the queries; None: one document per row.
         key_segments_BS: numbers of the packed documents of the keys; a query sees only keys of its own document.
 
@@ -87,7 +88,13 @@ def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
 
 
 def attention(
-    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BLS: jax.Array, *, softcap: float | None = None
+    q_BLHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask_BLS: jax.Array,
+    *,
+    softcap: float | None = None,
+    bias_BHLS: jax.Array | None = None,
 ) -> jax.Array:
     """Compute softmax attention with grouped key-value heads; scores and softmax are in float32.
 
@@ -97,6 +104,7 @@ def attention(
         v_BSGK: values, the same dtype.
         mask_BLS: bool, True where a query may see a key; its batch dim may be 1.
         softcap: as in `AttentionForm`.
+        bias_BHLS: float32, added to the scores; its batch dim may be 1. None: nothing is added.
 
     Returns:
         [B, L, H, K] in the dtype of q.
@@ -107,6 +115,8 @@ def attention(
     # In float32 autodiff's own backward pass is faster on CPU than the one above, by up to 5 % of a step.
     score = _scores if q_BLGRK.dtype == jnp.float32 else _low_precision_scores
     scores_BGRLS = score(q_BLGRK, k_BSGK) * (1 / math.sqrt(head_dim))
+    if bias_BHLS is not None:
+        scores_BGRLS = scores_BGRLS + bias_BHLS.reshape(-1, groups, heads // groups, *bias_BHLS.shape[2:])
     scores_BGRLS = jnp.where(mask_BLS[:, None, None], capped(scores_BGRLS, softcap), MASKED)
     weights_BGRLS = jax.nn.softmax(scores_BGRLS, axis=-1).astype(v_BSGK.dtype)
     out_BLGRK = jnp.einsum("bgrls,bsgk->blgrk", weights_BGRLS, v_BSGK)
@@ -114,7 +124,12 @@ def attention(
 
 
 def reference_attention(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None, form: AttentionForm
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    form: AttentionForm,
+    bias_HW: jax.Array | None = None,
 ) -> jax.Array:
     """Compute the attention of a sequence to itself, where positions are the indices of the sequence dim.
 
@@ -124,6 +139,7 @@ def reference_attention(
         v_BLGK: values, the same dtype.
         segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
         form: the settings of attention.
+        bias_HW: as in `self_attention`.
 
     Returns:
         [B, L, H, K] in the dtype of q.
@@ -137,4 +153,5 @@ def reference_attention(
         query_segments_BL=segments_BL,
         key_segments_BS=segments_BL,
     )
-    return attention(q_BLHK, k_BLGK, v_BLGK, mask_BLS, softcap=form.softcap)
+    bias_BHLS = None if bias_HW is None else whole_bias(bias_HW)[None]
+    return attention(q_BLHK, k_BLGK, v_BLGK, mask_BLS, softcap=form.softcap, bias_BHLS=bias_BHLS)

@@ -24,7 +24,8 @@ from jaxtrain.runtime.choices import note_choice
 
 Segments = jax.Array | None
 Refusal = Callable[[jax.Array, jax.Array, Segments, AttentionForm], str | None]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Segments, AttentionForm], jax.Array]
+Bias = jax.Array | None
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Segments, AttentionForm, Bias], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Kernel:
     Attributes:
         name: as in `model.attention`.
         refusal: (q, k, segments, form) -> why it cannot or should not run here; None: it runs.
-        attend: (q, k, v, segments, form) -> [B, L, H, K].
+        attend: (q, k, v, segments, form, bias) -> [B, L, H, K]; there is a bias where `form.relative` is true.
         keeps_output: names what its backward pass needs for the remat policies, the result among it.
     """
 
@@ -44,8 +45,13 @@ class Kernel:
     keeps_output: bool = False
 
 
-CUDNN = Kernel("cudnn", cudnn.refusal, lambda q, k, v, segments, form: cudnn.cudnn_attention(q, k, v, form))
-SPLASH = Kernel("splash", splash.refusal, splash.splash_attention, keeps_output=True)
+CUDNN = Kernel("cudnn", cudnn.refusal, lambda q, k, v, segments, form, bias: cudnn.cudnn_attention(q, k, v, form))
+SPLASH = Kernel(
+    "splash",
+    splash.refusal,
+    lambda q, k, v, segments, form, bias: splash.splash_attention(q, k, v, segments, form),
+    keeps_output=True,
+)
 BLOCKWISE = Kernel(
     "blockwise",
     lambda q, k, segments, form: blockwise.refusal(q),
@@ -93,6 +99,7 @@ def self_attention(
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
+    bias_HW: Bias = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Attend from a sequence to itself, in the order of the sequence dim, on whatever mesh the step has.
@@ -101,6 +108,8 @@ def self_attention(
         q_BLHK, k_BLGK, v_BLGK: global arrays; H must be a multiple of G.
         segments_BL: packed documents that do not see each other; None: one document per row.
         causal, window, softcap: see `AttentionForm`.
+        bias_HW: added to the scores of each head by the distance of key and query, float32 [H, 2L - 1] from
+            `ops/attention/relative.py`; None: nothing is added.
         implementation: auto, or a name from the table; a sequence that is sharded over `context` takes the methods of
             `ops/attention/context.py`.
 
@@ -110,7 +119,7 @@ def self_attention(
     Raises:
         ConfigError: a kernel that cannot take the case.
     """
-    form = AttentionForm(causal, window, softcap)
+    form = AttentionForm(causal, window, softcap, relative=bias_HW is not None)
     layout = current_layout()
     if layout is not None and layout.degree("context") > 1:
         if implementation != "auto":
@@ -131,7 +140,7 @@ def self_attention(
         return checkpoint_name(out, "attention_output")
     row = choose(q_BLHK, k_BLGK, segments_BL, form, wanted=implementation)
     with jax.named_scope(f"{row.name}_attention"):
-        out = row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form)
+        out = row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, bias_HW)
     return out if row.keeps_output else checkpoint_name(out, "attention_output")
 
 
@@ -140,4 +149,4 @@ def _attend_whole(
 ) -> jax.Array:
     """Attend to full sequences of some heads on one device, as `all_to_all` does between its two exchanges."""
     row = choose(q_BLHK, k_BLGK, segments_BL, form)
-    return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form)
+    return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, None)

@@ -1,20 +1,39 @@
 """Cross-entropy and its gradients, one block of logits at a time, on the shards of one device.
 
-Shapes: N tokens, D embed, V vocabulary, C ids or tokens of a block. A kernel is [D, V], or a tied table [V, D].
+Shapes: N tokens, D embed, V vocabulary, C ids or tokens of a block. A kernel is [D, V], or a tied table [V, D]; a bias
+is [V].
 Collectives run only over the axes that `BlockedLoss` names, so that one device needs none.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.loss import Logits
+from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.loss.blocks import ids_at_once
+
+
+class OutputLayer(NamedTuple):
+    """What turns hidden states into logits: arrays, or for each of them its gradient or its spec.
+
+    Attributes:
+        kernel: [D, V], or a tied table [V, D].
+        bias: [V], or None.
+    """
+
+    kernel: Any
+    bias: Any
+
 
 # Of tokens [N], float32: the largest logit, the sum of exponentials below it, and the target's logit.
 _Statistics = tuple[jax.Array, jax.Array, jax.Array]
+# Normalizer, loss and gradient of the hidden states of the tokens that are done, and the gradient of the output layer.
+_ByTokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array, OutputLayer]
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,7 @@ class BlockedLoss:
         size: tokens or ids of a block.
         z_loss: weight of the squared logsumexp.
         tied: whether the kernel is a table [V, D].
+        softcap: logits become softcap * tanh(logits / softcap); None: as they are.
         vocabulary_axes: mesh axes that V is sharded over, to sum over.
         token_axes: those that N is sharded over.
     """
@@ -34,6 +54,7 @@ class BlockedLoss:
     size: int
     z_loss: float
     tied: bool
+    softcap: float | None = None
     vocabulary_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
 
@@ -56,25 +77,25 @@ class Normalizer:
 
 
 def forward(
-    h_ND: jax.Array, kernel: jax.Array, targets_N: jax.Array, form: BlockedLoss
+    h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array, form: BlockedLoss
 ) -> tuple[Normalizer, jax.Array]:
     """Compute normalizer and negative log-likelihood of each token, one block of ids at a time.
 
     Args:
         h_ND: hidden states in the compute dtype.
-        kernel: this device's shard of the output layer, in the same dtype.
+        output: this device's shard of the output layer, in the same dtype.
         targets_N: int32, global ids.
         form: by vocabulary.
 
     Returns:
         The normalizer and float32 [N], over all shards of the vocabulary.
     """
-    size, ids = form.size, _own_ids(kernel, form)
+    size, ids = form.size, _own_ids(output.kernel, form)
 
     def step(carry: _Statistics, number: jax.Array) -> tuple[_Statistics, None]:
         top_N, sum_N, target_N = carry
         start, fresh_C = _block(number, size, ids.size)
-        logits_NC = _logits(h_ND, _slice(kernel, start, size, form), form)
+        logits_NC = _logits(h_ND, _slice(output, start, size, form), form)
         ids_C = jax.lax.dynamic_slice_in_dim(ids, start, size)
         if fresh_C is not None:
             logits_NC = jnp.where(fresh_C, logits_NC, -jnp.inf)
@@ -91,13 +112,13 @@ def forward(
 
 def gradients_by_vocabulary(
     h_ND: jax.Array,
-    kernel: jax.Array,
+    output: OutputLayer,
     targets_N: jax.Array,
     normalizer: Normalizer,
     push_N: jax.Array,
     form: BlockedLoss,
-) -> tuple[jax.Array, jax.Array]:
-    """Compute the gradients of sum(push x (negative log-likelihood + z-loss)) for hidden states and kernel.
+) -> tuple[jax.Array, OutputLayer]:
+    """Compute the gradients of sum(push x (negative log-likelihood + z-loss)) for hidden states and output layer.
 
     Logits are computed a second time. The kernel's gradient needs no sum over blocks, and takes the place of the kernel
     block by block: where the caller needs the kernel no more, the compiler keeps one array for both. (Zeros to begin
@@ -105,60 +126,70 @@ def gradients_by_vocabulary(
     GiB for Llama 8B on an H100, jax 0.10.2.)
 
     Args:
-        h_ND, kernel, targets_N, form: as of `forward`.
+        h_ND, output, targets_N, form: as of `forward`.
         normalizer: from `forward`.
         push_N: float32, the gradient of the total for each token's loss.
 
     Returns:
-        Gradients of h_ND and kernel in their dtypes, summed over shards.
+        Gradients of h_ND and output in their dtypes, summed over shards.
     """
+    kernel, bias = output
     size, ids = form.size, _own_ids(kernel, form)
     dim = form.vocabulary_dim
 
-    def step(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        d_h_ND, mixed = carry
+    def step(carry: tuple[jax.Array, OutputLayer], number: jax.Array) -> tuple[tuple[jax.Array, OutputLayer], None]:
+        d_h_ND, (mixed, d_bias) = carry
         start, fresh_C = _block(number, size, ids.size)
-        block = _slice(mixed, start, size, form)
+        block, block_bias = _slice(OutputLayer(mixed, bias), start, size, form)
         ids_C = jax.lax.dynamic_slice_in_dim(ids, start, size)
-        d_logits_NC = _logit_gradient(_logits(h_ND, block, form), ids_C, targets_N, normalizer, push_N, form)
+        logits_NC = _logits(h_ND, OutputLayer(block, block_bias), form)
+        d_logits_NC = _logit_gradient(logits_NC, ids_C, targets_N, normalizer, push_N, form)
         if fresh_C is not None:  # the others have been done, and their part of the block is gradient by now
             d_logits_NC = jnp.where(fresh_C, d_logits_NC, 0.0)
         d_h, d_block = _pull(h_ND, block, d_logits_NC.astype(h_ND.dtype), form)
         d_block = d_block.astype(kernel.dtype)
         if fresh_C is not None:
             d_block = jnp.where(fresh_C[:, None] if form.tied else fresh_C, d_block, block)
-        return (d_h_ND + d_h, jax.lax.dynamic_update_slice_in_dim(mixed, d_block, start, dim)), None
+        mixed = jax.lax.dynamic_update_slice_in_dim(mixed, d_block, start, dim)
+        if d_bias is not None:
+            done = jax.lax.dynamic_slice_in_dim(d_bias, start, size)
+            d_bias = jax.lax.dynamic_update_slice_in_dim(d_bias, done + jnp.sum(d_logits_NC, axis=0), start, 0)
+        return (d_h_ND + d_h, OutputLayer(mixed, d_bias)), None
 
-    start = (jnp.zeros(h_ND.shape, jnp.float32), kernel)
-    (d_h_ND, d_kernel), _ = jax.lax.scan(step, start, jnp.arange(-(-ids.size // size)))
+    d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
+    start = (jnp.zeros(h_ND.shape, jnp.float32), OutputLayer(kernel, d_bias))
+    (d_h_ND, (d_kernel, d_bias)), _ = jax.lax.scan(step, start, jnp.arange(-(-ids.size // size)))
     d_h_ND = _sum(d_h_ND.astype(h_ND.dtype), form.vocabulary_axes)
+    if bias is not None and d_bias is not None:
+        d_bias = _sum(d_bias, form.token_axes).astype(bias.dtype)
     if kernel.dtype != jnp.float16:
-        return d_h_ND, _sum(d_kernel, form.token_axes)
+        return d_h_ND, OutputLayer(_sum(d_kernel, form.token_axes), d_bias)
     # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and would become a float32 array of
     # the full output layer: 1.5 GiB more for Llama 8B on 8 H100.
-    return d_h_ND, _sum(d_kernel.astype(jnp.float32), form.token_axes).astype(kernel.dtype)
+    d_kernel = _sum(d_kernel.astype(jnp.float32), form.token_axes).astype(kernel.dtype)
+    return d_h_ND, OutputLayer(d_kernel, d_bias)
 
 
 def by_tokens(
-    h_ND: jax.Array, kernel: jax.Array, targets_N: jax.Array, weights_N: jax.Array, form: BlockedLoss
-) -> tuple[Normalizer, jax.Array, jax.Array, jax.Array]:
+    h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array, weights_N: jax.Array, form: BlockedLoss
+) -> tuple[Normalizer, jax.Array, jax.Array, OutputLayer]:
     """Compute what `forward` returns, and both gradients at once for push = weights.
 
     No logits are computed twice: all logits of a token are there when its gradient is made.
 
     Args:
-        h_ND, kernel, targets_N: as of `forward`.
+        h_ND, output, targets_N: as of `forward`.
         weights_N: float32.
         form: by tokens.
 
     Returns:
-        Normalizer, negative log-likelihood float32 [N], gradient of h_ND in its dtype and of the kernel in float32.
+        Normalizer, negative log-likelihood float32 [N], gradient of h_ND in its dtype, and of output in float32.
     """
     size, count = form.size, h_ND.shape[0]
-    ids = _own_ids(kernel, form)
+    ids = _own_ids(output.kernel, form)
 
-    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        top_N, log_sum_N, loss_N, d_h_ND, d_kernel = carry
+    def step(carry: _ByTokens, number: jax.Array) -> tuple[_ByTokens, None]:
+        top_N, log_sum_N, loss_N, d_h_ND, d_output = carry
         start, fresh_C = _block(number, size, count)
 
         def rows(x: jax.Array) -> jax.Array:
@@ -168,24 +199,27 @@ def by_tokens(
             return jax.lax.dynamic_update_slice_in_dim(into, x, start, 0)
 
         h_CD, targets_C, push_C = rows(h_ND), rows(targets_N), rows(weights_N)
-        logits_CV = _logits(h_CD, kernel, form)
+        logits_CV = _logits(h_CD, output, form)
         top_C = jnp.max(logits_CV, axis=1)
         sum_C = jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1)
         normalizer, loss_C = _over_shards(top_C, sum_C, _of_target(logits_CV, ids, targets_C, None), form)
         if fresh_C is not None:
             push_C = jnp.where(fresh_C, push_C, 0.0)
         d_logits_CV = _logit_gradient(logits_CV, ids, targets_C, normalizer, push_C, form)
-        d_h_CD, d_more = _pull(h_CD, kernel, d_logits_CV.astype(h_ND.dtype), form)
+        d_h_CD, d_kernel = _pull(h_CD, output.kernel, d_logits_CV.astype(h_ND.dtype), form)
         d_h_CD = d_h_CD.astype(h_ND.dtype)
         if fresh_C is not None:  # the tokens of the block before have theirs
             d_h_CD = d_h_CD + rows(d_h_ND)
         numbers = (put(top_N, normalizer.top), put(log_sum_N, normalizer.log_sum), put(loss_N, loss_C))
-        return (*numbers, put(d_h_ND, d_h_CD), d_kernel + d_more), None
+        d_bias = None if d_output.bias is None else d_output.bias + jnp.sum(d_logits_CV, axis=0)
+        return (*numbers, put(d_h_ND, d_h_CD), OutputLayer(d_output.kernel + d_kernel, d_bias)), None
 
     zero_N = jnp.zeros((count,), jnp.float32)
-    start = (zero_N, zero_N, zero_N, jnp.zeros_like(h_ND), jnp.zeros(kernel.shape, jnp.float32))
-    (top, log_sum, loss_N, d_h_ND, d_kernel), _ = jax.lax.scan(step, start, jnp.arange(-(-count // size)))
-    return Normalizer(top, log_sum), loss_N, _sum(d_h_ND, form.vocabulary_axes), _sum(d_kernel, form.token_axes)
+    d_output = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), output)
+    start = (zero_N, zero_N, zero_N, jnp.zeros_like(h_ND), d_output)
+    (top, log_sum, loss_N, d_h_ND, d_output), _ = jax.lax.scan(step, start, jnp.arange(-(-count // size)))
+    over_tokens = partial(_sum, axes=form.token_axes)
+    return Normalizer(top, log_sum), loss_N, _sum(d_h_ND, form.vocabulary_axes), jax.tree.map(over_tokens, d_output)
 
 
 def for_forward(form: BlockedLoss, tokens: int, vocabulary: int) -> BlockedLoss:
@@ -216,8 +250,9 @@ def _block(number: jax.Array, size: int, total: int) -> tuple[jax.Array, jax.Arr
     return inside, inside + jnp.arange(size) >= start
 
 
-def _slice(kernel: jax.Array, start: jax.Array, size: int, form: BlockedLoss) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(kernel, start, size, form.vocabulary_dim)
+def _slice(output: OutputLayer, start: jax.Array, size: int, form: BlockedLoss) -> OutputLayer:
+    kernel = jax.lax.dynamic_slice_in_dim(output.kernel, start, size, form.vocabulary_dim)
+    return OutputLayer(kernel, None if output.bias is None else jax.lax.dynamic_slice_in_dim(output.bias, start, size))
 
 
 def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
@@ -225,8 +260,11 @@ def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
     return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _logits(h_ND: jax.Array, kernel: jax.Array, form: BlockedLoss) -> jax.Array:
-    return _product(h_ND, kernel, 1, 1 - form.vocabulary_dim)
+def _logits(h_ND: jax.Array, output: OutputLayer, form: BlockedLoss) -> jax.Array:
+    logits = _product(h_ND, output.kernel, 1, 1 - form.vocabulary_dim)
+    if output.bias is not None:
+        logits = logits + output.bias.astype(jnp.float32)
+    return capped(logits, form.softcap)
 
 
 def _pull(h_ND: jax.Array, kernel: jax.Array, d_logits: jax.Array, form: BlockedLoss) -> tuple[jax.Array, jax.Array]:
@@ -244,10 +282,11 @@ def _of_target(logits: jax.Array, ids: jax.Array, targets: jax.Array, fresh: jax
 def _logit_gradient(
     logits: jax.Array, ids: jax.Array, targets: jax.Array, normalizer: Normalizer, push: jax.Array, form: BlockedLoss
 ) -> jax.Array:
-    """push x (softmax x (1 + 2 z logsumexp) - target), float32."""
+    """The gradient for the logits before the softcap: push x (softmax x (1 + 2 z logsumexp) - target); float32."""
     softmax = jnp.exp(logits - normalizer.top[:, None] - normalizer.log_sum[:, None])
     factor = push * (1 + 2 * form.z_loss * normalizer.logsumexp) if form.z_loss else push
-    return softmax * factor[:, None] - jnp.where(ids[None] == targets[:, None], push[:, None], 0.0)
+    gradient = softmax * factor[:, None] - jnp.where(ids[None] == targets[:, None], push[:, None], 0.0)
+    return gradient if form.softcap is None else gradient * (1 - jnp.square(logits / form.softcap))
 
 
 def _over_shards(

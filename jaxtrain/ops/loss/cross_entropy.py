@@ -15,8 +15,10 @@ from jaxtrain.config.arguments import check_number, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import constrain, current_layout
+from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.linear import linear
 from jaxtrain.ops.loss.blocks import Logits, LossBlocks, choose_blocks
+from jaxtrain.ops.loss.blockwise import BlockedLoss, OutputLayer
 from jaxtrain.ops.loss.sharded import TOKENS, blockwise_sums, is_sharded, mesh_axes
 
 
@@ -29,6 +31,8 @@ class DeferredLogits:
         hidden: [B, L, D] in the compute dtype.
         kernel: [D, V] in the same dtype, or with `tied` a table [V, D]; replicated over `fsdp`.
         tied: which of the two.
+        bias: [V] in the same dtype, added to hidden @ kernel; None: no bias.
+        softcap: logits become softcap * tanh(logits / softcap), above 0 (Gemma 2); None: as they are.
 
     Raises:
         ConfigError: something else, or sizes that cannot be multiplied.
@@ -42,9 +46,12 @@ class DeferredLogits:
     hidden: jax.Array
     kernel: jax.Array
     tied: bool = field(default=False, metadata={"static": True})
+    bias: jax.Array | None = None
+    softcap: float | None = field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
         write = "DeferredLogits(hidden, kernel, tied=False) with hidden [B, L, D] and kernel [D, V] (tied=True: [V, D])"
+        with_bias = "DeferredLogits(hidden, kernel, bias=bias) with kernel [D, V] and bias [V], or bias=None"
         for name, value in (("hidden", self.hidden), ("kernel", self.kernel)):
             # JAX rebuilds the record with whatever a transformation puts in place of arrays.
             if value is None or isinstance(value, str | int | float | list | dict):
@@ -53,11 +60,22 @@ class DeferredLogits:
         if len(hidden) > 1 and len(kernel) == 2 and hidden[-1] != kernel[1 if self.tied else 0]:
             takes = f"a float array {'[V, D]' if self.tied else '[D, V]'} with D = {hidden[-1]}"
             raise ConfigError(refusal("DeferredLogits: kernel", takes, self.kernel, write))
+        bias = tuple(getattr(self.bias, "shape", ()))
+        if isinstance(self.bias, str | int | float | list | dict):
+            raise ConfigError(refusal("DeferredLogits: bias", "a float array [V], or None", self.bias, with_bias))
+        if len(bias) == 1 and len(kernel) == 2 and bias[0] != kernel[0 if self.tied else 1]:
+            takes = f"a float array [V] with V = {kernel[0 if self.tied else 1]}"
+            raise ConfigError(refusal("DeferredLogits: bias", takes, self.bias, with_bias))
+        cap = self.softcap
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf):
+            capped = "DeferredLogits(hidden, kernel, softcap=30.0)"
+            raise ConfigError(refusal("DeferredLogits: softcap", "a finite number above 0, or None", cap, capped))
 
     def logits(self) -> jax.Array:
         """Compute them: [B, L, V] in the compute dtype, sharded over `activation_vocab`."""
         kernel = self.kernel.T if self.tied else self.kernel
-        return constrain(linear(self.hidden, kernel), "batch", "sequence", "activation_vocab")
+        logits = constrain(linear(self.hidden, kernel, self.bias), "batch", "sequence", "activation_vocab")
+        return logits if self.softcap is None else capped(logits.astype(jnp.float32), self.softcap).astype(logits.dtype)
 
     @property
     def vocabulary(self) -> int:
@@ -152,8 +170,10 @@ def cross_entropy_sums(
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
-            factors = (logits.hidden, logits.kernel)
-            total, *parts = blockwise_sums(*factors, targets_BL, weights_BL, blocks, z_loss=z_loss, tied=logits.tied)
+            bias = None if logits.bias is None else logits.bias.astype(logits.hidden.dtype)
+            arrays = (logits.hidden, OutputLayer(logits.kernel, bias), targets_BL, weights_BL)
+            form = BlockedLoss(blocks.by, blocks.size, z_loss, logits.tied, logits.softcap)
+            total, *parts = blockwise_sums(*arrays, form)
             return LossSums(total, *jax.lax.stop_gradient(parts))
         logits = logits.logits()
     losses, logsumexp = _losses(logits, targets_BL)

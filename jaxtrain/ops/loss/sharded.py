@@ -3,13 +3,14 @@
 Forward and backward each run on local shards and are not differentiated through. `_sums` and what stands beside it see
 global arrays, `_local_sums` and what stands beside it the shards of one device.
 
-Shapes: B batch, L sequence (of one device inside), D embed, V vocabulary, N = B L tokens. A kernel is [D, V], or a tied
-table [V, D].
+Shapes: B batch, L sequence (of one device inside), D embed, V vocabulary, N = B L tokens. The kernel of an output layer
+is [D, V], or a tied table [V, D]; its bias [V], or None.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,13 @@ from jaxtrain.layout.manual import on_shards, spec_of
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.sharding import Layout, current_layout
 from jaxtrain.ops.loss import blockwise
-from jaxtrain.ops.loss.blocks import LossBlocks
-from jaxtrain.ops.loss.blockwise import BlockedLoss, Normalizer
+from jaxtrain.ops.loss.blockwise import BlockedLoss, Normalizer, OutputLayer
 
 TOKENS = ("batch", "sequence")
 # Total, cross-entropy and z-loss: float32 [].
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 _REPLICATED = PartitionSpec()
+_REPLICATED_OUTPUT = OutputLayer(_REPLICATED, _REPLICATED)
 _SUMS_SPECS = (_REPLICATED, _REPLICATED, _REPLICATED)
 
 
@@ -36,19 +37,19 @@ class _OnMesh:
     Attributes:
         form: of the loss on one device.
         layout: of the code that is being traced; None: one device.
-        hidden, kernel, tokens: specs of hidden states [B, L, D], of the kernel, and of what is [B, L].
+        hidden, output, tokens: specs of hidden states [B, L, D], of the output layer, and of what is [B, L].
     """
 
     form: BlockedLoss
     layout: Layout | None = None
     hidden: PartitionSpec = _REPLICATED
-    kernel: PartitionSpec = _REPLICATED
+    output: OutputLayer = _REPLICATED_OUTPUT
     tokens: PartitionSpec = _REPLICATED
 
     @property
-    def inputs(self) -> tuple[PartitionSpec, ...]:
-        """Specs of hidden states, kernel, targets and weights."""
-        return (self.hidden, self.kernel, self.tokens, self.tokens)
+    def inputs(self) -> tuple[PartitionSpec | OutputLayer, ...]:
+        """Specs of hidden states, output layer, targets and weights."""
+        return (self.hidden, self.output, self.tokens, self.tokens)
 
 
 def is_sharded(layout: Layout | None) -> bool:
@@ -63,75 +64,69 @@ def mesh_axes(layout: Layout, name: str) -> tuple[str, ...]:
 
 def blockwise_sums(
     hidden_BLD: jax.Array,
-    kernel: jax.Array,
+    output: OutputLayer,
     targets_BL: jax.Array,
     weights_BL: jax.Array,
-    blocks: LossBlocks,
-    *,
-    z_loss: float,
-    tied: bool,
+    form: BlockedLoss,
 ) -> _Sums:
     """Sum the weighted loss with one block of logits in memory at a time.
 
     Args:
         hidden_BLD: in the compute dtype.
-        kernel: in the same dtype.
+        output: in the same dtype.
         targets_BL: int32.
         weights_BL: float32; no gradient flows to them.
-        blocks: by tokens or vocabulary, of one device.
-        z_loss: weight of the z-loss; 0: without it.
-        tied: whether the kernel is a table [V, D].
+        form: by tokens or vocabulary, of one device; its mesh axes are those of the step that is being traced.
 
     Returns:
         Total, cross-entropy and z-loss over all devices; gradients flow through the total only.
     """
-    where = _on_mesh(blocks, z_loss, tied)
+    where = _on_mesh(form)
     call = jax.custom_vjp(partial(_sums, where))
     call.defvjp(partial(_sums_and_saved, where), partial(_gradients, where))
     with jax.named_scope("cross_entropy"):
-        return call(hidden_BLD, kernel, targets_BL, weights_BL)
+        return call(hidden_BLD, output, targets_BL, weights_BL)
 
 
-def _on_mesh(blocks: LossBlocks, z_loss: float, tied: bool) -> _OnMesh:
+def _on_mesh(form: BlockedLoss) -> _OnMesh:
     """Find how the loss is sharded in the step that is being traced."""
     layout = current_layout()
     if layout is None or not is_sharded(layout):
-        return _OnMesh(BlockedLoss(blocks.by, blocks.size, z_loss, tied))
+        return _OnMesh(form)
     token_axes = mesh_axes(layout, "batch") + mesh_axes(layout, "sequence")
-    form = BlockedLoss(blocks.by, blocks.size, z_loss, tied, mesh_axes(layout, "activation_vocab"), token_axes)
-    kernel = ("activation_vocab", None) if tied else (None, "activation_vocab")
-    return _OnMesh(form, layout, spec_of(layout, *TOKENS, None), spec_of(layout, *kernel), spec_of(layout, *TOKENS))
+    form = replace(form, vocabulary_axes=mesh_axes(layout, "activation_vocab"), token_axes=token_axes)
+    kernel = ("activation_vocab", None) if form.tied else (None, "activation_vocab")
+    output = OutputLayer(spec_of(layout, *kernel), spec_of(layout, "activation_vocab"))
+    return _OnMesh(form, layout, spec_of(layout, *TOKENS, None), output, spec_of(layout, *TOKENS))
 
 
 # --- On global arrays: the loss, the loss with what its backward pass needs, and the backward pass. ---
 
 
-def _sums(where: _OnMesh, *arguments: jax.Array) -> _Sums:
+def _sums(where: _OnMesh, *arguments: Any) -> _Sums:
     return _run(where, _local_sums, where.inputs, (_SUMS_SPECS, where.tokens, where.tokens))(*arguments)[0]
 
 
-def _sums_and_saved(where: _OnMesh, *arguments: jax.Array) -> tuple[_Sums, tuple[jax.Array, ...]]:
+def _sums_and_saved(where: _OnMesh, *arguments: Any) -> tuple[_Sums, tuple[Any, ...]]:
     """The sums, and by tokens both gradients, or by vocabulary the arguments and the normalizer."""
     if where.form.by == "tokens":
-        outputs = (_SUMS_SPECS, where.hidden, where.kernel)
+        outputs = (_SUMS_SPECS, where.hidden, where.output)
         sums, *gradients = _run(where, _local_sums_and_gradients, where.inputs, outputs)(*arguments)
         return sums, tuple(gradients)
     sums, *normalizer = _run(where, _local_sums, where.inputs, (_SUMS_SPECS, where.tokens, where.tokens))(*arguments)
     return sums, (*arguments, *normalizer)
 
 
-def _gradients(
-    where: _OnMesh, saved: tuple[jax.Array, ...], cotangents: _Sums
-) -> tuple[jax.Array, jax.Array, None, None]:
+def _gradients(where: _OnMesh, saved: tuple[Any, ...], cotangents: _Sums) -> tuple[jax.Array, OutputLayer, None, None]:
     push = cotangents[0]  # the other sums are for reports: nothing is differentiated through them
     if where.form.by == "tokens":
-        d_hidden, d_kernel = saved
-        dtype = d_hidden.dtype
-        scaled = [(gradient.astype(jnp.float32) * push).astype(dtype) for gradient in (d_hidden, d_kernel)]
-        return scaled[0], scaled[1], None, None
+        dtype = saved[0].dtype
+        scale = lambda gradient: (gradient.astype(jnp.float32) * push).astype(dtype)  # noqa: E731
+        d_hidden, d_output = jax.tree.map(scale, saved)
+        return d_hidden, d_output, None, None
     inputs = (*where.inputs, where.tokens, where.tokens, _REPLICATED)
-    d_hidden, d_kernel = _run(where, _local_gradients, inputs, (where.hidden, where.kernel))(*saved, push)
-    return d_hidden, d_kernel, None, None
+    d_hidden, d_output = _run(where, _local_gradients, inputs, (where.hidden, where.output))(*saved, push)
+    return d_hidden, d_output, None, None
 
 
 def _run(where: _OnMesh, function: Callable, inputs: tuple, outputs: tuple) -> Callable:
@@ -144,42 +139,42 @@ def _run(where: _OnMesh, function: Callable, inputs: tuple, outputs: tuple) -> C
 
 
 def _local_sums(
-    form: BlockedLoss, hidden_BLD: jax.Array, kernel: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array
+    form: BlockedLoss, hidden_BLD: jax.Array, output: OutputLayer, targets_BL: jax.Array, weights_BL: jax.Array
 ) -> tuple[_Sums, jax.Array, jax.Array]:
     """The sums, and the two parts of the normalizer [B, L]."""
-    form = blockwise.for_forward(form, targets_BL.size, kernel.shape[form.vocabulary_dim])
-    normalizer, losses_N = blockwise.forward(_flat(hidden_BLD), kernel, targets_BL.reshape(-1), form)
+    form = blockwise.for_forward(form, targets_BL.size, output.kernel.shape[form.vocabulary_dim])
+    normalizer, losses_N = blockwise.forward(_flat(hidden_BLD), output, targets_BL.reshape(-1), form)
     sums = _weighted(form, normalizer, losses_N, weights_BL.reshape(-1))
     return sums, normalizer.top.reshape(targets_BL.shape), normalizer.log_sum.reshape(targets_BL.shape)
 
 
 def _local_sums_and_gradients(
-    form: BlockedLoss, hidden_BLD: jax.Array, kernel: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array
-) -> tuple[_Sums, jax.Array, jax.Array]:
-    """The sums, and the gradients of hidden states and kernel."""
+    form: BlockedLoss, hidden_BLD: jax.Array, output: OutputLayer, targets_BL: jax.Array, weights_BL: jax.Array
+) -> tuple[_Sums, jax.Array, OutputLayer]:
+    """The sums, and the gradients of hidden states and output layer."""
     weights_N = weights_BL.reshape(-1)
-    normalizer, losses_N, d_h_ND, d_kernel = blockwise.by_tokens(
-        _flat(hidden_BLD), kernel, targets_BL.reshape(-1), weights_N, form
+    normalizer, losses_N, d_h_ND, d_output = blockwise.by_tokens(
+        _flat(hidden_BLD), output, targets_BL.reshape(-1), weights_N, form
     )
-    return _weighted(form, normalizer, losses_N, weights_N), d_h_ND.reshape(hidden_BLD.shape), d_kernel
+    return _weighted(form, normalizer, losses_N, weights_N), d_h_ND.reshape(hidden_BLD.shape), d_output
 
 
 def _local_gradients(
     form: BlockedLoss,
     hidden_BLD: jax.Array,
-    kernel: jax.Array,
+    output: OutputLayer,
     targets_BL: jax.Array,
     weights_BL: jax.Array,
     top_BL: jax.Array,
     log_sum_BL: jax.Array,
     push: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of hidden states and kernel from the normalizer and the gradient of the total, float32 []."""
+) -> tuple[jax.Array, OutputLayer]:
+    """The gradients of hidden states and output layer from the normalizer and the gradient of the total, float32 []."""
     normalizer = Normalizer(top_BL.reshape(-1), log_sum_BL.reshape(-1))
-    d_h_ND, d_kernel = blockwise.gradients_by_vocabulary(
-        _flat(hidden_BLD), kernel, targets_BL.reshape(-1), normalizer, push * weights_BL.reshape(-1), form
+    d_h_ND, d_output = blockwise.gradients_by_vocabulary(
+        _flat(hidden_BLD), output, targets_BL.reshape(-1), normalizer, push * weights_BL.reshape(-1), form
     )
-    return d_h_ND.reshape(hidden_BLD.shape), d_kernel
+    return d_h_ND.reshape(hidden_BLD.shape), d_output
 
 
 def _weighted(form: BlockedLoss, normalizer: Normalizer, losses_N: jax.Array, weights_N: jax.Array) -> _Sums:

@@ -1,0 +1,257 @@
+"""The block of every shipped transformer: attention and an MLP, with settings that are independent of each other.
+
+Shapes: B batch, L length, S length of keys and values (L, or the positions of a cache), D model width, H query heads,
+G key-value heads, K head_dim, F mlp width.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.layout.sharding import constrain
+from jaxtrain.models.initializers import Initializer, normal
+from jaxtrain.models.layers import Linear, Norm, dropout
+from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
+from jaxtrain.models.shipped.moe import MoE, Routing
+from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
+from jaxtrain.ops.activation import gelu
+from jaxtrain.ops.attention.reference import attention, attention_mask
+from jaxtrain.ops.attention.table import self_attention
+
+# The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
+RESIDUAL = ("batch", "residual_sequence", "activation_embed")
+
+# `key` and `value`, in the compute dtype: [B, S, G, K] of one layer, and [num_layers, B, S, G, K] of the model.
+Cache = dict[str, jax.Array]
+
+INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
+
+
+def block_norm(config: TransformerConfig) -> Norm:
+    """A norm of the residual stream."""
+    bias = config.bias is True
+    return Norm(config.embed_dim, kind=config.norm, bias=bias, epsilon=config.norm_epsilon, offset=config.norm_offset)
+
+
+def _head_norm(config: TransformerConfig) -> Norm | None:
+    """The norm of the queries or keys of each head, where the model has it."""
+    if not config.qk_norm:
+        return None
+    return Norm(config.head_width, kind="rmsnorm", bias=False, epsilon=config.norm_epsilon, offset=config.norm_offset)
+
+
+def _linear(
+    config: TransformerConfig, name: str, shape: LinearShape, initializer: Initializer, rngs: nnx.Rngs
+) -> Linear:
+    return Linear(shape.inputs, shape.outputs, bias=has_bias(config, name), initializer=initializer, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Self-attention with grouped-query heads.
+
+    Args:
+        config: sizes and variants.
+        rngs: random streams; `params` draws the kernels.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        shapes = attention_shapes(config)
+        init = normal(INIT_STDDEV)
+        # The deeper the model, the smaller the outputs to the residual stream start (GPT-2, section 2.3).
+        init_out = normal(INIT_STDDEV / math.sqrt(2 * config.num_layers))
+        self.query = _linear(config, "query", shapes["query"], init, rngs)
+        self.key = _linear(config, "key", shapes["key"], init, rngs)
+        self.value = _linear(config, "value", shapes["value"], init, rngs)
+        self.output = _linear(config, "output", shapes["output"], init_out, rngs)
+        self.query_norm, self.key_norm = _head_norm(config), _head_norm(config)
+        self.config = config
+
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        positions_BL: jax.Array,
+        segments_BL: jax.Array | None,
+        local: jax.Array | None,
+        cache: Cache | None,
+    ) -> tuple[jax.Array, Cache | None]:
+        length = x_BLD.shape[1] if cache is None else cache["key"].shape[1]
+        q_BLHK = self.query(x_BLD)
+        k_BSGK, v_BSGK = self.key(x_BLD), self.value(x_BLD)
+        q_BLHK, k_BSGK = self._positioned(q_BLHK, k_BSGK, positions_BL, local, length)
+        q_BLHK = checkpoint_name(constrain(q_BLHK, "batch", "sequence", "activation_heads", None), "query")
+        k_BSGK = checkpoint_name(constrain(k_BSGK, "batch", "sequence", "activation_kv_heads", None), "key")
+        v_BSGK = checkpoint_name(constrain(v_BSGK, "batch", "sequence", "activation_kv_heads", None), "value")
+        if cache is None:
+            y_BLHK = self._attend(q_BLHK, k_BSGK, v_BSGK, segments_BL, local)
+        else:
+            rows = jnp.arange(x_BLD.shape[0])[:, None]
+            k_BSGK = cache["key"].at[rows, positions_BL].set(k_BSGK)
+            v_BSGK = cache["value"].at[rows, positions_BL].set(v_BSGK)
+            cache = {"key": k_BSGK, "value": v_BSGK}
+            window = self._window(local, length)
+            mask_BLS = attention_mask(positions_BL, jnp.arange(length)[None], causal=True, window=window)
+            y_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=self.config.attention_softcap)
+        y_BLHK = constrain(y_BLHK, "batch", "sequence", "activation_heads", None)
+        return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
+
+    def _positioned(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, positions_BL: jax.Array, local: jax.Array | None, length: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys with their norms, their positions and the scale of the scores."""
+        config = self.config
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
+        if config.position == "rotary":
+            frequencies = model_frequencies(config, local, length=length)
+            factor = rotary_factor(config.rope_scaling, max_length=config.max_sequence_length)
+            q_BLHK = rotate(q_BLHK, positions_BL, frequencies, factor=factor)
+            k_BLGK = rotate(k_BLGK, positions_BL, frequencies, factor=factor)
+        # Every kernel scales scores by 1 / sqrt(K); another scale goes into the queries.
+        scale = 1.0 if config.attention_scale is None else config.attention_scale * math.sqrt(config.head_width)
+        if not math.isclose(scale, 1.0):
+            q_BLHK = (q_BLHK.astype(jnp.float32) * scale).astype(q_BLHK.dtype)
+        return q_BLHK, k_BLGK
+
+    def _window(self, local: jax.Array | None, length: int) -> jax.Array | int | None:
+        """The window of this layer; one of `length` sees all."""
+        config = self.config
+        if local is None or config.local_layers is None:
+            return config.windows[0]
+        return jnp.where(local, config.local_layers.window, length)
+
+    def _attend(
+        self,
+        q_BLHK: jax.Array,
+        k_BLGK: jax.Array,
+        v_BLGK: jax.Array,
+        segments_BL: jax.Array | None,
+        local: jax.Array | None,
+    ) -> jax.Array:
+        """Attend to the sequence itself; kernels take a window that is a constant, so each kind has a branch."""
+        config = self.config
+        attend = functools.partial(
+            self_attention, causal=config.causal, softcap=config.attention_softcap, implementation=config.attention
+        )
+        if local is None or config.local_layers is None:
+            return attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, window=config.windows[0])
+        window = config.local_layers.window
+        return jax.lax.cond(
+            local,
+            lambda q, k, v: attend(q, k, v, segments_BL, window=window),
+            lambda q, k, v: attend(q, k, v, segments_BL, window=None),
+            q_BLHK,
+            k_BLGK,
+            v_BLGK,
+        )
+
+
+class MLP(nnx.Module):
+    """A nonlinearity between two linear layers, or one that a second linear layer gates.
+
+    Args:
+        config: sizes and variants.
+        rngs: random streams; `params` draws the kernels.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        shapes = mlp_shapes(config)
+        init = normal(INIT_STDDEV)
+        init_out = normal(INIT_STDDEV / math.sqrt(2 * config.num_layers))
+        self.up = _linear(config, "up", shapes["up"], init, rngs)
+        self.gate = _linear(config, "gate", shapes["gate"], init, rngs) if "gate" in shapes else None
+        self.down = _linear(config, "down", shapes["down"], init_out, rngs)
+        self.activation = config.activation
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        h_BLF = self.up(x_BLD)
+        h_BLF = activate(h_BLF, self.activation) if self.gate is None else self._gated(self.gate(x_BLD), h_BLF)
+        h_BLF = checkpoint_name(constrain(h_BLF, "batch", "sequence", "activation_mlp"), "mlp_hidden")
+        return checkpoint_name(self.down(h_BLF), "mlp_output")
+
+    def _gated(self, gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+        return (jax.nn.silu(gate_BLF) if self.activation == "swiglu" else gelu(gate_BLF)) * up_BLF
+
+
+def activate(x: jax.Array, activation: str) -> jax.Array:
+    """Apply a nonlinearity without a gate.
+
+    Args:
+        x: any float dtype and shape.
+        activation: gelu (tanh form), gelu_exact (error function) or relu.
+    """
+    match activation:
+        case "gelu":
+            return gelu(x)
+        case "gelu_exact":
+            return jax.nn.gelu(x, approximate=False)
+        case "relu":
+            return jax.nn.relu(x)
+        case _:
+            raise AssertionError(f"{activation} has a gate")
+
+
+class Block(nnx.Module):
+    """Attention and an MLP (or experts), whose outputs are added to the residual stream; see `TransformerConfig.block`.
+
+    Args:
+        config: sizes and variants.
+        rngs: random streams; `params` draws the kernels.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.attention_norm = block_norm(config)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = block_norm(config)
+        self.mlp = MLP(config, rngs) if config.experts is None else MoE(config, rngs)
+        sandwich = config.block == "sandwich"
+        self.attention_output_norm = block_norm(config) if sandwich else None
+        self.mlp_output_norm = block_norm(config) if sandwich else None
+        self.dropout = config.dropout
+        self.form = config.block
+
+    @staticmethod
+    def inner(x_BLD: jax.Array) -> jax.Array:
+        """Constrain the input of attention or MLP, where `tensor` shards heads and mlp width, not the sequence."""
+        return constrain(x_BLD, "batch", "sequence", "activation_embed")
+
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        positions_BL: jax.Array,
+        segments_BL: jax.Array | None = None,
+        key: jax.Array | None = None,
+        cache: Cache | None = None,
+        local: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing | None, Cache | None]:
+        keys = (None, None) if key is None else jax.random.split(key)
+        mlp_input_BLD = x_BLD
+        with jax.named_scope("attention"):
+            inner_BLD = x_BLD if self.form == "post" else self.attention_norm(x_BLD)
+            y_BLD, cache = self.attention(self.inner(inner_BLD), positions_BL, segments_BL, local, cache)
+            x_BLD = self._added(x_BLD, y_BLD, keys[0], self.attention_norm, self.attention_output_norm)
+        with jax.named_scope("mlp"):
+            if self.form != "parallel":
+                mlp_input_BLD = x_BLD
+            inner_BLD = self.inner(mlp_input_BLD if self.form == "post" else self.mlp_norm(mlp_input_BLD))
+            routing: Routing | None = None
+            if isinstance(self.mlp, MoE):
+                y_BLD, loss_BL, load_E = self.mlp(inner_BLD)
+                routing = Routing.of(loss_BL, load_E)
+            else:
+                y_BLD = self.mlp(inner_BLD)
+            x_BLD = self._added(x_BLD, y_BLD, keys[1], self.mlp_norm, self.mlp_output_norm)
+        return x_BLD, routing, cache
+
+    def _added(
+        self, x_BLD: jax.Array, y_BLD: jax.Array, key: jax.Array | None, norm: Norm, output_norm: Norm | None
+    ) -> jax.Array:
+        """The residual stream with an output of attention or MLP, after the norms that stand behind it."""
+        if output_norm is not None:
+            y_BLD = output_norm(y_BLD)
+        x_BLD = constrain(x_BLD + dropout(y_BLD, self.dropout, key), *RESIDUAL)
+        return constrain(norm(x_BLD), *RESIDUAL) if self.form == "post" else x_BLD

@@ -1,0 +1,358 @@
+"""An encoder that reads a text and a decoder that writes another one, both of the transformer's blocks, as in T5.
+
+Shapes: B batch, S length of the input, T of the output (or new tokens), C positions of a cache, D model width, G
+key-value heads, K head_dim, H query heads, V vocabulary, W distances of keys and queries.
+"""
+
+import dataclasses
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import constrain
+from jaxtrain.models.from_nnx import from_dict, from_nnx
+from jaxtrain.models.initializers import normal
+from jaxtrain.models.layers import dropout
+from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params
+from jaxtrain.models.shipped.axes import model_axes
+from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Attention, Block, Cache, block_norm
+from jaxtrain.models.shipped.relative import relative_bias, relative_table
+from jaxtrain.models.stack import make_stack, scan_stack
+from jaxtrain.ops.attention.reference import attention
+from jaxtrain.ops.embedding import embedding_lookup
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits
+from jaxtrain.remat.policy import Remat
+
+_ENTRIES = ("tokens", "segments", "decoder_tokens", "decoder_segments")
+# Names that other libraries use -> the entry that they mean.
+_MEANT = {
+    "input_ids": "tokens",
+    "attention_mask": "segments",
+    "decoder_input_ids": "decoder_tokens",
+    "decoder_attention_mask": "decoder_segments",
+}
+
+
+class CrossAttention(Attention):
+    """Attention of the decoder's positions to those of the encoder's output; it knows no distances."""
+
+    def memory(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Compute the keys and values [B, S, G, K] of the encoder's output."""
+        heads = ("batch", "sequence", "activation_kv_heads", None)
+        key, value = (constrain(layer(memory_BSD), *heads) for layer in (self.key, self.value))
+        return checkpoint_name(key, "key"), checkpoint_name(value, "value")
+
+    def attend_to(self, x_BTD: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+        """Attend from x to keys and values, of which each position sees those that the mask marks: [B, T, D]."""
+        heads = ("batch", "sequence", "activation_heads", None)
+        q_BTHK = checkpoint_name(constrain(self.scaled(self.query(x_BTD)), *heads), "query")
+        y_BTHK = checkpoint_name(attention(q_BTHK, k_BSGK, v_BSGK, mask_BTS), "attention_output")
+        return checkpoint_name(self.output(constrain(y_BTHK, *heads)), "attention_projection")
+
+
+class DecoderBlock(Block):
+    """The transformer's block with attention to the encoder's output between its self-attention and its MLP.
+
+    Args:
+        config: sizes and variants of the decoder's stack.
+        rngs: random streams; `params` draws the kernels.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.cross_attention_norm = block_norm(config)
+        self.cross_attention = CrossAttention(config, rngs)
+
+    def run(
+        self,
+        x_BTD: jax.Array,
+        *,
+        memory: tuple[jax.Array, jax.Array],
+        memory_mask_BTS: jax.Array,
+        positions_BT: jax.Array,
+        segments_BT: jax.Array | None,
+        key: jax.Array | None,
+        cache: Cache | None,
+        bias_HW: jax.Array | None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Apply the block; `memory` holds the keys and values of this layer [B, S, G, K]."""
+        keys = (None, None, None) if key is None else jax.random.split(key, 3)
+        x_BTD, cache = self.attend(x_BTD, positions_BT, segments_BT, keys[0], cache, bias_HW=bias_HW)
+        with jax.named_scope("cross_attention"):
+            inner_BTD = self.inner(self.cross_attention_norm(x_BTD))
+            y_BTD = self.cross_attention.attend_to(inner_BTD, *memory, memory_mask_BTS)
+            x_BTD = constrain(x_BTD + dropout(y_BTD, self.dropout, keys[1]), *RESIDUAL)
+        x_BTD, _ = self.feed(x_BTD, x_BTD, keys[2])
+        return x_BTD, cache
+
+
+class _Encoder(nnx.Module):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.relative_positions = relative_table(config, rngs)
+        self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
+        self.output_norm = block_norm(config)
+
+
+class _Decoder(nnx.Module):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.relative_positions = relative_table(config, rngs)
+        self.blocks = make_stack(lambda rngs: DecoderBlock(config, rngs), config.num_layers, rngs)
+        self.output_norm = block_norm(config)
+
+
+class EncoderDecoder(nnx.Module):
+    """Embedding, encoder, decoder and output layer.
+
+    Args:
+        config: sizes and variants.
+        vocab_size: V.
+        remat: what the backward pass keeps of each block.
+        rngs: random streams; `params` draws the kernels.
+    """
+
+    def __init__(self, config: EncoderDecoderConfig, vocab_size: int, remat: Remat, rngs: nnx.Rngs):
+        # Where the logits are scaled by 1 / sqrt(D), embeddings start with a variance of 1, as in T5.
+        init = normal(INIT_STDDEV if config.logits_scale is None else 1.0)
+        shape = (vocab_size, config.embed_dim)
+        self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
+        self.encoder = _Encoder(config.encoder_stack, rngs)
+        self.decoder = _Decoder(config.decoder_stack, rngs)
+        init = normal(INIT_STDDEV)
+        tied = config.tie_embeddings
+        self.output = None if tied else nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
+        self.config, self.remat = config, remat
+
+    def _embed(self, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
+        with jax.named_scope("embed"):
+            x_BTD = embedding_lookup(self.embedding[...], tokens_BT, rows="vocab")
+            return constrain(dropout(x_BTD, self.config.dropout, key), *RESIDUAL)
+
+    def encode(self, tokens_BS: jax.Array, segments_BS: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        """Apply the encoder: [B, S, D] in the compute dtype."""
+        config, positions_BS = self.config.encoder_stack, jnp.arange(tokens_BS.shape[1])[None]
+        bias_HW = relative_bias(self.encoder.relative_positions, config, tokens_BS.shape[1] - 1)
+
+        def call(block: Block, x_BSD: jax.Array, key: jax.Array | None, _: None) -> tuple[jax.Array, None]:
+            return block(x_BSD, positions_BS, segments_BS, key, bias_HW=bias_HW)[0], None
+
+        with jax.named_scope("encoder"):
+            x_BSD = self._embed(tokens_BS, _fold(key, 0))
+            blocks, key = self.encoder.blocks, _fold(key, 1)
+            x_BSD, _ = scan_stack(blocks, call, x_BSD, path="encoder/blocks", remat=self.remat, key=key)
+            return Block.inner(self.encoder.output_norm(x_BSD))
+
+    def write(self, inputs: dict[str, jax.Array | None], memory_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Apply the decoder to whole outputs that are known: [B, T, D], of which `head` makes logits."""
+        tokens_BT, segments_BT = inputs["decoder_tokens"], inputs.get("decoder_segments")
+        assert tokens_BT is not None
+        length = tokens_BT.shape[1]
+        positions_BT = jnp.arange(length)[None]
+        mask_BTS = _memory_mask(inputs.get("segments"), segments_BT, length, memory_BSD.shape[1])
+        bias_HW = relative_bias(self.decoder.relative_positions, self.config.decoder_stack, length - 1)
+
+        def call(block: DecoderBlock, x_BTD: jax.Array, key: jax.Array | None, _: None) -> tuple[jax.Array, None]:
+            x_BTD, _ = block.run(
+                x_BTD,
+                memory=block.cross_attention.memory(memory_BSD),
+                memory_mask_BTS=mask_BTS,
+                positions_BT=positions_BT,
+                segments_BT=segments_BT,
+                key=key,
+                cache=None,
+                bias_HW=bias_HW,
+            )
+            return x_BTD, None
+
+        with jax.named_scope("decoder"):
+            x_BTD = self._embed(tokens_BT, _fold(key, 2))
+            blocks, key = self.decoder.blocks, _fold(key, 3)
+            return scan_stack(blocks, call, x_BTD, path="decoder/blocks", remat=self.remat, key=key)[0]
+
+    def head(self, x_BTD: jax.Array) -> DeferredLogits:
+        """Apply the final norm; the logits [B, T, V] of the output layer are deferred."""
+        with jax.named_scope("output"):
+            x_BTD = self.decoder.output_norm(x_BTD)
+            if self.config.logits_scale is not None:
+                x_BTD = x_BTD * jnp.asarray(self.config.logits_scale, x_BTD.dtype)
+            if self.output is None:
+                return DeferredLogits(x_BTD, self.embedding[...], tied=True)
+            return DeferredLogits(x_BTD, self.output[...])
+
+    def remember(self, tokens_BS: jax.Array, lengths_B: jax.Array) -> Cache:
+        """Encode inputs, and compute the keys and values of their outputs for every layer of the decoder.
+
+        Args:
+            tokens_BS: token ids, padded on the right.
+            lengths_B: tokens of each row that are no padding.
+
+        Returns:
+            `cross_key` and `cross_value` [num_decoder_layers, B, S, G, K], and `segments` [B, S], 0 at padding.
+        """
+        segments_BS = (jnp.arange(tokens_BS.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
+        memory_BSD = self.encode(tokens_BS, segments_BS, None)
+
+        def call(block: DecoderBlock, carry: None, key: None, _: None) -> tuple[None, tuple[jax.Array, jax.Array]]:
+            return carry, block.cross_attention.memory(memory_BSD)
+
+        blocks = self.decoder.blocks
+        _, (key, value) = scan_stack(blocks, call, None, path="decoder/blocks", remat=Remat())
+        return {"cross_key": key, "cross_value": value, "segments": segments_BS}
+
+    def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Apply the decoder to new tokens, whose keys and values are written to the cache.
+
+        Args:
+            tokens_BT: token ids, integers.
+            positions_BT: positions at which the tokens are, integers.
+            cache: keys and values of earlier positions, and what `remember` returned.
+
+        Returns:
+            The logits [B, T, V] of the new tokens, and the cache with their keys and values.
+        """
+        config = self.config.decoder_stack
+        mask_BTS = _memory_mask(cache["segments"], None, tokens_BT.shape[1], cache["segments"].shape[1])
+        bias_HW = relative_bias(self.decoder.relative_positions, config, config.relative_max_distance)
+
+        def call(block: DecoderBlock, x_BTD: jax.Array, key: None, layer: Cache) -> tuple[jax.Array, Cache | None]:
+            return block.run(
+                x_BTD,
+                memory=(layer["cross_key"], layer["cross_value"]),
+                memory_mask_BTS=mask_BTS,
+                positions_BT=positions_BT,
+                segments_BT=None,
+                key=None,
+                cache={"key": layer["key"], "value": layer["value"]},
+                bias_HW=bias_HW,
+            )
+
+        layers = {name: value for name, value in cache.items() if name != "segments"}
+        x_BTD = self._embed(tokens_BT, None)
+        blocks = self.decoder.blocks
+        x_BTD, written = scan_stack(blocks, call, x_BTD, path="decoder/blocks", remat=Remat(), per_layer=layers)
+        return self.head(x_BTD).logits(), {**cache, **written}
+
+
+def _fold(key: jax.Array | None, number: int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _memory_mask(
+    segments_BS: jax.Array | None, decoder_segments_BT: jax.Array | None, num_queries: int, num_keys: int
+) -> jax.Array:
+    """Mark which positions of the encoder each of the decoder sees: bool [B or 1, T, S].
+
+    Packed documents see their own inputs; without numbers of the decoder's documents, padding alone is hidden.
+    """
+    if segments_BS is None:
+        return jnp.ones((1, num_queries, num_keys), bool)
+    if decoder_segments_BT is None:
+        return jnp.broadcast_to((segments_BS != 0)[:, None], (segments_BS.shape[0], num_queries, num_keys))
+    return decoder_segments_BT[:, :, None] == segments_BS[:, None]
+
+
+def _read(inputs: Any, config: EncoderDecoderConfig) -> dict[str, jax.Array | None]:
+    """Check the inputs of a batch.
+
+    Raises:
+        ConfigError: the inputs are no dict, hold an entry that the model does not read, lack one that it needs, or
+            hold one without integers or with more positions than the model takes.
+    """
+    takes = "a dict of tokens and decoder_tokens, and optionally segments and decoder_segments"
+    if not isinstance(inputs, dict):
+        shown = f"{inputs.dtype.name}{list(inputs.shape)}" if isinstance(inputs, jax.Array) else type(inputs).__name__
+        raise ConfigError(f"inputs of the encoder_decoder are {takes}, not {shown}")
+    for name, value in inputs.items():
+        if name not in _ENTRIES:
+            meant = _MEANT.get(name) or difflib.get_close_matches(name, _ENTRIES, 1, 0.0)[0]
+            raise ConfigError(
+                f"inputs hold {name!r}, which the encoder_decoder does not read; did you mean {meant!r}? It takes "
+                f"{', '.join(_ENTRIES)}"
+            )
+        if value is not None and not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ConfigError(
+                f"{name} of the encoder_decoder are integers, but the inputs hold {value.dtype}; cast to int32"
+            )
+        if value is not None and value.shape[1] > config.max_sequence_length:
+            raise ConfigError(
+                f"{name} have {value.shape[1]} positions, more than model.max_sequence_length="
+                f"{config.max_sequence_length}; use shorter rows, or a larger model.max_sequence_length"
+            )
+    for name in ("tokens", "decoder_tokens"):
+        if inputs.get(name) is None:
+            there = ", ".join(inputs) or "none"
+            raise ConfigError(f"inputs of the encoder_decoder have no entry {name!r}; there are {there}; give {takes}")
+    return inputs
+
+
+def encoder_decoder(
+    config: EncoderDecoderConfig, *, vocab_size: int | None = None, remat: Remat | None = None
+) -> Model:
+    """Make the encoder-decoder as a `Model`.
+
+    Its inputs are a dict of int32 `tokens` [B, S] and `decoder_tokens` [B, T], and optionally `segments` [B, S] and
+    `decoder_segments` [B, T]: numbers of packed documents, 0 for padding. Its outputs are logits [B, T, V] in the
+    compute dtype.
+
+    Args:
+        config: sizes and variants.
+        vocab_size: V, used where the config does not set `vocab_size`.
+        remat: what the backward pass keeps of each block; None: everything.
+
+    Raises:
+        ConfigError: neither the config nor the caller gives the size of the vocabulary.
+    """
+    vocabulary = config.vocab_size or vocab_size
+    if vocabulary is None:
+        raise ConfigError("model.vocab_size is not set and the data has no vocabulary; set model.vocab_size")
+
+    def make(rngs: nnx.Rngs) -> EncoderDecoder:
+        return EncoderDecoder(config, vocabulary, remat or Remat(), rngs)
+
+    def call(module: nnx.Module, inputs: Any, key: jax.Array | None, train: bool) -> DeferredLogits:
+        assert isinstance(module, EncoderDecoder)
+        entries, key = _read(inputs, config), key if train else None
+        tokens_BS = entries["tokens"]
+        assert tokens_BS is not None
+        memory_BSD = module.encode(tokens_BS, entries.get("segments"), key)
+        return module.head(module.write(entries, memory_BSD, key))
+
+    graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    stack = config.decoder_stack
+
+    def module(params: Params) -> EncoderDecoder:
+        return nnx.merge(graph, from_dict(template, params))
+
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
+        shape = (stack.num_layers, batch, length, stack.kv_heads, stack.head_width)
+        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+
+    def encode(params: Params, tokens_BS: jax.Array, lengths_B: jax.Array, cache: Cache) -> Cache:
+        return {**cache, **module(params).remember(tokens_BS, lengths_B)}
+
+    def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        logits, cache = module(params).decode(tokens_BT, positions_BT, cache)
+        return logits.astype(jnp.float32), cache
+
+    name = config.size or "encoder_decoder"
+    model = from_nnx(
+        make,
+        axes=model_axes(config),
+        call=DrawsByRow(call),
+        name=name,
+        gathers_itself=("encoder/blocks", "decoder/blocks"),
+    )
+    return dataclasses.replace(
+        model,
+        apply=DefersLogits(model.apply),
+        decoder=Decoder(init_cache, decode, config.max_sequence_length, encode=encode, start_token=config.start_token),
+        vocab_size=vocabulary,
+        num_outputs=vocabulary,
+    )
