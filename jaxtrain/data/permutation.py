@@ -63,7 +63,7 @@ def _bijection(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray
 
 
 def uniform_numbers(seed: int, stream: int, rows: np.ndarray, count: int) -> np.ndarray:
-    """Returns numbers in [0, 1) that depend on the seed, the stream, and the row and place of each, and on nothing else.
+    """Returns numbers in [0, 1) that depend on nothing but the seed, the stream, and the row and place of each.
 
     Args:
         seed: An integer of any size.

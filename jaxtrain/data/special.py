@@ -47,6 +47,26 @@ class NamedTokens(Protocol):
         ...
 
 
+class NumberedTokens:
+    """Special tokens above the ids of data that no tokenizer made.
+
+    Args:
+        vocab_size: Ids of the data.
+        special: Names of the tokens, whose ids follow.
+    """
+
+    def __init__(self, vocab_size: int, special: tuple[str, ...]):
+        self._first = vocab_size
+        self._special = special
+        self.vocab_size = vocab_size + len(special)
+
+    def token_id(self, name: str) -> int | None:
+        return self._first + self._special.index(name) if name in self._special else None
+
+    def special_ids(self) -> list[int]:
+        return list(range(self._first, self.vocab_size))
+
+
 @dataclass(frozen=True)
 class SpecialIds:
     """Ids of special tokens; None: the tokenizer has no such token.
