@@ -32,6 +32,12 @@ TRANSFORMER: Axes = {
     "output_norm/scale": ("embed",),
     "output_norm/bias": ("embed",),
     "output": ("embed", "vocab"),
+    "head/*/kernel": ("embed", None),
+    "head/dense/bias": ("embed",),
+    "head/hidden/bias": ("embed",),
+    "head/norm/*": ("embed",),
+    "head/output/bias": (None,),
+    "head/bias": ("vocab",),
 }
 
 # These rows take the place of the rows of a transformer's MLP.

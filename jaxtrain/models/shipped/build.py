@@ -19,7 +19,9 @@ from jaxtrain.remat.policy import Remat
 
 # kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
 _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {
-    "transformer": lambda config, shape, vocab, outputs, remat: transformer(config, vocab_size=vocab, remat=remat),
+    "transformer": lambda config, shape, vocab, outputs, remat: transformer(
+        config, vocab_size=vocab, num_outputs=outputs, remat=remat
+    ),
     "resnet": lambda config, shape, vocab, outputs, remat: resnet(
         config, input_shape=shape, num_classes=outputs, remat=remat
     ),

@@ -129,7 +129,7 @@ def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[st
     square = LinearShape((width,), (width,))
     if head.kind == "masked_language_model":
         return {"dense": square}
-    hidden = {} if head.hidden_activation is None else {"hidden": square}
+    hidden = {} if head.hidden is None else {"hidden": square}
     return hidden | ({} if num_labels is None else {"output": LinearShape((width,), (num_labels,))})
 
 
@@ -206,12 +206,12 @@ def model_tensors(
         config: the model.
         input_shape: of one row, without the batch.
         vocab_size: rows of a transformer's embedding.
-        num_outputs: classes or targets of another model.
+        num_outputs: classes or targets of another model, and labels of a transformer's head.
     """
     match config:
         case TransformerConfig():
             assert vocab_size is not None
-            return Tensors(_transformer(config, vocab_size), {}, "blocks")
+            return Tensors(_transformer(config, vocab_size, num_outputs), {}, "blocks")
         case ResNetConfig():
             assert num_outputs is not None
             return _resnet(config, input_shape[-1], num_outputs)
@@ -230,7 +230,7 @@ def _with_biases(layers: dict[str, LinearShape]) -> Shapes:
     return shapes
 
 
-def _transformer(config: TransformerConfig, vocab_size: int) -> Shapes:
+def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | None) -> Shapes:
     layers, width = config.num_layers, config.embed_dim
 
     def norm(path: str, *lead: int, dim: int = width, bias: bool = config.bias is True) -> Shapes:
@@ -263,8 +263,11 @@ def _transformer(config: TransformerConfig, vocab_size: int) -> Shapes:
         shapes |= linear("blocks/mlp", name, shape, *experts)
     if config.block != "post":
         shapes |= norm("output_norm")
-    if not config.tie_embeddings:
+    if config.has_output_layer and not config.tie_embeddings:
         shapes["output"] = (width, vocab_size)
+    if config.head is not None:
+        labels = (config.head.num_labels or num_outputs) if config.head.has_labels else None
+        shapes |= head_tensors(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)
     return shapes
 
 
