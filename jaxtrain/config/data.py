@@ -59,6 +59,8 @@ class SpanCorruption(Group):
     """Fraction of the tokens that lies in spans."""
     mean_span_length: Annotated[float, Field(ge=1)] = 3.0
     """Mean number of tokens per span."""
+    decoder_start: Annotated[int, Field(ge=0)] = 0
+    """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
 Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
@@ -164,6 +166,8 @@ class TextPairData(_LabelledData):
     """Column of the text that is written."""
     target_length: PositiveInt | None = None
     """Tokens per target, the end included; null: as sequence_length."""
+    decoder_start: Annotated[int, Field(ge=0)] = 0
+    """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
 class DigitsData(Group):

@@ -181,8 +181,8 @@ def sequence_to_sequence(
 ) -> Task:
     """Write a text for a text: the decoder's logits [B, T, V] or deferred, `targets` int32 [B, T], optional `weights`.
 
-    Targets of -100 are ignored, such as those after the end. Evaluation reports the accuracy of single tokens, each given
-    the right ones before it.
+    Targets of -100 are ignored, such as those after the end. Evaluation reports the accuracy of single tokens, each
+    given the right ones before it.
 
     Args:
         z_loss, logits, block: as for `language_modeling`.

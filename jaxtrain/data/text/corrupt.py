@@ -141,8 +141,7 @@ def make_noise(
                 f"the tokenizer has {len(sentinels)} sentinels (<extra_id_0>, ...); use data.tokenizer.kind=bpe for "
                 "100 of them, lower data.sequence_length or raise data.corruption.mean_span_length"
             )
-        start = 0 if special.padding is None else special.padding
-        return SpanNoise(sizes, end, start, np.array(sentinels, np.int32), tokenizer.vocab_size)
+        return SpanNoise(sizes, end, corruption.decoder_start, np.array(sentinels, np.int32), tokenizer.vocab_size)
     frame = make_frame(tokenizer, special, pair=False)
     place = [entry for entry, _ in frame.entries].index("first")
     ids = [entry for entry, _ in frame.entries if isinstance(entry, int)]
@@ -200,8 +199,8 @@ def move_spans(rows: Row, indices: np.ndarray, *, noise: SpanNoise, seed: int) -
         seed: Decides which.
 
     Returns:
-        `inputs`: `tokens` and `segments` int32 [B, L], `decoder_tokens` and `decoder_segments` int32 [B, T]; `targets`
-        int32 [B, T]. Every row is full.
+        `inputs`: `tokens` int32 [B, L] and `decoder_tokens` int32 [B, T]; `targets` int32 [B, T]. Every row is full, so
+        that nothing marks padding.
     """
     tokens_BN, sizes = rows["inputs"], noise.sizes
     kept_BP, hidden_BP = (
@@ -218,9 +217,7 @@ def move_spans(rows: Row, indices: np.ndarray, *, noise: SpanNoise, seed: int) -
     inputs = _with_sentinels(tokens_BN, sentinels_BN, is_hidden_BN, begins_BN, end=noise.end)
     targets = _with_sentinels(tokens_BN, sentinels_BN, ~is_hidden_BN, begins_BN, end=noise.end)
     decoder = np.concatenate([np.full((len(targets), 1), noise.start, np.int32), targets[:, :-1]], axis=1)
-    entries = {"tokens": inputs, "decoder_tokens": decoder}
-    entries |= {"segments": np.ones_like(inputs), "decoder_segments": np.ones_like(decoder)}
-    return {"inputs": entries, "targets": targets}
+    return {"inputs": {"tokens": inputs, "decoder_tokens": decoder}, "targets": targets}
 
 
 def _with_sentinels(

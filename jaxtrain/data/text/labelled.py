@@ -192,8 +192,8 @@ def open_text_pairs(config: TextPairData, *, sequence_length: int) -> TextRows:
         sequence_length: L of the texts to read.
 
     Returns:
-        Rows of `inputs`: `tokens` and `segments` int32 [L], `decoder_tokens` (the targets one place later, after the
-        padding token) and `decoder_segments` int32 [T]; `targets` int32 [T], -100 after the end.
+        Rows of `inputs`: `tokens` and `segments` int32 [L], `decoder_tokens` (the targets one place later, after
+        `config.decoder_start`) and `decoder_segments` int32 [T]; `targets` int32 [T], -100 after the end.
 
     Raises:
         DataError: As for `open_labelled_text`.
@@ -214,7 +214,7 @@ def open_text_pairs(config: TextPairData, *, sequence_length: int) -> TextRows:
     columns = {
         "tokens": make_column([ids for ids, _, _ in sources], length=sequence_length, fill=tokens.padding),
         "decoder_tokens": make_column(
-            [[tokens.padding, *ids[:-1]] for ids in written], length=target_length, fill=tokens.padding
+            [[config.decoder_start, *ids[:-1]] for ids in written], length=target_length, fill=tokens.padding
         ),
     }
     cuts = [len(ids) >= target_length for ids in encoded[1::2]]
