@@ -72,6 +72,10 @@ class TransformerConfig(Group):
     """Longest sequence that the model accepts, in tokens; with learned positions, also their number."""
     position: Literal["learned", "rotary", "relative", "none"] = "rotary"
     """Positions: learned embeddings, rotation of queries and keys, biases by distance (T5), or none."""
+    relative_buckets: Annotated[int, Field(ge=4)] = 32
+    """Number of buckets of distances, each with a learned bias per head (relative positions)."""
+    relative_max_distance: PositiveInt = 128
+    """Distance from which on all keys share a bucket (relative positions)."""
     position_offset: Annotated[int, Field(ge=0)] = 0
     """Learned embeddings before that of the first position (RoBERTa: 2)."""
     rope_theta: PositiveFloat = 10000.0
@@ -165,6 +169,21 @@ class TransformerConfig(Group):
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _relative(self) -> "TransformerConfig":
+        sides = 1 if self.causal else 2
+        if self.position == "relative" and self.relative_buckets % (2 * sides):
+            raise ValueError(
+                f"relative_buckets {self.relative_buckets} is not a multiple of {2 * sides}: half of them hold one "
+                "distance each" + ("" if self.causal else ", on each side") + "; use 32"
+            )
+        if self.position == "relative" and self.relative_max_distance <= self.relative_buckets // (2 * sides):
+            raise ValueError(
+                f"relative_max_distance {self.relative_max_distance} is not above {self.relative_buckets // (2 * sides)}, "
+                "the distances that have a bucket of their own; raise it, or lower relative_buckets"
+            )
         return self
 
     @model_validator(mode="after")

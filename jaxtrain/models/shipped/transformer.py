@@ -24,6 +24,7 @@ from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, Cache, block_norm
 from jaxtrain.models.shipped.inputs import TransformerInputs
 from jaxtrain.models.shipped.moe import Routing
+from jaxtrain.models.shipped.relative import relative_bias, relative_table
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.models.stages import from_stages
 from jaxtrain.ops.embedding import embedding_lookup
@@ -48,6 +49,7 @@ class Transformer(nnx.Module):
         positions, types = config.max_sequence_length + config.position_offset, config.token_types
         self.positions = nnx.Param(init(rngs.params(), (positions, width), jnp.float32)) if learned else None
         self.token_types = nnx.Param(init(rngs.params(), (types, width), jnp.float32)) if types else None
+        self.relative_positions = relative_table(config, rngs)
         self.embedding_norm = block_norm(config) if config.embedding_norm else None
         self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
         # After the last block of this form the residual stream is normalized already.
@@ -113,10 +115,11 @@ class Transformer(nnx.Module):
         """
 
         locals_N = _local_layers(self.config)
+        bias_HW = relative_bias(self.relative_positions, self.config, self.config.relative_max_distance)
 
         def call(block: Block, x_BTD: jax.Array, key: None, layer: Any) -> tuple[jax.Array, Cache | None]:
             cache, local = layer
-            x_BTD, _, new_cache = block(x_BTD, positions_BT, cache=cache, local=local)
+            x_BTD, _, new_cache = block(x_BTD, positions_BT, cache=cache, local=local, bias_HW=bias_HW)
             return x_BTD, new_cache
 
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
@@ -157,20 +160,31 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
     def embed(module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
         read = TransformerInputs.of(inputs, config)
         module.check_length(read.tokens_BL.shape[1])
-        x_BLD = module.embed(read, key if train else None)
-        return x_BLD if config.experts is None else {"x": x_BLD, "routing": Routing.none(read.tokens_BL)}
+        carry = {"x": module.embed(read, key if train else None)}
+        if config.experts is not None:
+            carry["routing"] = Routing.none(read.tokens_BL)
+        bias_HW = relative_bias(module.relative_positions, config, read.tokens_BL.shape[1] - 1)
+        if bias_HW is not None:  # every stage of a pipeline needs it, and only the first has the table
+            carry["bias"] = bias_HW
+        return carry if len(carry) > 1 else carry["x"]
 
     def block(
         block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, local: jax.Array | None = None
     ) -> Any:
         read = TransformerInputs.of(inputs, config)
-        x_BLD = carry if config.experts is None else carry["x"]
-        x_BLD, routing, _ = block(x_BLD, read.positions_BL, read.segments_BL, key if train else None, local=local)
-        return x_BLD if routing is None else {"x": x_BLD, "routing": carry["routing"].plus(routing)}
+        key = key if train else None
+        carried = carry if isinstance(carry, dict) else {"x": carry}
+        x_BLD, routing, _ = block(
+            carried["x"], read.positions_BL, read.segments_BL, key, local=local, bias_HW=carried.get("bias")
+        )
+        after = {**carried, "x": x_BLD}
+        if routing is not None:
+            after["routing"] = carried["routing"].plus(routing)
+        return after if isinstance(carry, dict) else x_BLD
 
     def head(module: Transformer, carry: Any, train: bool) -> Any:
         if config.experts is None:
-            return module.head(carry)
+            return module.head(carry["x"] if isinstance(carry, dict) else carry)
         return {"logits": module.head(carry["x"]), **carry["routing"].outputs(config.num_layers, train=train)}
 
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
