@@ -98,9 +98,7 @@ class Attention(nnx.Module):
             window = self._window(local, length)
             mask_BLS = attention_mask(positions_BL, jnp.arange(length)[None], causal=True, window=window)
             bias = None if bias_HW is None else bias_at(bias_HW, positions_BL, jnp.arange(length))
-            y_BLHK = attention(
-                q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=self.config.attention_softcap, bias_BHLS=bias
-            )
+            y_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=self.config.attention_softcap, bias_BHLS=bias)
         y_BLHK = constrain(y_BLHK, "batch", "sequence", "activation_heads", None)
         return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
 

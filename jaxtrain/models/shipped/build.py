@@ -73,7 +73,9 @@ def build_model(
             raise ConfigError(f"remat: the model of {config.call} takes no remat policy; let the function apply it")
         return applied
     given, remat = remat, remat or Remat()
-    wrong = [name for name in remat.offload if config.kind not in _TRANSFORMERS and (config.kind, name) not in _OFFLOADED]
+    wrong = [
+        name for name in remat.offload if config.kind not in _TRANSFORMERS and (config.kind, name) not in _OFFLOADED
+    ]
     if wrong:
         known = ", ".join(name for kind, name in _OFFLOADED if kind == config.kind) or "none"
         raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")

@@ -352,9 +352,7 @@ def encoder_decoder(
     return dataclasses.replace(
         model,
         apply=DefersLogits(model.apply),
-        decoder=Decoder(
-            init_cache, decode, config.max_sequence_length, encode=encode, start_token=config.start_token
-        ),
+        decoder=Decoder(init_cache, decode, config.max_sequence_length, encode=encode, start_token=config.start_token),
         vocab_size=vocabulary,
         num_outputs=vocabulary,
     )

@@ -36,7 +36,5 @@ def relative_bias(table: nnx.Param | None, config: TransformerConfig, reach: int
     if table is None:
         return None
     with jax.named_scope("relative_positions"):
-        bias_HW = distance_bias(
-            table[...], reach, max_distance=config.relative_max_distance, causal=config.causal
-        )
+        bias_HW = distance_bias(table[...], reach, max_distance=config.relative_max_distance, causal=config.causal)
         return constrain(bias_HW, "activation_heads", None)
