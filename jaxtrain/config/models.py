@@ -64,4 +64,6 @@ class CalledModel(Call):
     """Which model this group describes."""
 
 
-ModelConfig = Annotated[TransformerConfig | EncoderDecoderConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")]
+ModelConfig = Annotated[
+    TransformerConfig | EncoderDecoderConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")
+]

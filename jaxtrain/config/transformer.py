@@ -173,16 +173,16 @@ class TransformerConfig(Group):
 
     @model_validator(mode="after")
     def _relative(self) -> "TransformerConfig":
-        sides = 1 if self.causal else 2
-        if self.position == "relative" and self.relative_buckets % (2 * sides):
+        if self.position != "relative":
+            return self
+        parts = 2 if self.causal else 4  # half of the buckets, of each side, hold one distance each
+        if self.relative_buckets % parts:
+            raise ValueError(f"relative_buckets {self.relative_buckets} is not a multiple of {parts}; use 32")
+        exact = self.relative_buckets // parts
+        if self.relative_max_distance <= exact:
             raise ValueError(
-                f"relative_buckets {self.relative_buckets} is not a multiple of {2 * sides}: half of them hold one "
-                "distance each" + ("" if self.causal else ", on each side") + "; use 32"
-            )
-        if self.position == "relative" and self.relative_max_distance <= self.relative_buckets // (2 * sides):
-            raise ValueError(
-                f"relative_max_distance {self.relative_max_distance} is not above {self.relative_buckets // (2 * sides)}, "
-                "the distances that have a bucket of their own; raise it, or lower relative_buckets"
+                f"relative_max_distance {self.relative_max_distance} is not above {exact}, the distances that have a "
+                "bucket of their own; raise it, or lower relative_buckets"
             )
         return self
 

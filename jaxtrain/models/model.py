@@ -36,8 +36,8 @@ class Decoder:
         decode: (params, tokens_BT, positions_BT, cache) -> (logits_BTV float32, cache). Writes the T tokens at their
             positions and lets each see what stands at or before it.
         max_length: positions the model has.
-        encode: for a model that reads its prompt with an encoder: (params, prompts_BP, lengths_B, cache) -> cache, to be
-            called before the first `decode`; prompts are padded on the right. None: `decode` reads the prompt.
+        encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
+            be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
         start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
     """
 

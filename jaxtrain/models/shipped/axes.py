@@ -47,10 +47,7 @@ EXPERTS: Axes = {
 _CROSS = {
     path.replace("attention", "cross_attention"): row for path, row in TRANSFORMER.items() if "attention/" in path
 }
-_STACK = {
-    **{path: row for path, row in TRANSFORMER.items() if path not in ("embedding", "output", "positions")},
-    **_CROSS,
-}
+_STACK = {path: row for path, row in TRANSFORMER.items() if path not in ("embedding", "output", "positions")} | _CROSS
 # Two stacks with the rows of a transformer's, the decoder's with cross-attention.
 ENCODER_DECODER: Axes = {
     "embedding": TRANSFORMER["embedding"],
