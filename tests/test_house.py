@@ -15,6 +15,7 @@ PACKAGE = ROOT / "jaxtrain"
 # From the ground up: a folder may import itself and what stands before it.
 ORDER = (
     "errors",
+    "published",
     "config",
     "runtime",
     "layout",

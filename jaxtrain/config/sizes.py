@@ -4,18 +4,13 @@ from collections.abc import Mapping
 
 from pydantic_core import PydanticCustomError
 
+from jaxtrain.published.families.table import sizes_of
+
 _GPT = dict(
     vocab_size=50257, max_sequence_length=1024, position="learned", norm="layernorm",
     activation="gelu", tie_embeddings=True, bias=True, norm_epsilon=1e-5,
 )  # fmt: skip
 _GPT3 = _GPT | dict(max_sequence_length=2048)
-_LLAMA3 = dict(
-    vocab_size=128256, max_sequence_length=8192, position="rotary", rope_theta=500000.0, norm="rmsnorm",
-    norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8,
-)  # fmt: skip
-_ROPE31 = dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
-_LLAMA31 = _LLAMA3 | dict(max_sequence_length=131072, rope_scaling=_ROPE31)
-_LLAMA32 = _LLAMA31 | dict(tie_embeddings=True, rope_scaling=_ROPE31 | dict(factor=32.0))
 _MIXTRAL = dict(
     vocab_size=32000, max_sequence_length=32768, position="rotary", rope_theta=1e6, norm="rmsnorm",
     norm_epsilon=1e-5, activation="swiglu", tie_embeddings=False, bias=False, num_kv_heads=8, head_dim=128,
@@ -33,7 +28,7 @@ def _row(family: Mapping[str, object], layers: int, width: int, heads: int, **mo
 
 # Sources: GPT-2, Radford et al. 2019 (openai/gpt-2 hparams); GPT-3, Brown et al. 2020, table 2.1 (its 13B row is
 # 5140 wide with 40 heads of 128, so num_heads x head_dim is not the width; all layers have dense attention here);
-# Llama 3, 3.1 and 3.2, Mixtral v0.1 (the base models): the config.json published with each model.
+# Mixtral v0.1 (the base models): the config.json published with each model.
 TRANSFORMER_SIZES: dict[str, Size] = {
     "gpt2": _row(_GPT, 12, 768, 12),
     "gpt2_medium": _row(_GPT, 24, 1024, 16),
@@ -47,13 +42,7 @@ TRANSFORMER_SIZES: dict[str, Size] = {
     "gpt3_6.7b": _row(_GPT3, 32, 4096, 32),
     "gpt3_13b": _row(_GPT3, 40, 5140, 40, head_dim=128),
     "gpt3_175b": _row(_GPT3, 96, 12288, 96),
-    "llama3_8b": _row(_LLAMA3, 32, 4096, 32, mlp_dim=14336),
-    "llama3_70b": _row(_LLAMA3, 80, 8192, 64, mlp_dim=28672),
-    "llama3.1_8b": _row(_LLAMA31, 32, 4096, 32, mlp_dim=14336),
-    "llama3.1_70b": _row(_LLAMA31, 80, 8192, 64, mlp_dim=28672),
-    "llama3.1_405b": _row(_LLAMA31, 126, 16384, 128, mlp_dim=53248),
-    "llama3.2_1b": _row(_LLAMA32, 16, 2048, 32, mlp_dim=8192),
-    "llama3.2_3b": _row(_LLAMA32, 28, 3072, 24, mlp_dim=8192),
+    **sizes_of("transformer"),
     "mixtral_8x7b": _row(_MIXTRAL, 32, 4096, 32, mlp_dim=14336),
     "mixtral_8x22b": _row(_MIXTRAL, 56, 6144, 48, mlp_dim=16384, max_sequence_length=65536),
 }

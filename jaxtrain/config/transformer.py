@@ -85,7 +85,7 @@ class TransformerConfig(Group):
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the dims of a head that are rotated, the first ones (GPT-NeoX: 0.25)."""
     block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
-    """Norms of inputs (pre), sums (post, BERT), inputs and outputs (sandwich); parallel: as pre, attention beside MLP."""
+    """Norms of inputs (pre), of sums (post), of inputs and outputs (sandwich); parallel: attention beside MLP."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     """Normalization in the blocks and before the output layer."""
     norm_epsilon: PositiveFloat = 1e-5

@@ -37,7 +37,7 @@ def _model(name: str, remat: str) -> Model:
 
 @functools.cache
 def _batches(name: str) -> list[dict[str, Any]]:
-    """Inputs and outputs of random tokens, the lower ones more often; an output repeats its input, and both end in padding."""
+    """Inputs and outputs of random tokens, the lower ones more often; an output repeats its input; rows are padded."""
     random, found = np.random.default_rng(0), []
     for _ in range(STEPS):
         tokens = (1 + (VOCABULARY - 1) * random.random((ROWS, INPUT)) ** 3).astype(np.int32)
@@ -83,11 +83,11 @@ _ROWS = [
 ]
 _MORE = [
     pytest.param("transformer", layout(pipe=2, tensor=2), 1, "none", id="transformer-pipe-tensor"),
-    pytest.param("encoder_decoder", layout(fsdp=2, tensor=2, sp=True), 1, "none", id="encoder_decoder-sequence-parallel"),
+    pytest.param("encoder_decoder", layout(fsdp=2, tensor=2, sp=True), 1, "none", id="encoder_decoder-sequence-split"),
     pytest.param("encoder_decoder", layout(data=2, fsdp=2, zero=2), 1, "none", id="encoder_decoder-zero-2"),
     pytest.param("encoder_decoder", layout(data=2, tensor=2), 2, "sqrt", id="encoder_decoder-accumulation"),
     pytest.param("transformer", layout(data=2, fsdp=2), 2, "full", id="transformer-accumulation-remat"),
-    pytest.param("transformer", layout(pipe=2, data=2, schedule="interleaved_1f1b"), 1, "full", id="transformer-chunks"),
+    pytest.param("transformer", layout(pipe=2, schedule="interleaved_1f1b"), 1, "full", id="transformer-chunks"),
 ]  # fmt: skip
 
 

@@ -32,8 +32,8 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Rem
 
 # Kinds whose blocks have every tensor that `remat` may name.
 _TRANSFORMERS = ("transformer", "encoder_decoder")
-# (another kind of model, tensor that remat.offload may name).
-_OFFLOADED = (("resnet", BLOCK_INPUT),)
+# Another kind of model -> the tensor that remat.offload may name.
+_OFFLOADED = {"resnet": BLOCK_INPUT}
 
 
 def build_model(
@@ -73,12 +73,12 @@ def build_model(
             raise ConfigError(f"remat: the model of {config.call} takes no remat policy; let the function apply it")
         return applied
     given, remat = remat, remat or Remat()
-    wrong = [
-        name for name in remat.offload if config.kind not in _TRANSFORMERS and (config.kind, name) not in _OFFLOADED
-    ]
+    known = _OFFLOADED.get(config.kind)
+    wrong = [name for name in remat.offload if config.kind not in _TRANSFORMERS and name != known]
     if wrong:
-        known = ", ".join(name for kind, name in _OFFLOADED if kind == config.kind) or "none"
-        raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")
+        raise ConfigError(
+            f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known or 'none'}"
+        )
     group = config
 
     def build(remat: Remat) -> Model:

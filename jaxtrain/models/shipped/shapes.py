@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig
 from jaxtrain.config.transformer import GATED, TransformerConfig
 
@@ -116,6 +117,46 @@ def router_shape(config: TransformerConfig) -> LinearShape:
     """The router of a model with experts."""
     assert config.experts is not None
     return LinearShape((config.embed_dim,), (config.experts.num_experts,))
+
+
+def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[str, LinearShape]:
+    """The linear layers of a head, by name.
+
+    Args:
+        head: which head.
+        width: of the residual stream.
+        num_labels: outputs of the head; None: it has no labels.
+    """
+    square = LinearShape((width,), (width,))
+    if head.kind == "masked_language_model":
+        return {"dense": square}
+    hidden = {} if head.hidden_activation is None else {"hidden": square}
+    return hidden | ({} if num_labels is None else {"output": LinearShape((width,), (num_labels,))})
+
+
+def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None, num_labels: int | None) -> Shapes:
+    """The parameters of a head, by path.
+
+    Args:
+        head: which head; that of a language model has none of its own.
+        width: of the residual stream.
+        norm: kind of the norms of the model.
+        vocab_size: ids of the vocabulary; None: the inputs are no tokens.
+        num_labels: outputs of the head; None: it has no labels.
+    """
+    shapes: Shapes = {}
+    for name, one in head_shapes(head, width, num_labels).items():
+        shapes[f"head/{name}/kernel"] = one.kernel
+        if head.bias:
+            shapes[f"head/{name}/bias"] = one.outputs
+    if head.kind == "masked_language_model":
+        assert vocab_size is not None
+        shapes["head/norm/scale"] = (width,)
+        if head.bias:
+            shapes["head/bias"] = (vocab_size,)
+            if norm == "layernorm":
+                shapes["head/norm/bias"] = (width,)
+    return shapes
 
 
 def stem_shape(config: ResNetConfig, channels: int) -> ConvShape:

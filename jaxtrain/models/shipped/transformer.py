@@ -91,9 +91,10 @@ class Transformer(nnx.Module):
             x_BLD = x_BLD if self.output_norm is None else self.output_norm(x_BLD)
             if self.config.logits_scale is not None:
                 x_BLD = x_BLD * jnp.asarray(self.config.logits_scale, x_BLD.dtype)
+            softcap = self.config.logits_softcap
             if self.output is None:
-                return DeferredLogits(x_BLD, self.embedding[...], tied=True)
-            return DeferredLogits(x_BLD, self.output[...])
+                return DeferredLogits(x_BLD, self.embedding[...], tied=True, softcap=softcap)
+            return DeferredLogits(x_BLD, self.output[...], softcap=softcap)
 
     def check_length(self, length: int) -> None:
         """Raise a `ConfigError` where the sequence has more positions than the model has learned."""

@@ -1,0 +1,1 @@
+"""One file per published family, and the table of them. No jax here."""

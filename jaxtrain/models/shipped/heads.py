@@ -1,0 +1,209 @@
+"""What stands on top of the blocks in place of an output layer over the vocabulary.
+
+Shapes: B batch, L length, D model width, C labels.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config.heads import HeadConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import constrain, row_numbers
+from jaxtrain.models.initializers import normal
+from jaxtrain.models.layers import Linear, Norm
+from jaxtrain.models.shipped.shapes import head_shapes
+from jaxtrain.ops.activation import gelu
+
+_INIT_STDDEV = 0.02  # as the transformer's other kernels
+
+_ACTIVATIONS = {
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "gelu": gelu,
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadInputs:
+    """What a head needs beside the residual stream.
+
+    It travels with the residual stream from the embedding to the head, because the head of a pipeline sees neither
+    the inputs nor a key; all of it is floats for the same reason.
+
+    Attributes:
+        pooling_BL: weight of each token in the mean that stands for its text, float32; None: the first token does.
+        seed_B2: two 16-bit integers per row that dropout draws from, float32; None: no dropout.
+    """
+
+    pooling_BL: jax.Array | None = None
+    seed_B2: jax.Array | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the head needs nothing."""
+        return self.pooling_BL is None and self.seed_B2 is None
+
+
+def head_inputs(
+    head: HeadConfig | None, shape: tuple[int, int], segments_BL: jax.Array | None, key: jax.Array | None
+) -> HeadInputs:
+    """Compute what a head needs from the inputs of the model.
+
+    Args:
+        head: which head; None: of a language model.
+        shape: of the tokens, (B, L).
+        segments_BL: documents of packed rows from 1 on, and 0 for padding, integers; None: there is no padding.
+        key: for dropout; None: no dropout.
+    """
+    if head is None:
+        return HeadInputs()
+    pooling_BL = seed_B2 = None
+    if head.is_pooled and head.pooling != "first":
+        pooling_BL = constrain(_pooling_weights(head.pooling, shape, segments_BL), "batch", "sequence")
+    if head.dropout and key is not None:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(shape[0]))
+        bits_B2 = jax.vmap(lambda row_key: jax.random.bits(row_key, (2,), jnp.uint16))(keys)
+        seed_B2 = constrain(bits_B2.astype(jnp.float32), "batch", None)
+    return HeadInputs(pooling_BL, seed_B2)
+
+
+def _pooling_weights(pooling: str, shape: tuple[int, int], segments_BL: jax.Array | None) -> jax.Array:
+    """The weight of each token in the mean of its row: float32 [B, L]."""
+    real_BL = jnp.ones(shape, bool) if segments_BL is None else segments_BL != 0
+    if pooling == "last":
+        # In a row of padding alone it is the token at 0.
+        last_B = jnp.max(jnp.where(real_BL, jnp.arange(shape[1]), 0), axis=1)
+        return (jnp.arange(shape[1]) == last_B[:, None]).astype(jnp.float32)
+    weights_BL = real_BL.astype(jnp.float32)
+    return weights_BL / jnp.maximum(jnp.sum(weights_BL, axis=1, keepdims=True), 1.0)
+
+
+def pool(x_BLD: jax.Array, pooling_BL: jax.Array | None) -> jax.Array:
+    """Take what stands for each text: the first token, or the mean by weights in float32.
+
+    Args:
+        x_BLD: residual stream, any float dtype.
+        pooling_BL: see `HeadInputs`.
+
+    Returns:
+        [B, D] in the dtype of x_BLD.
+    """
+    if pooling_BL is None:
+        pooled_BD = x_BLD[:, 0]
+    else:
+        # No matrix product, which some devices round to fewer bits.
+        pooled_BD = jnp.sum(x_BLD.astype(jnp.float32) * pooling_BL[..., None], axis=1).astype(x_BLD.dtype)
+    return constrain(pooled_BD, "batch", None)
+
+
+def _dropout(x: jax.Array, rate: float, seed_B2: jax.Array | None) -> jax.Array:
+    """Inverted dropout of [B, ...] with a seed per row."""
+    if seed_B2 is None:
+        return x
+
+    def keep(seed_2: jax.Array) -> jax.Array:
+        high, low = seed_2.astype(jnp.uint32)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), high), low)
+        return jax.random.bernoulli(key, 1 - rate, x.shape[1:])
+
+    return jnp.where(jax.vmap(keep)(seed_B2), x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+class MaskedLanguageModelHead(nnx.Module):
+    """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias.
+
+    Args:
+        head: its settings.
+        width: D.
+        vocab_size: V.
+        norm: kind of the norm.
+        epsilon: of the norm.
+        rngs: random streams; `params` draws the kernel.
+    """
+
+    def __init__(self, head: HeadConfig, width: int, vocab_size: int, *, norm: str, epsilon: float, rngs: nnx.Rngs):
+        shape, init = head_shapes(head, width, None)["dense"], normal(_INIT_STDDEV)
+        self.dense = Linear(
+            shape.inputs, shape.outputs, bias=head.bias, initializer=init, rngs=rngs, low_precision=False
+        )
+        self.norm = Norm(width, kind=norm, bias=head.bias, epsilon=epsilon)
+        self.bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if head.bias else None
+        assert head.hidden_activation is not None
+        self.activation = _ACTIVATIONS[head.hidden_activation]
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """Compute what the output layer takes: [B, L, D]."""
+        return self.norm(self.activation(self.dense(x_BLD)))
+
+
+class PooledHead(nnx.Module):
+    """Labels or numbers per text or per token, or an embedding of the text.
+
+    Args:
+        head: which of them.
+        width: D.
+        num_labels: C; None: the head gives an embedding.
+        rngs: random streams; `params` draws the kernels.
+    """
+
+    def __init__(self, head: HeadConfig, width: int, num_labels: int | None, rngs: nnx.Rngs):
+        shapes, init = head_shapes(head, width, num_labels), normal(_INIT_STDDEV)
+
+        def layer(name: str) -> Linear | None:
+            if name not in shapes:
+                return None
+            shape = shapes[name]
+            return Linear(shape.inputs, shape.outputs, bias=head.bias, initializer=init, rngs=rngs, low_precision=False)
+
+        self.hidden, self.output = layer("hidden"), layer("output")
+        self.head = head
+
+    def __call__(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array:
+        """Compute the outputs.
+
+        Args:
+            x_BLD: residual stream after the last norm.
+            needs: what `head_inputs` computed.
+
+        Returns:
+            [B, C], of a token head [B, L, C], of an embedding [B, D]; in the dtype of x_BLD.
+        """
+        y = pool(x_BLD, needs.pooling_BL) if self.head.is_pooled else x_BLD
+        if self.hidden is not None:
+            assert self.head.hidden_activation is not None
+            y = _ACTIVATIONS[self.head.hidden_activation](self.hidden(y))
+        y = _dropout(y, self.head.dropout, needs.seed_B2)
+        if self.output is not None:
+            y = self.output(y)
+        if self.head.normalize:
+            wide = y.astype(jnp.float32)
+            # As in torch: a vector of zeros stays one.
+            norm = jnp.sqrt(jnp.maximum(jnp.sum(wide * wide, axis=-1, keepdims=True), 1e-24))
+            y = (wide / norm).astype(y.dtype)
+        return y
+
+
+def num_labels(head: HeadConfig, from_data: int | None) -> int | None:
+    """The number of labels of a head, or of numbers of a regression; None: the head has none.
+
+    Args:
+        head: of the config.
+        from_data: classes or targets of the data, where it has them.
+
+    Raises:
+        ConfigError: neither the config nor the data gives the number.
+    """
+    if not head.has_labels:
+        return None
+    labels = head.num_labels or from_data
+    if labels is None:
+        raise ConfigError(
+            f"model.head.num_labels is not set and the data has no labels for a head of kind {head.kind}; set "
+            "model.head.num_labels"
+        )
+    return labels

@@ -1,0 +1,163 @@
+"""Quantized blocks of GGUF files, as float32. No jax here.
+
+A quantized tensor is a row-major array of blocks along its last dimension; a block holds 32 or 256 elements with their
+scales. The layouts are those of ggml (https://github.com/ggml-org/ggml, `ggml-common.h`). Each function takes the bytes
+of blocks, uint8 [N, bytes of a block], and returns their elements, float32 [N, elements of a block], by the same float32
+operations in the same order as ggml, so that the elements are equal to the last bit. `d` and `m` are a block's scale and
+offset, `q` are the small integers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+# Elements dequantized at once: bounds what a large tensor takes beside its result to a few times 4 MiB.
+_PIECE_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """How a GGUF file stores the elements of a tensor.
+
+    Attributes:
+        name: Name in ggml, such as `Q4_K`.
+        elements: Elements per block; 1 for plain numbers.
+        bytes: Bytes per block.
+        dtype: What reading gives: the stored dtype of plain numbers, float32 for quantized blocks.
+        decode: Blocks, uint8 [N, bytes] -> float32 [N, elements]; None for plain numbers.
+    """
+
+    name: str
+    elements: int
+    bytes: int
+    dtype: np.dtype
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+def dequantize(blocks: np.ndarray, kind: BlockType) -> np.ndarray:
+    """Returns the elements of rows of blocks.
+
+    Args:
+        blocks: Rows of whole blocks, uint8 [..., blocks per row * kind.bytes]; any strides.
+        kind: How the blocks are stored; must be a quantized type.
+
+    Returns:
+        float32 [..., blocks per row * kind.elements].
+    """
+    assert kind.decode is not None
+    lead, width = blocks.shape[:-1], blocks.shape[-1] // kind.bytes
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    out = np.empty((rows.shape[0], width * kind.elements), np.float32)
+    step = max(1, _PIECE_ELEMENTS // max(1, out.shape[1]))
+    for start in range(0, rows.shape[0], step):
+        piece = np.ascontiguousarray(rows[start : start + step]).reshape(-1, kind.bytes)
+        # A damaged scale may be infinite or not a number; the tensor then says so, as it would unquantized.
+        with np.errstate(invalid="ignore", over="ignore"):
+            out[start : start + step] = kind.decode(piece).reshape(-1, out.shape[1])
+    return out.reshape(*lead, out.shape[1])
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """Returns the float16 at byte `at` of each block as float32 [N, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns all low nibbles, then all high ones: uint8 [N, B] -> uint8 [N, 2 * B]."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
+
+
+def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
+    """Returns bit `i` of the 32-bit word at byte `at`, moved to bit 4, for i = 0 to 31: uint8 [N, 32]."""
+    return np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little") << 4
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:18]).astype(np.int8) - np.int8(8)).astype(np.float32)
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:20]).astype(np.float32) + _half(blocks, 2)
+
+
+def _q5_0(blocks: np.ndarray) -> np.ndarray:
+    q = _nibbles(blocks[:, 6:22]) | _fifth_bits(blocks, 2)
+    return _half(blocks, 0) * (q.astype(np.int8) - np.int8(16)).astype(np.float32)
+
+
+def _q5_1(blocks: np.ndarray) -> np.ndarray:
+    q = _nibbles(blocks[:, 8:24]) | _fifth_bits(blocks, 4)
+    return _half(blocks, 0) * q.astype(np.float32) + _half(blocks, 2)
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    return _half(blocks, 0) * np.ascontiguousarray(blocks[:, 2:34]).view(np.int8).astype(np.float32)
+
+
+def _six_bit_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the 8 scales and the 8 offsets that a K block packs in 12 bytes as 6-bit integers, float32 [N, 8] each."""
+    low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([low & 63, (high & 0x0F) | ((low >> 6) << 4)], axis=1)
+    offsets = np.concatenate([middle & 63, (high >> 4) | ((middle >> 6) << 4)], axis=1)
+    return scales.astype(np.float32), offsets.astype(np.float32)
+
+
+def _scaled_groups(blocks: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Returns d * scale * q - dmin * offset for the 8 groups of 32 of a K block; q is uint8 [N, 8, 32]."""
+    scales, offsets = _six_bit_scales(blocks[:, 4:16])
+    d, least = _half(blocks, 0) * scales, _half(blocks, 2) * offsets
+    return (d[:, :, None] * q.astype(np.float32) - least[:, :, None]).reshape(-1, 256)
+
+
+def _group_nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns uint8 [N, 8, 32]: each 32 bytes hold two groups, in their low and in their high nibbles."""
+    bytes_N4x32 = packed.reshape(-1, 4, 32)
+    return np.stack([bytes_N4x32 & 0x0F, bytes_N4x32 >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    return _scaled_groups(blocks, _group_nibbles(blocks[:, 16:144]))
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    # Bit g of byte i is the fifth bit of element i of group g.
+    fifth = (blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
+    return _scaled_groups(blocks, _group_nibbles(blocks[:, 48:176]) | (fifth << 4))
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    # Two halves of 128 elements; a half has 64 bytes of low nibbles and 32 bytes of two high bits of 4 elements each.
+    low = blocks[:, 0:128].reshape(-1, 2, 64)
+    low = np.concatenate([low & 0x0F, low >> 4], axis=2)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
+    q = (low | ((high & 3) << 4).reshape(-1, 2, 128)).astype(np.int8) - np.int8(32)
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    d = _half(blocks, 208) * scales
+    return (d[:, :, None] * q.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, 256)
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+# ggml's number of a type -> how it is stored.
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4, np.dtype("<f4")),
+    1: BlockType("F16", 1, 2, np.dtype("<f2")),
+    2: BlockType("Q4_0", 32, 18, _FLOAT32, _q4_0),
+    3: BlockType("Q4_1", 32, 20, _FLOAT32, _q4_1),
+    6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0),
+    7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1),
+    8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0),
+    12: BlockType("Q4_K", 256, 144, _FLOAT32, _q4_k),
+    13: BlockType("Q5_K", 256, 176, _FLOAT32, _q5_k),
+    14: BlockType("Q6_K", 256, 210, _FLOAT32, _q6_k),
+    30: BlockType("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+}
+
+# Names of further types, so that a refusal can say which one a tensor has.
+OTHER_TYPES = {
+    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
+    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+}

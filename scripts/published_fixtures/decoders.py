@@ -1,0 +1,222 @@
+"""Fixtures of the decoders: language models, and one with labels per sequence."""
+
+# pyright: reportMissingImports=false
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+from published_fixtures.fixture import IGNORED, Arrays, Fixture, Unsuitable, generate, near_the_dip, outputs_of, padded
+
+VOCABULARY = 40
+NEW_TOKENS = 10
+_UP = "model.layers.0.mlp.up_proj.weight"
+_NO_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def language_model(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
+    """Make two full rows, their next tokens as labels, and answers to two prompts."""
+    tokens = generator.integers(3, VOCABULARY, (2, fixture.length))
+    labels = np.concatenate([tokens[:, 1:], np.full((2, 1), IGNORED)], axis=1)
+    prompt = generator.integers(3, VOCABULARY, (2, fixture.prompt))
+    mask = torch.ones(prompt.shape, dtype=torch.long)
+    generated = generate(model, torch.from_numpy(prompt), length=NEW_TOKENS, attention_mask=mask)
+    arrays = {"tokens": tokens, "labels": labels, "prompt": prompt, "generated": generated}
+    return arrays | outputs_of(model, arrays)
+
+
+def long_and_short(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
+    """Make rows of a language model under the original length, and the same over it."""
+    original = fixture.config.rope_parameters["original_max_position_embeddings"]
+    short = language_model(fixture, model, generator)
+    tokens = generator.integers(3, VOCABULARY, (2, original + 8))
+    prompt = generator.integers(3, VOCABULARY, (2, original + 2))
+    mask = torch.ones(prompt.shape, dtype=torch.long)
+    generated = generate(model, torch.from_numpy(prompt), length=NEW_TOKENS, attention_mask=mask)
+    long = {"tokens": tokens, "prompt": prompt, "generated": generated} | outputs_of(model, {"tokens": tokens})
+    if short["tokens"].shape[1] > original or short["generated"].shape[1] > original:
+        raise Unsuitable("the short rows are over the original length")
+    return short | {f"{name}_long": array for name, array in long.items()}
+
+
+def labelled(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
+    """Make rows with padding and one label each."""
+    arrays = padded(generator, fixture.length, VOCABULARY, 0) | {"labels": generator.integers(0, 3, 2)}
+    return arrays | outputs_of(model, arrays)
+
+
+def old_form(config: dict[str, Any]) -> dict[str, Any]:
+    """Write the rotary part and the dtype of a config as transformers 4 did, and as the hub's older files have them."""
+    old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
+    old |= {"torch_dtype": config["dtype"], "transformers_version": "4.46.0"}
+    rope = dict(config["rope_parameters"])
+    if "full_attention" in rope:  # Gemma 3: a scaling of the global layers only, a base of the local ones
+        local, rope = rope["sliding_attention"], dict(rope["full_attention"])
+        old |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 6}
+        del old["layer_types"], old["_sliding_window_pattern"]
+    theta, fraction = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    if config["model_type"] == "gpt_neox":
+        return old | {"rotary_emb_base": theta, "rotary_pct": fraction}
+    if fraction is not None and fraction != 1:
+        old["partial_rotary_factor"] = fraction
+    kind = rope.pop("rope_type")
+    if kind == "longrope":  # Phi-3's files have the original length beside the scaling
+        old["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+        return old | {"rope_theta": theta, "rope_scaling": {"type": kind, **rope}}
+    return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope}}
+
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, **_NO_ENDS,
+}  # fmt: skip
+_GEMMA = {
+    **_LLAMA, "hidden_size": 12, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-6, "intermediate_size": 20,
+}  # fmt: skip
+# A large embedding, tied and scaled, would repeat the last token for ever.
+_GEMMA_EMBEDDING = {"embed_tokens.weight": (0.0, 0.3)}
+_LLAMA31 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 2.0,
+    "beta_slow": 1.0,
+}  # fmt: skip
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.3, 1.7],
+    "long_factor": [1.5, 3.0, 5.0], "original_max_position_embeddings": 16,
+}  # fmt: skip
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}  # fmt: skip
+
+FIXTURES = (
+    Fixture(
+        "llama", tf.LlamaForCausalLM, tf.LlamaConfig(**_LLAMA, rope_parameters=_ROPE), language_model,
+        gradients=(_UP, "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"), old=old_form,
+        matters=({"rms_norm_eps": 0.1}, {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+    ),
+    Fixture(
+        "gpt2", tf.GPT2LMHeadModel,
+        tf.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1,
+                      eos_token_id=2, pad_token_id=0), language_model,
+        gradients=("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.attn.c_attn.bias"),
+        matters=({"activation_function": "gelu"},), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
+    ),
+    Fixture(
+        "qwen3", tf.Qwen3ForCausalLM,
+        tf.Qwen3Config(**{**_LLAMA, "head_dim": 8, "rms_norm_eps": 1e-6}, rope_parameters=_ROPE), language_model,
+        gradients=("model.layers.0.self_attn.q_norm.weight",),
+    ),
+    Fixture(
+        "gemma2", tf.Gemma2ForCausalLM,
+        tf.Gemma2Config(**{**_GEMMA, "num_hidden_layers": 4}, rope_parameters=_ROPE, sliding_window=4,
+                        attn_logit_softcapping=2.0, final_logit_softcapping=2.0), language_model,
+        gradients=("model.layers.1.pre_feedforward_layernorm.weight",),
+        matters=({"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"query_pre_attn_scalar": 8},
+                 {"layer_types": ["sliding_attention"] * 4}, {"layer_types": ["full_attention"] * 4},
+                 {"sliding_window": 5}, {"hidden_activation": "gelu"}),
+        gain=2.0, special=_GEMMA_EMBEDDING,
+    ),
+    Fixture(
+        "gemma3_text", tf.Gemma3ForCausalLM,
+        tf.Gemma3TextConfig(**{**_GEMMA, "num_hidden_layers": 7}, rope_parameters=_GEMMA3_ROPE, sliding_window=4),
+        language_model, gradients=("model.layers.5.self_attn.k_norm.weight",), old=old_form,
+        matters=({"rope_parameters": {**_GEMMA3_ROPE, "full_attention": _GEMMA3_ROPE["sliding_attention"]}},
+                 {"layer_types": ["sliding_attention"] * 7}, {"sliding_window": 5}, {"query_pre_attn_scalar": 8}),
+        special=_GEMMA_EMBEDDING,
+    ),
+    Fixture(
+        "llama31", tf.LlamaForCausalLM, tf.LlamaConfig(**_LLAMA, head_dim=8, rope_parameters=_LLAMA31), language_model,
+        length=40, old=old_form,
+        matters=({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+                 {"rope_parameters": {**_LLAMA31, "factor": 4.0}}, {"rope_parameters": {**_LLAMA31, "high_freq_factor": 2.0}}),
+    ),
+    Fixture(
+        "smollm2", tf.LlamaForCausalLM,
+        tf.LlamaConfig(**{**_LLAMA, "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1,
+                          "tie_word_embeddings": True}, rope_parameters={**_ROPE, "rope_theta": 100000.0}),
+        language_model, gradients=("model.embed_tokens.weight",),
+    ),
+    Fixture(
+        "mistral", tf.MistralForCausalLM,
+        tf.MistralConfig(**_LLAMA, head_dim=4, sliding_window=5, rope_parameters=_ROPE), language_model,
+        matters=({"sliding_window": None}, {"sliding_window": 6}),
+    ),
+    Fixture(
+        "mixtral", tf.MixtralForCausalLM,
+        tf.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_ROPE), language_model,
+        gradients=("model.layers.0.block_sparse_moe.gate.weight", "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+        matters=({"num_experts_per_tok": 1},),
+    ),
+    Fixture(
+        "qwen2", tf.Qwen2ForCausalLM,
+        tf.Qwen2Config(**{**_LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}, rope_parameters=_ROPE),
+        language_model, gradients=("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.v_proj.bias"),
+    ),
+    Fixture(
+        "qwen2_window", tf.Qwen2ForCausalLM,
+        tf.Qwen2Config(**{**_LLAMA, "num_hidden_layers": 3}, rope_parameters=_ROPE, use_sliding_window=True,
+                       sliding_window=5, max_window_layers=1), language_model,
+        matters=({"layer_types": ["sliding_attention"] * 3}, {"layer_types": ["full_attention"] * 3}),
+    ),
+    Fixture(
+        "qwen2_yarn", tf.Qwen2ForCausalLM,
+        tf.Qwen2Config(**{**_LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 128},
+                       rope_parameters=_YARN),
+        language_model, length=40, old=old_form,
+        matters=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+                 {"rope_parameters": {**_YARN, "attention_factor": 1.0}},
+                 {"rope_parameters": {**_YARN, "original_max_position_embeddings": 64}},
+                 {"rope_parameters": {**_YARN, "beta_fast": 32.0}}),
+    ),
+    Fixture(
+        "qwen3_moe", tf.Qwen3MoeForCausalLM,
+        tf.Qwen3MoeConfig(**_LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
+                          decoder_sparse_step=1, norm_topk_prob=True, rope_parameters=_ROPE), language_model,
+        gradients=("model.layers.1.mlp.experts.3.down_proj.weight",),
+        matters=({"norm_topk_prob": False}, {"num_experts_per_tok": 1}),
+    ),
+    Fixture(
+        "phi3", tf.Phi3ForCausalLM, tf.Phi3Config(**_LLAMA, rope_parameters={**_ROPE, "partial_rotary_factor": 1.0}),
+        language_model, gradients=("model.layers.0.self_attn.qkv_proj.weight",),
+    ),
+    Fixture(
+        "phi3_longrope", tf.Phi3ForCausalLM,
+        tf.Phi3Config(**_LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 1}, rope_parameters=_LONGROPE,
+                      original_max_position_embeddings=16), long_and_short, old=old_form,
+        matters=({"rope_parameters": {**_LONGROPE, "short_factor": [1.0] * 3}},
+                 {"rope_parameters": {**_LONGROPE, "partial_rotary_factor": 1.0, "short_factor": [1.0, 1.3, 1.7, 2.0],
+                                      "long_factor": [1.5, 3.0, 5.0, 6.0]}},
+                 {"rope_parameters": {**_LONGROPE, "attention_factor": 1.0}}),
+    ),
+    Fixture(
+        "gpt_neox", tf.GPTNeoXForCausalLM,
+        tf.GPTNeoXConfig(
+            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=64, rope_parameters={**_ROPE, "partial_rotary_factor": 0.5}, bos_token_id=1,
+            eos_token_id=2,
+        ), language_model, gradients=("gpt_neox.layers.0.attention.query_key_value.weight",), old=old_form,
+        matters=({"use_parallel_residual": False}, {"hidden_act": "gelu_new"},
+                 {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}}),
+        special=near_the_dip("dense_h_to_4h", "dense_4h_to_h"),
+    ),
+    Fixture(
+        "starcoder2", tf.Starcoder2ForCausalLM,
+        tf.Starcoder2Config(
+            **{name: value for name, value in _LLAMA.items() if name not in ("rms_norm_eps", "tie_word_embeddings")},
+            sliding_window=5, rope_parameters=_ROPE, residual_dropout=0.0, embedding_dropout=0.0,
+        ), language_model, gradients=("model.layers.0.mlp.c_fc.weight",),
+        matters=({"sliding_window": None}, {"hidden_act": "gelu"}), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
+    ),
+    Fixture(
+        "llama_sequence", tf.LlamaForSequenceClassification,
+        tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
+        gradients=("score.weight", _UP),
+    ),
+)  # fmt: skip
