@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.numbers import Fraction, PositiveInt
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
@@ -65,5 +66,6 @@ class CalledModel(Call):
 
 
 ModelConfig = Annotated[
-    TransformerConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")
+    TransformerConfig | EncoderDecoderConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel,
+    Field(discriminator="kind"),
 ]
