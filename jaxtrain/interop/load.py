@@ -1,6 +1,6 @@
 """Weights of a published model straight into shardings: each process reads what its devices hold, once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.published.entries import positions
+from jaxtrain.published.parts import part_of
 
 # Start and stop per dimension.
 _Index = tuple[tuple[int, int], ...]
@@ -48,11 +49,13 @@ def _read(published: PublishedModel, place: Place, like: jax.ShapeDtypeStruct) -
         held = {bounds: out for bounds, out in slices.items() if _holds(bounds, position)}
         if not held:
             continue
-        tensor = published.source.read(name)
+        # What the devices of this process hold of the tensor, as one box: a GGUF file dequantizes that and no more.
+        part = part_of(place.row.transform, [_around(dim) for dim in zip(*held, strict=True)][stacked:])
+        tensor = published.source.read(name, part.box)
         for bounds, out in held.items():
             inside = tuple(at - start for at, (start, _) in zip(position, bounds, strict=False))
-            part = place.row.transform.read(tensor, [slice(*one) for one in bounds[stacked:]])
-            copy_into(out[inside], part)
+            own = zip(bounds[stacked:], part.origin, strict=True)
+            copy_into(out[inside], part.transform.read(tensor, [slice(a - at, b - at) for (a, b), at in own]))
     return jax.make_array_from_callback(
         like.shape, like.sharding, lambda index: slices[_bounds(index or (), like.shape)]
     )
@@ -60,6 +63,11 @@ def _read(published: PublishedModel, place: Place, like: jax.ShapeDtypeStruct) -
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Index:
     return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def _around(bounds: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    starts, stops = zip(*bounds, strict=True)
+    return min(starts), max(stops)
 
 
 def _holds(bounds: _Index, position: tuple[int, ...]) -> bool:
