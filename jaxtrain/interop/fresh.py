@@ -27,7 +27,7 @@ def _plain(head: object) -> dict[str, object]:
     """What decides the shapes of a head."""
     found = head if isinstance(head, dict) else {}
     kept = ("kind", "num_labels", "hidden", "bias")
-    return {"kind": "language_model"} | {key: found[key] for key in kept if found.get(key) is not None}
+    return {"kind": "language_model", **{key: found[key] for key in kept if found.get(key) is not None}}
 
 
 def _has_layers(head: object) -> bool:
