@@ -70,6 +70,7 @@ _HOMES = {
     "make_mesh": "jaxtrain.layout.mesh",
     "make_stack": "jaxtrain.models.stack",
     "make_train_step": "jaxtrain.train.make_step",
+    "masked_language_modeling": "jaxtrain.models.tasks",
     "open_data": "jaxtrain.data",
     "open_run": "jaxtrain.run.open_run",
     "prefetch": "jaxtrain.data",
@@ -77,9 +78,11 @@ _HOMES = {
     "regression": "jaxtrain.models.tasks",
     "run_config": "jaxtrain.run.trainer",
     "save_pretrained": "jaxtrain.interop.pretrained",
+    "sequence_to_sequence": "jaxtrain.models.tasks",
     "shard_model": "jaxtrain.train.parallelism",
     "start": "jaxtrain.runtime.distributed",
     "target_weights": "jaxtrain.models.tasks",
+    "token_classification": "jaxtrain.models.tasks",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -8,7 +8,9 @@ from jaxtrain.config.numbers import Fraction, PositiveFloat, PositiveInt
 from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import fill_size
 from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.published.families.t5 import SIZES as ENCODER_DECODER_SIZES
+from jaxtrain.published.families.table import sizes_of
+
+ENCODER_DECODER_SIZES = sizes_of("encoder_decoder")
 
 
 class EncoderDecoderConfig(Published):

@@ -1,4 +1,4 @@
-"""A published model opened: its family, its settings in our words, and where each parameter lies. No jax here."""
+"""A published model opened: its family, its settings in our words, and where our parameters lie. No jax here."""
 
 import re
 from collections.abc import Mapping
