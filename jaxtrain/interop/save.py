@@ -125,6 +125,17 @@ def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
     return {name: found[name] for _, name in sorted(placed, key=lambda one: one[0])}
 
 
+def assemble_tensor(rows: tuple[Row, ...], name: str, held: Mapping[bool, Mapping[str, Any]]) -> np.ndarray:
+    """Returns one tensor of a published file in float32, made of our arrays.
+
+    Args:
+        rows: The family's name table.
+        name: Name of the tensor, as it is written.
+        held: Path -> array, for params (False) and model_state (True).
+    """
+    return _assembled(_plan(rows, np.dtype("float32"))[name], held, {})
+
+
 def _shards(tensors: Mapping[str, _Written], most: int) -> dict[str, list[str]]:
     """File name -> tensors; one file where they fit, else numbered shards."""
     groups: list[list[str]] = [[]]
