@@ -1,4 +1,4 @@
-"""Real text that every Python brings: the docstrings of its library, with package and function. No jax here."""
+"""Real text that every Python brings: the docstrings of its library, with package and function."""
 
 import functools
 import inspect
