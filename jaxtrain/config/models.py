@@ -10,12 +10,15 @@ from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.numbers import Fraction, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 
 
-class ResNetConfig(Group):
+class ResNetConfig(Published):
     """A residual convolutional network for images (He et al. 2015)."""
 
     kind: Literal["resnet"] = "resnet"
@@ -63,4 +66,7 @@ class CalledModel(Call):
     """Which model this group describes."""
 
 
-ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")]
+ModelConfig = Annotated[
+    TransformerConfig | EncoderDecoderConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel,
+    Field(discriminator="kind"),
+]

@@ -8,9 +8,11 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig
 from jaxtrain.config.transformer import GATED, TransformerConfig
+from jaxtrain.config.vit import ViTConfig, image_sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -158,6 +160,11 @@ def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | N
     return shapes
 
 
+def patch_shape(config: ViTConfig, channels: int) -> LinearShape:
+    """The layer that maps a patch of an image with so many channels to the residual stream."""
+    return LinearShape((config.patch_size**2 * channels,), (config.embed_dim,))
+
+
 def stem_shape(config: ResNetConfig, channels: int) -> ConvShape:
     """The first convolution of a ResNet, for images of so many channels."""
     size, stride = (3, 1) if config.stem == "small" else (7, 2)
@@ -212,9 +219,16 @@ def model_tensors(
         case TransformerConfig():
             assert vocab_size is not None
             return Tensors(_transformer(config, vocab_size, num_outputs), {}, "blocks")
+        case EncoderDecoderConfig():
+            assert vocab_size is not None
+            return Tensors(_encoder_decoder(config, vocab_size), {})
         case ResNetConfig():
             assert num_outputs is not None
             return _resnet(config, input_shape[-1], num_outputs)
+        case ViTConfig():
+            num_classes = config.num_classes or num_outputs
+            assert num_classes is not None
+            return Tensors(_vit(config, input_shape, num_classes), {}, "blocks")
         case MLPConfig():
             assert num_outputs is not None
             layers = dense_layers(config, math.prod(input_shape), num_outputs)
@@ -246,6 +260,8 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
         shapes["positions"] = (config.max_sequence_length + config.position_offset, width)
     if config.token_types:
         shapes["token_types"] = (config.token_types, width)
+    if config.position == "relative":
+        shapes["relative_positions"] = (config.relative_buckets, config.num_heads)
     if config.embedding_norm:
         shapes |= norm("embedding_norm")
     shapes |= norm("blocks/attention_norm", layers) | norm("blocks/mlp_norm", layers)
@@ -268,6 +284,34 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
     if config.head is not None:
         labels = (config.head.num_labels or num_outputs) if config.head.has_labels else None
         shapes |= head_tensors(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)
+    return shapes
+
+
+def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Shapes:
+    image_size, channels = image_sizes(config, input_shape)
+    width, patches = config.embed_dim, patch_shape(config, channels)
+    blocks = config.blocks(image_size)
+    shapes: Shapes = {"patches/kernel": patches.kernel, "patches/bias": patches.outputs}
+    if config.pooling == "first":
+        shapes["class_token"] = (width,)
+    shapes["positions"] = (blocks.max_sequence_length, width)
+    shapes |= {path: shape for path, shape in _transformer(blocks, 1, None).items() if path.startswith("blocks/")}
+    shapes |= {"output_norm/bias": (width,), "output_norm/scale": (width,)}
+    return shapes | head_tensors(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
+
+
+def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Shapes:
+    """Those of two transformers without embedding and output layer, and of the decoder's cross-attention."""
+    whole = ("embedding", "output")
+    encoder, decoder = (_transformer(stack, vocab_size, None) for stack in (config.encoder_stack, config.decoder_stack))
+    shapes: Shapes = {"embedding": encoder["embedding"]}
+    shapes |= {f"encoder/{path}": shape for path, shape in encoder.items() if path not in whole}
+    shapes |= {f"decoder/{path}": shape for path, shape in decoder.items() if path not in whole}
+    for path, shape in decoder.items():
+        if path.startswith("blocks/attention"):  # its norm too
+            shapes["decoder/" + path.replace("attention", "cross_attention", 1)] = shape
+    if not config.tie_embeddings:
+        shapes["output"] = (config.embed_dim, vocab_size)
     return shapes
 
 

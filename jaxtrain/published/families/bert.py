@@ -29,7 +29,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 # Activations of an encoder -> ours; "gelu" means the error function here.
-ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+ACTIVATIONS: Mapping[object, object] = {
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+}
 
 KEYS = (
     Mapped("vocab_size", to="vocab_size", default=30522),
@@ -88,9 +93,7 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 def embeddings(model: Mapping[str, Any]) -> tuple[Row, ...]:
     """Returns the rows of the embeddings and their norm."""
-    D, V, P, T = (
-        int(model[key]) for key in ("embed_dim", "vocab_size", "max_sequence_length", "token_types")
-    )
+    D, V, P, T = (int(model[key]) for key in ("embed_dim", "vocab_size", "max_sequence_length", "token_types"))
     positions = P + int(model["position_offset"])
     return (
         Entry("embedding", "embeddings.word_embeddings.weight", copy(V, D)),
@@ -170,7 +173,9 @@ def masked_head(
         Entry("head/norm/bias", f"{norm}.bias", copy(D)),
         Entry("head/bias", bias, copy(V)),
         *([] if repeated_bias == bias else [Tied(repeated_bias, "head/bias", copy(V), instead="one bias")]),
-        Tied(output, "embedding", copy(V, D)) if model["tie_embeddings"] else Entry("output", output, linear((D,), (V,))),
+        Tied(output, "embedding", copy(V, D))
+        if model["tie_embeddings"]
+        else Entry("output", output, linear((D,), (V,))),
     )
 
 

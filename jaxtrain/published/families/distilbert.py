@@ -6,7 +6,7 @@ Sources: the config.json published with each model; Sanh et al. 2019 (arXiv 1910
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.published.entries import Entry, Row, Skipped, in_layers, prefixed
+from jaxtrain.published.entries import Entry, Row, in_layers, prefixed
 from jaxtrain.published.families import bert
 from jaxtrain.published.family import Family
 from jaxtrain.published.heads import HEAD_KEYS, head_kind, read_head, write_head
@@ -70,7 +70,7 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     """Returns the name table of a model group."""
     kind = head_kind(model)
     written = "" if kind == "embedding" else "distilbert."
-    rows = prefixed((*_embeddings(model), *_blocks(model)), written=written, read=("distilbert.", ""))
+    rows = prefixed((*bert.embeddings(model), *_blocks(model)), written=written, read=("distilbert.", ""))
     match kind:
         case "masked_language_model":
             # The output layer holds the bias under one name only.
@@ -82,17 +82,6 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
             return (*rows, *hidden, *bert.labels(model, "classifier"))
         case _:
             return (*rows, *bert.labels(model, "classifier"))
-
-
-def _embeddings(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, V, P = (int(model[key]) for key in ("embed_dim", "vocab_size", "max_sequence_length"))
-    return (
-        Entry("embedding", "embeddings.word_embeddings.weight", copy(V, D)),
-        Entry("positions", "embeddings.position_embeddings.weight", copy(P, D)),
-        Entry("embedding_norm/scale", "embeddings.LayerNorm.weight", copy(D)),
-        Entry("embedding_norm/bias", "embeddings.LayerNorm.bias", copy(D)),
-        Skipped(r"embeddings\.position_ids", "they count from 0"),
-    )
 
 
 def _blocks(model: Mapping[str, Any]) -> tuple[Row, ...]:

@@ -4,6 +4,8 @@ from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.families import (
+    bert,
+    distilbert,
     gemma2,
     gemma3,
     gpt2,
@@ -15,6 +17,9 @@ from jaxtrain.published.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    roberta,
+    t5,
+    vit,
 )
 from jaxtrain.published.family import Family
 
@@ -31,6 +36,11 @@ FAMILIES: dict[str, Family] = {
     "phi3": phi3.FAMILY,
     "gpt2": gpt2.FAMILY,
     "gpt_neox": gpt_neox.FAMILY,
+    "bert": bert.FAMILY,
+    "roberta": roberta.FAMILY,
+    "distilbert": distilbert.FAMILY,
+    "vit": vit.FAMILY,
+    "t5": t5.FAMILY,
 }
 
 
