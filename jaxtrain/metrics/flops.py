@@ -28,16 +28,18 @@ from jaxtrain.models.shipped.shapes import (
     router_shape,
     stem_shape,
 )
+from jaxtrain.models.shipped.structure import OuterLayer, Stack, Structure, structure_of
 from jaxtrain.ops.attention.blocks import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
 # Top-level path of a transformer -> number of its block, counted from the input. The table of relative positions is
 # used in every layer.
+_HEAD = 3
 _TRANSFORMER_BLOCKS = {
     **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm"), 0),
     **dict.fromkeys(("relative_positions", "blocks"), 1),
     "output_norm": 2,
-    **dict.fromkeys(("head", "output"), 3),
+    **dict.fromkeys(("head", "output"), _HEAD),
 }
 
 
@@ -94,11 +96,16 @@ def model_flops_per_row(
     """
     match model_config:
         case TransformerConfig():
-            vocab_size = model_config.vocab_size or vocab_size
+            vocab_size, head = model_config.vocab_size or vocab_size, model_config.head
             if sequence_length is None or vocab_size is None:
                 return None
-            groups = transformer_products(model_config, sequence_length, vocab_size)
-            products = list(itertools.chain(*groups.values()))
+            if head is not None and head.has_labels and (head.num_labels or num_outputs) is None:
+                return None
+            structure = structure_of(
+                model_config, input_shape=(sequence_length,), vocab_size=vocab_size, num_outputs=num_outputs
+            )
+            assert structure is not None
+            products = list(itertools.chain(*structure_products(structure).values()))
         case ResNetConfig():
             num_classes = model_config.num_classes or num_outputs
             if input_shape is None or len(input_shape) != 3 or num_classes is None:
@@ -160,12 +167,30 @@ def block_number(config: ModelConfig, path: str) -> int:
             raise AssertionError("a model of the user's own has no numbered blocks")
 
 
-def transformer_products(config: TransformerConfig, sequence_length: int, vocab_size: int) -> dict[str, list[Product]]:
-    """The products of one sequence: attention's projections, its scores, the MLP or experts, and the output layer."""
-    layers, width, length = config.num_layers, config.embed_dim, sequence_length
+def structure_products(structure: Structure) -> dict[str, list[Product]]:
+    """The products of one row of a model of transformer blocks, by what they are.
 
-    def matmul(name: str, weights: float) -> Product:
-        return Product(f"blocks/{name}/kernel", layers * weights * length, 1)
+    For each stack, with its label before the name, there are `projections`, `scores` and `mlp` (the MLP or experts),
+    and where it attends to another stack `cross projections` and `cross scores`; besides there are `entry` and
+    `output`.
+    """
+    found: dict[str, list[Product]] = {}
+    for stack in structure.stacks:
+        found |= {f"{stack.label}{name}": products for name, products in _stack_products(stack).items()}
+
+    def outer(layers: Sequence[OuterLayer], block: int) -> list[Product]:
+        alone = len(layers) == 1
+        return [Product(one.path, one.inputs * one.outputs * one.positions, block, alone=alone) for one in layers]
+
+    return {**found, "entry": outer(structure.entry, 0), "output": outer(structure.head, _HEAD)}
+
+
+def _stack_products(stack: Stack) -> dict[str, list[Product]]:
+    config, layers, length = stack.blocks, stack.blocks.num_layers, stack.length
+    block = _TRANSFORMER_BLOCKS[stack.path.partition("/")[0]]
+
+    def matmul(name: str, weights: float, positions: int = length) -> Product:
+        return Product(f"{stack.path}/{name}/kernel", layers * weights * positions, block)
 
     chosen = 1 if config.experts is None else config.experts.experts_per_token
     router = () if config.experts is None else (matmul("mlp/router", math.prod(router_shape(config).kernel)),)
@@ -174,12 +199,19 @@ def transformer_products(config: TransformerConfig, sequence_length: int, vocab_
     query_dim = math.prod(attention["query"].outputs)
     # Scores and values are one product each over the pairs.
     pairs = sum(visible_pairs(length, causal=config.causal, window=window) for window in config.windows)
-    output = "embedding" if config.tie_embeddings else "output"
-    return {
+    found = {
         "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
-        "scores": [Product(None, 2 * query_dim * pairs, 1)],
+        "scores": [Product(None, 2 * query_dim * pairs, block)],
         "mlp": [*mlp, *router],
-        "output": [Product(output, width * vocab_size * length, 3, alone=True)],
+    }
+    if stack.memory_length is None:
+        return found
+    positions = {"query": length, "output": length, "key": stack.memory_length, "value": stack.memory_length}
+    return found | {
+        "cross projections": [
+            matmul(f"cross_attention/{name}", math.prod(one.kernel), positions[name]) for name, one in attention.items()
+        ],
+        "cross scores": [Product(None, layers * 2 * query_dim * length * stack.memory_length, block)],
     }
 
 
