@@ -32,9 +32,9 @@ from jaxtrain.models.shipped.structure import OuterLayer, Stack, Structure, stru
 from jaxtrain.ops.attention.blocks import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
-# Top-level path of a transformer -> number of its block, counted from the input. The table of relative positions is
-# used in every layer.
 _HEAD = 3
+# Top-level path of a model of transformer blocks -> number of its block, counted from the input. The table of relative
+# positions is used in every layer.
 _TRANSFORMER_BLOCKS = {
     **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm"), 0),
     **dict.fromkeys(("relative_positions", "blocks"), 1),
@@ -153,7 +153,7 @@ def block_number(config: ModelConfig, path: str) -> int:
     name, _, rest = path.partition("/")
     match config:
         case TransformerConfig():
-            return _TRANSFORMER_BLOCKS[name]
+            return structure_block(path)
         case ResNetConfig():
             if name.startswith("stem"):
                 return 0
@@ -165,6 +165,11 @@ def block_number(config: ModelConfig, path: str) -> int:
             return int(rest.partition("/")[0]) if name == "layers" else len(config.hidden_dims)
         case CalledModel():
             raise AssertionError("a model of the user's own has no numbered blocks")
+
+
+def structure_block(path: str) -> int:
+    """Number of the block that a parameter of a model of transformer blocks is in, counted from the input."""
+    return _TRANSFORMER_BLOCKS[path.partition("/")[0]]
 
 
 def structure_products(structure: Structure) -> dict[str, list[Product]]:
@@ -187,7 +192,7 @@ def structure_products(structure: Structure) -> dict[str, list[Product]]:
 
 def _stack_products(stack: Stack) -> dict[str, list[Product]]:
     config, layers, length = stack.blocks, stack.blocks.num_layers, stack.length
-    block = _TRANSFORMER_BLOCKS[stack.path.partition("/")[0]]
+    block = structure_block(stack.path)
 
     def matmul(name: str, weights: float, positions: int = length) -> Product:
         return Product(f"{stack.path}/{name}/kernel", layers * weights * positions, block)

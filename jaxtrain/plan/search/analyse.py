@@ -30,7 +30,7 @@ from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.own_step import analyse_own, own_functions
 from jaxtrain.plan.time.step import has_fp8, step_time
 from jaxtrain.plan.work.attention import AttentionWork, attention_work
-from jaxtrain.plan.work.blocks import DeviceBatch
+from jaxtrain.plan.work.block import DeviceBatch
 from jaxtrain.plan.work.experts import ExpertWork, expert_work
 from jaxtrain.plan.work.state import Parameter, shard_parameters, state_bytes
 from jaxtrain.plan.workload.describe import RowSizes, describe_workload

@@ -14,7 +14,8 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
 from jaxtrain.plan.work.attention import attention_forms, context_way
-from jaxtrain.plan.work.blocks import BlockWork, DeviceBatch, step_blocks
+from jaxtrain.plan.work.block import BlockWork, DeviceBatch
+from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.experts import exchanged_bytes
 from jaxtrain.plan.work.offload import host_bandwidth
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size, update_flops
