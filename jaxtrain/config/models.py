@@ -13,6 +13,7 @@ from jaxtrain.config.call import Call
 from jaxtrain.config.numbers import Fraction, PositiveInt
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 
 
 class ResNetConfig(Group):
@@ -63,4 +64,6 @@ class CalledModel(Call):
     """Which model this group describes."""
 
 
-ModelConfig = Annotated[TransformerConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")]
+ModelConfig = Annotated[
+    TransformerConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")
+]

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import count_parameters
 from jaxtrain.models.shipped.build import build_model
@@ -24,13 +25,38 @@ TRANSFORMERS = {
     "llama3.2_1b": 1_235_814_400,
     "llama3.2_3b": 3_212_749_824,
 }
+# The config.json and the safetensors file published with each model, with the head that its size names.
+ENCODERS = {
+    "bert_base": 109_514_298,
+    "bert_base_cased": 108_340_804,
+    "bert_large": 335_174_458,
+    "roberta_base": 124_697_433,
+    "roberta_large": 355_412_057,
+    "distilbert_base": 66_985_530,
+    # Without the pooling layer [384, 384], which sentence embeddings do not use.
+    "minilm_l6": 22_713_216 - 384 * 385,
+}
+# timm's table of results.
+VITS = {"vit_tiny": 5_717_416, "vit_small": 22_050_664, "vit_base": 86_567_656, "vit_large": 304_326_632}
 # torchvision's table of weights.
-RESNETS = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160}
+RESNETS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+}
 
 
-@pytest.mark.parametrize(("size", "count"), TRANSFORMERS.items(), ids=TRANSFORMERS)
+@pytest.mark.parametrize(("size", "count"), [*TRANSFORMERS.items(), *ENCODERS.items()], ids=[*TRANSFORMERS, *ENCODERS])
 def test_transformers_have_the_published_counts(size, count):
     assert count_parameters(build_model(TransformerConfig(size=size), input_shape=(8,))) == count
+
+
+@pytest.mark.parametrize(("size", "count"), VITS.items(), ids=VITS)
+def test_vision_transformers_have_the_published_counts(size, count):
+    model = build_model(ViTConfig(size=size, num_classes=1000), input_shape=(224, 224, 3))
+    assert count_parameters(model) == count
 
 
 @pytest.mark.parametrize(("size", "count"), RESNETS.items(), ids=RESNETS)

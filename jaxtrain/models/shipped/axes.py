@@ -1,6 +1,7 @@
 """The axes tables of the shipped models: parameter path -> logical axes. No jax here: the planner reads them."""
 
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.layout.rules import FamilyTable
 
 Axes = dict[str, tuple[str | None, ...]]
@@ -38,6 +39,16 @@ TRANSFORMER: Axes = {
     "head/norm/*": ("embed",),
     "head/output/bias": (None,),
     "head/bias": ("vocab",),
+}
+
+# The blocks and the head are the transformer's.
+VIT: Axes = {
+    "patches/kernel": (None, "embed"),
+    "patches/bias": ("embed",),
+    "class_token": ("embed",),
+    **{path: row for path, row in TRANSFORMER.items() if path.split("/")[0] in ("positions", "blocks", "output_norm")},
+    "head/output/kernel": ("embed", None),
+    "head/output/bias": (None,),
 }
 
 # These rows take the place of the rows of a transformer's MLP.
@@ -82,6 +93,8 @@ def model_axes(config: ModelConfig) -> Axes:
             return FamilyTable(TRANSFORMER if config.experts is None else {**TRANSFORMER, **EXPERTS})
         case ResNetConfig():
             return FamilyTable(RESNET)
+        case ViTConfig():
+            return FamilyTable(VIT)
         case MLPConfig():
             return mlp_axes(len(config.hidden_dims))
         case CalledModel():

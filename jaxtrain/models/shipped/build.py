@@ -15,6 +15,7 @@ from jaxtrain.models.model import Model, Rebuild, with_remat
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
+from jaxtrain.models.shipped.vit import vit
 from jaxtrain.remat.policy import Remat
 
 # kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
@@ -25,10 +26,15 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Rem
     "resnet": lambda config, shape, vocab, outputs, remat: resnet(
         config, input_shape=shape, num_classes=outputs, remat=remat
     ),
+    "vit": lambda config, shape, vocab, outputs, remat: vit(
+        config, input_shape=shape, num_classes=outputs, remat=remat
+    ),
     "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
 }
 
-# (kind of model, tensor that remat.offload may name); a transformer checks its own names.
+# Kinds made of the transformer's blocks, whose tensors have names that the policy itself knows.
+_OF_BLOCKS = ("transformer", "vit")
+# (kind of model, tensor that remat.offload may name)
 _OFFLOADED = (("resnet", BLOCK_INPUT),)
 
 
@@ -69,7 +75,7 @@ def build_model(
             raise ConfigError(f"remat: the model of {config.call} takes no remat policy; let the function apply it")
         return applied
     given, remat = remat, remat or Remat()
-    wrong = [name for name in remat.offload if config.kind != "transformer" and (config.kind, name) not in _OFFLOADED]
+    wrong = [name for name in remat.offload if config.kind not in _OF_BLOCKS and (config.kind, name) not in _OFFLOADED]
     if wrong:
         known = ", ".join(name for kind, name in _OFFLOADED if kind == config.kind) or "none"
         raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")

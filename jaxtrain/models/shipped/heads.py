@@ -50,7 +50,7 @@ class HeadInputs:
 
 
 def head_inputs(
-    head: HeadConfig | None, shape: tuple[int, int], segments_BL: jax.Array | None, key: jax.Array | None
+    head: HeadConfig | None, shape: tuple[int, ...], segments_BL: jax.Array | None, key: jax.Array | None
 ) -> HeadInputs:
     """Compute what a head needs from the inputs of the model.
 
@@ -72,7 +72,7 @@ def head_inputs(
     return HeadInputs(pooling_BL, seed_B2)
 
 
-def _pooling_weights(pooling: str, shape: tuple[int, int], segments_BL: jax.Array | None) -> jax.Array:
+def _pooling_weights(pooling: str, shape: tuple[int, ...], segments_BL: jax.Array | None) -> jax.Array:
     """The weight of each token in the mean of its row: float32 [B, L]."""
     real_BL = jnp.ones(shape, bool) if segments_BL is None else segments_BL != 0
     if pooling == "last":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig
 from jaxtrain.config.transformer import GATED, TransformerConfig
+from jaxtrain.config.vit import ViTConfig, image_sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -158,6 +159,11 @@ def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | N
     return shapes
 
 
+def patch_shape(config: ViTConfig, channels: int) -> LinearShape:
+    """The layer that maps a patch of an image with so many channels to the residual stream."""
+    return LinearShape((config.patch_size**2 * channels,), (config.embed_dim,))
+
+
 def stem_shape(config: ResNetConfig, channels: int) -> ConvShape:
     """The first convolution of a ResNet, for images of so many channels."""
     size, stride = (3, 1) if config.stem == "small" else (7, 2)
@@ -215,6 +221,10 @@ def model_tensors(
         case ResNetConfig():
             assert num_outputs is not None
             return _resnet(config, input_shape[-1], num_outputs)
+        case ViTConfig():
+            num_classes = config.num_classes or num_outputs
+            assert num_classes is not None
+            return Tensors(_vit(config, input_shape, num_classes), {}, "blocks")
         case MLPConfig():
             assert num_outputs is not None
             layers = dense_layers(config, math.prod(input_shape), num_outputs)
@@ -269,6 +279,19 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
         labels = (config.head.num_labels or num_outputs) if config.head.has_labels else None
         shapes |= head_tensors(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)
     return shapes
+
+
+def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Shapes:
+    image_size, channels = image_sizes(config, input_shape)
+    width, patches = config.embed_dim, patch_shape(config, channels)
+    blocks = config.blocks(image_size)
+    shapes: Shapes = {"patches/kernel": patches.kernel, "patches/bias": patches.outputs}
+    if config.pooling == "first":
+        shapes["class_token"] = (width,)
+    shapes["positions"] = (blocks.max_sequence_length, width)
+    shapes |= {path: shape for path, shape in _transformer(blocks, 1, None).items() if path.startswith("blocks/")}
+    shapes |= {"output_norm/bias": (width,), "output_norm/scale": (width,)}
+    return shapes | head_tensors(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
 
 
 def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:

@@ -181,8 +181,8 @@ def transformer(
 
     Its inputs are int32 tokens [B, L], or a dict of `tokens`, and optionally `positions`, `segments` (packed documents
     or padding) and `token_types` [B, L]. Its outputs are logits [B, L, V] in the compute dtype; with experts they are a
-    dict of `logits` and the entries of `Routing.outputs`. Another head gives one array: labels or numbers [B, C], labels
-    per token [B, L, C], or embeddings [B, D].
+    dict of `logits` and the entries of `Routing.outputs`. Another head gives one array: labels or numbers [B, C],
+    labels per token [B, L, C], or embeddings [B, D].
 
     Args:
         config: sizes and variants.

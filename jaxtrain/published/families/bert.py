@@ -29,7 +29,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 # Activations of an encoder -> ours; "gelu" means the error function here.
-ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+ACTIVATIONS: Mapping[object, object] = {
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+}
 
 KEYS = (
     Mapped("vocab_size", to="vocab_size", default=30522),

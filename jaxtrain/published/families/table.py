@@ -18,6 +18,7 @@ from jaxtrain.published.families import (
     qwen3,
     qwen3_moe,
     roberta,
+    vit,
 )
 from jaxtrain.published.family import Family
 
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     "bert": bert.FAMILY,
     "roberta": roberta.FAMILY,
     "distilbert": distilbert.FAMILY,
+    "vit": vit.FAMILY,
 }
 
 
