@@ -120,11 +120,9 @@ def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedul
             )
     # What is not kept is computed again, all of one block at once.
     again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
-    # Of what is offloaded, that of one layer is on its way.
-    # The norms of a sandwich block's outputs work on as much again as those of its inputs.
-    block = (
-        again + moved + (_STREAMS + 2 * max(0, norms - 2)) * stream + (_SCORE_WORK[kind] + size) * max(scores, crossed)
-    )
+    # Of what is offloaded, that of one layer is on its way. More norms than two work on as much again each.
+    streams = _STREAMS + 2 * max(0, norms - 2)
+    block = again + moved + streams * stream + (_SCORE_WORK[kind] + size) * max(scores, crossed)
     if batch.experts is not None:
         block += size * t * (4 * rows * d + _masked_copies(batch.experts) * model.mlp_width / tensor)
     if attention.name == "blockwise":

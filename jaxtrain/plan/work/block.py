@@ -66,6 +66,13 @@ class DeviceBatch:
     attention: AttentionWork | None = None
     scaled: bool = False
     experts: ExpertWork | None = None
+    more_attention: tuple[AttentionWork, ...] = ()
+
+    def attention_of(self, index: int) -> AttentionWork:
+        """The attention of a stack to itself, or after those of both stacks that to the encoder's output."""
+        found = (self.attention, *self.more_attention)[index]
+        assert found is not None, "a stack has attention"
+        return found
 
 
 def recomputed_share(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()) -> float:
