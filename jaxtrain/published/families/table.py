@@ -18,6 +18,7 @@ from jaxtrain.published.families import (
     qwen3,
     qwen3_moe,
     roberta,
+    t5,
     vit,
 )
 from jaxtrain.published.family import Family
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     "roberta": roberta.FAMILY,
     "distilbert": distilbert.FAMILY,
     "vit": vit.FAMILY,
+    "t5": t5.FAMILY,
 }
 
 
