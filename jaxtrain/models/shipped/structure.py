@@ -6,9 +6,11 @@ No jax here.
 import math
 from dataclasses import dataclass
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import ModelConfig
 from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.models.shipped.shapes import head_shapes
+from jaxtrain.config.vit import ViTConfig, image_sizes
+from jaxtrain.models.shipped.shapes import head_shapes, patch_shape
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ class Structure:
 
 
 def structure_of(
-    config: ModelConfig, *, input_shape: tuple[int, ...], vocab_size: int | None, num_outputs: int | None
+    config: ModelConfig,
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None,
+    num_outputs: int | None,
+    decoder_length: int | None = None,
 ) -> Structure | None:
     """The structure of a model; None for one without transformer blocks.
 
@@ -77,6 +84,7 @@ def structure_of(
         input_shape: of one row, without the batch.
         vocab_size: ids of the vocabulary, of a model of tokens.
         num_outputs: classes or targets of the data, which a head takes where the config names none.
+        decoder_length: tokens of a row of an encoder-decoder's output; None: as many as the input has.
     """
     match config:
         case TransformerConfig():
@@ -84,8 +92,36 @@ def structure_of(
             stack = Stack("blocks", config, input_shape[0])
             head = _transformer_head(config, input_shape[0], vocab_size, num_outputs)
             return Structure((stack,), (), head, vocab_size if config.has_output_layer else None)
+        case EncoderDecoderConfig():
+            assert vocab_size is not None
+            length = input_shape[0]
+            written = decoder_length or length
+            stacks = (
+                Stack("encoder/blocks", config.encoder_stack, length),
+                Stack("decoder/blocks", config.decoder_stack, written, length),
+            )
+            return Structure(stacks, (), (_vocabulary_layer(config, vocab_size, written),), vocab_size)
+        case ViTConfig():
+            image_size, channels = image_sizes(config, input_shape)
+            width, tokens = config.embed_dim, config.num_tokens(image_size)
+            patches = tokens - (config.pooling == "first")
+            inputs = math.prod(patch_shape(config, channels).inputs)
+            classes = config.num_classes or num_outputs
+            assert classes is not None
+            return Structure(
+                (Stack("blocks", config.blocks(image_size), tokens),),
+                (OuterLayer("patches/kernel", inputs, width, patches),),
+                (OuterLayer("head/output/kernel", width, classes, 1),),
+                None,
+            )
         case _:
             return None
+
+
+def _vocabulary_layer(config: TransformerConfig | EncoderDecoderConfig, vocab_size: int, positions: int) -> OuterLayer:
+    """The layer whose outputs are logits of the vocabulary."""
+    path = "embedding" if config.tie_embeddings else "output"
+    return OuterLayer(path, config.embed_dim, vocab_size, positions)
 
 
 def _transformer_head(
@@ -103,4 +139,4 @@ def _transformer_head(
         )
     if not config.has_output_layer:
         return layers
-    return (*layers, OuterLayer("embedding" if config.tie_embeddings else "output", width, vocab_size, length))
+    return (*layers, _vocabulary_layer(config, vocab_size, length))

@@ -28,6 +28,7 @@ def model_structure(config: ModelConfig, workload: Workload) -> Structure | None
         input_shape=workload.input_shape,
         vocab_size=workload.vocab_size,
         num_outputs=workload.num_outputs,
+        decoder_length=workload.decoder_length,
     )
 
 
