@@ -75,6 +75,10 @@ class TransformerConfig(Group):
     """Positions: learned embeddings, rotation of queries and keys, biases by distance (T5), or none."""
     position_offset: Annotated[int, Field(ge=0)] = 0
     """Learned embeddings before that of the first position (RoBERTa: 2)."""
+    relative_buckets: Annotated[int, Field(ge=4)] = 32
+    """Learned biases of each head, for relative positions: one for each bucket of distances."""
+    relative_max_distance: PositiveInt = 128
+    """Distance from which on all keys share a bucket, for relative positions."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: AnyRope | None = None

@@ -12,6 +12,8 @@ import numpy as np
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.files import require_file
 from jaxtrain.errors import DataError
+from jaxtrain.published.gguf import read_gguf
+from jaxtrain.published.gguf_tokenizer import tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -182,14 +184,15 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer.json that jaxtrain or the `tokenizers` library saved.
+    """Reads a tokenizer.json that jaxtrain or the `tokenizers` library saved, or the tokenizer of a GGUF file.
 
     Raises:
         DataError: The file is missing or is not a tokenizer.
+        CheckpointError: It is a GGUF file that is damaged, or its tokenizer is of a kind that is not read.
     """
     path = require_file(path, what="tokenizer")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _gguf_text(path) if path.suffix == ".gguf" else path.read_text(encoding="utf-8")
         content = json.loads(text)
     except ValueError as error:
         raise DataError(f"tokenizer {path} is not JSON ({error}); give a tokenizer.json") from None
@@ -203,6 +206,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         reason = str(error).splitlines()[0]
         raise DataError(f"tokenizer {path} is not a tokenizer of the tokenizers library ({reason})") from None
     return BpeTokenizer(model)
+
+
+def _gguf_text(path: Path) -> str:
+    files = tokenizer_files(path, read_gguf(path).metadata)
+    if "tokenizer.json" not in files:
+        raise DataError(f"{path} holds no tokenizer; give the model's published tokenizer.json")
+    return files["tokenizer.json"]
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:

@@ -1,1 +1,4 @@
-"""T5 and Flan-T5 (v1.1): https://github.com/google-research/t5x and the config.json published with each model. No jax here."""
+"""T5 and Flan-T5 (v1.1). No jax here.
+
+Sources: Raffel et al. 2020, and the config.json published with each model.
+"""
