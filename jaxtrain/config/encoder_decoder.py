@@ -4,14 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Group
 from jaxtrain.config.numbers import Fraction, PositiveFloat, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import fill_size
 from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.published.families.t5 import SIZES as ENCODER_DECODER_SIZES
+from jaxtrain.published.families.table import sizes_of
+
+ENCODER_DECODER_SIZES = sizes_of("encoder_decoder")
 
 
-class EncoderDecoderConfig(Group):
+class EncoderDecoderConfig(Published):
     """An encoder that reads a text, and a decoder that writes another one: the families of T5 and Flan-T5."""
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"

@@ -10,13 +10,15 @@ from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.numbers import Fraction, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.vit import ViTConfig
 
 
-class ResNetConfig(Group):
+class ResNetConfig(Published):
     """A residual convolutional network for images (He et al. 2015)."""
 
     kind: Literal["resnet"] = "resnet"
@@ -65,5 +67,6 @@ class CalledModel(Call):
 
 
 ModelConfig = Annotated[
-    TransformerConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")
+    TransformerConfig | EncoderDecoderConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel,
+    Field(discriminator="kind"),
 ]

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from jaxtrain.config.base import Group
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.numbers import Fraction, NonNegative, PositiveFloat, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.rope import AnyRope, LongRope, with_default_kind
 from jaxtrain.config.sizes import TRANSFORMER_SIZES, fill_size
 
@@ -46,7 +47,7 @@ class LocalLayers(Group):
     """Base of the rotary frequencies of local layers, which are not scaled; null: as in the global layers."""
 
 
-class TransformerConfig(Group):
+class TransformerConfig(Published):
     """A transformer, as a decoder or as an encoder: the families of GPT, Llama, Qwen, Gemma, Phi, NeoX and BERT."""
 
     kind: Literal["transformer"] = "transformer"
@@ -73,6 +74,10 @@ class TransformerConfig(Group):
     """Longest sequence that the model accepts, in tokens; with learned positions, also their number."""
     position: Literal["learned", "rotary", "relative", "none"] = "rotary"
     """Positions: learned embeddings, rotation of queries and keys, biases by distance (T5), or none."""
+    relative_buckets: Annotated[int, Field(ge=4)] = 32
+    """Number of buckets of distances, each with a learned bias per head (relative positions)."""
+    relative_max_distance: PositiveInt = 128
+    """Distance from which on all keys share a bucket (relative positions)."""
     position_offset: Annotated[int, Field(ge=0)] = 0
     """Learned embeddings before that of the first position (RoBERTa: 2)."""
     relative_buckets: Annotated[int, Field(ge=4)] = 32
@@ -182,6 +187,21 @@ class TransformerConfig(Group):
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _relative(self) -> "TransformerConfig":
+        if self.position != "relative":
+            return self
+        parts = 2 if self.causal else 4  # half of the buckets, of each side, hold one distance each
+        if self.relative_buckets % parts:
+            raise ValueError(f"relative_buckets {self.relative_buckets} is not a multiple of {parts}; use 32")
+        exact = self.relative_buckets // parts
+        if self.relative_max_distance <= exact:
+            raise ValueError(
+                f"relative_max_distance {self.relative_max_distance} is not above {exact}, the distances that have a "
+                "bucket of their own; raise it, or lower relative_buckets"
+            )
         return self
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, Params
+from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats, get_policy
 from jaxtrain.train.given_state import check_not_donated
@@ -101,7 +101,8 @@ def make_generator(
     """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
 
     Prompts are padded on the right to P; each row goes on from its own length. The cache overwrites the padding's
-    entries before anything can see them.
+    entries before anything can see them. A model with an encoder reads the prompt there, and the new tokens are its
+    output.
 
     Args:
         model: has a decoder.
@@ -122,7 +123,13 @@ def make_generator(
     def generate(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
         params = cast_floats(params, dtypes.compute_dtype)
         batch, longest = prompts_BP.shape
-        cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
+        if decoder.encode is not None:  # from here on the start token is the prompt
+            cache = decoder.init_cache(batch, 1 + new_tokens, dtypes.compute_dtype)
+            cache = decoder.encode(params, prompts_BP, lengths_B, cache)
+            prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
+            longest, lengths_B = 1, jnp.ones_like(lengths_B)
+        else:
+            cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
         positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
         logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
         last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
@@ -154,7 +161,7 @@ def generate_text(
     sampling: Sampling,
     seed: int = 0,
 ) -> list[str]:
-    """Continue prompts.
+    """Continue prompts, or write the outputs of a model that reads them with an encoder.
 
     The compiled program is kept with the sharded model: another call with as many prompts of a similar length, the
     same `new_tokens` and the same `sampling` compiles nothing.
@@ -169,7 +176,8 @@ def generate_text(
         seed: of the random choices.
 
     Returns:
-        For each prompt, the prompt and its continuation up to the end-of-text token.
+        For each prompt, the prompt and its continuation up to the end-of-text token; of a model with an encoder, its
+        output up to that token.
 
     Raises:
         ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
@@ -199,13 +207,9 @@ def generate_text(
     start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
     given = [ids.tolist() for ids in encoded]
     encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
-    longest, limit = max(map(len, encoded)), model.decoder.max_length
-    if longest + new_tokens > limit:
-        raise ConfigError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's {limit} positions; "
-            f"ask for at most {max(limit - longest, 0)} new tokens or shorten the prompt"
-        )
-    prompts_BP = np.zeros((len(encoded), _padded_length(longest, limit - new_tokens)), np.int32)
+    longest = max(map(len, encoded))
+    room = _room(model.decoder, longest, new_tokens)
+    prompts_BP = np.zeros((len(encoded), _padded_length(longest, room)), np.int32)
     for row, ids in enumerate(encoded):
         prompts_BP[row, : len(ids)] = ids
     lengths_B = np.array([len(ids) for ids in encoded], np.int32)
@@ -220,9 +224,33 @@ def generate_text(
         new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
     texts = []
     for ids, new in zip(given, new_BT, strict=True):
+        ids = [] if model.decoder.encode is not None else ids
         stop = np.flatnonzero(new == tokenizer.end_of_text)
         texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
     return texts
+
+
+def _room(decoder: Decoder, longest: int, new_tokens: int) -> int:
+    """How many tokens prompts may have; a model with an encoder has as many positions for its outputs besides.
+
+    Raises:
+        ConfigError: prompts of `longest` tokens, or so many new ones, exceed the model's positions.
+    """
+    limit = decoder.max_length
+    if decoder.encode is None:
+        if longest + new_tokens > limit:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's {limit} positions; "
+                f"ask for at most {max(limit - longest, 0)} new tokens or shorten the prompt"
+            )
+        return limit - new_tokens
+    if longest > limit:
+        raise ConfigError(f"a prompt of {longest} tokens exceeds the model's {limit} positions; shorten the prompt")
+    if new_tokens > limit:
+        raise ConfigError(
+            f"{new_tokens} new tokens exceed the model's {limit} positions; ask for at most {limit} new tokens"
+        )
+    return limit
 
 
 def _check_call(step: Any, params: Any, tokenizer: Any, prompts: Any, sampling: Any, seed: Any) -> None:

@@ -10,7 +10,7 @@ from jaxtrain.published.families.table import FAMILIES
 from jaxtrain.published.family import Family
 
 # What a published config does not say, or what changes how outputs are computed but not what they are.
-_NOT_COMPARED = ("size", "from_folder", "attention", "dropout")
+_NOT_COMPARED = ("size", "from", "attention", "dropout")
 
 
 def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any]:

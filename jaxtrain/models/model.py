@@ -36,11 +36,23 @@ class Decoder:
         decode: (params, tokens_BT, positions_BT, cache) -> (logits_BTV float32, cache). Writes the T tokens at their
             positions and lets each see what stands at or before it.
         max_length: positions the model has.
+        encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
+            be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
+        start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
     """
 
     init_cache: Callable[[int, int, Any], Any]
     decode: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
     max_length: int
+    encode: Callable[[Params, jax.Array, jax.Array, Any], Any] | None = None
+    start_token: int = 0
+
+
+def room_for_new_tokens(decoder: Decoder, prompt_length: int) -> int:
+    """How many tokens can follow a prompt; the outputs of a model with an encoder have all positions for themselves."""
+    if decoder.encode is None:
+        return decoder.max_length - prompt_length
+    return decoder.max_length if prompt_length <= decoder.max_length else 0
 
 
 class Embed(Protocol):
@@ -270,6 +282,25 @@ class PartsApply:
         return parts.head(rest, carry, train=train), model_state
 
 
+@dataclass(frozen=True)
+class DefersLogits:
+    """A model without parts whose outputs hold `DeferredLogits`, and which draws by row.
+
+    Calling it gives logits; the step asks for `deferred` outputs where its task takes them, as of `PartsApply`.
+
+    Attributes:
+        deferred: the model's function.
+    """
+
+    deferred: Apply
+
+    def __call__(
+        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, ModelState]:
+        outputs, model_state = self.deferred(params, model_state, inputs, key=key, train=train)
+        return compute_logits(outputs), model_state
+
+
 def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
     """The key that a function of a model gets in the code being traced: see `DrawsByRow`.
 
@@ -278,7 +309,7 @@ def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | 
         key: of the microbatch, the same on every shard; None: no randomness.
     """
     # The parts get theirs one by one.
-    return key if key is None or isinstance(function, DrawsByRow | PartsApply) else shard_key(key)
+    return key if key is None or isinstance(function, DrawsByRow | PartsApply | DefersLogits) else shard_key(key)
 
 
 def from_functions(

@@ -23,7 +23,7 @@ from jaxtrain.layout.sharding import (
     with_parameters,
 )
 from jaxtrain.models.context import model_context
-from jaxtrain.models.model import Apply, Model, ModelState, Params, PartsApply, key_for
+from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, key_for
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.precision.quantized import QuantizedKernel
 from jaxtrain.runtime.card import card
@@ -121,7 +121,7 @@ class ShardedModel:
     ) -> tuple[Any, ModelState]:
         """`apply` with `DeferredLogits` in place of logits, where the model has them; for a task that takes them."""
         apply = self.model.apply
-        if isinstance(apply, PartsApply):
+        if isinstance(apply, PartsApply | DefersLogits):
             apply = apply.deferred
         return self._apply(apply, params, model_state, inputs, key=key, train=train)
 

@@ -345,6 +345,7 @@ class OpenedRun:
             ConfigError: the run was not trained on text, or an option is out of range.
         """
         from jaxtrain.inference.generate import Sampling, generate_text
+        from jaxtrain.models.model import room_for_new_tokens
 
         sampling = Sampling(temperature, top_k, top_p)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -360,7 +361,7 @@ class OpenedRun:
             )
         if new_tokens is None:
             longest = max((max(len(tokenizer.encode(prompt)), 1) for prompt in listed), default=1)
-            new_tokens = max(1, min(_DEFAULT_TOKENS, model.decoder.max_length - longest))
+            new_tokens = max(1, min(_DEFAULT_TOKENS, room_for_new_tokens(model.decoder, longest)))
         texts = generate_text(
             self.sharded_model, self.params, tokenizer, listed, new_tokens=new_tokens, sampling=sampling, seed=seed
         )

@@ -1,6 +1,7 @@
 """The text that a run generates at its end."""
 
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.models.model import room_for_new_tokens
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 
@@ -20,7 +21,7 @@ def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
     from jaxtrain.inference.generate import Sampling, generate_text
 
     length, limit = max(len(tokenizer.encode(prompt)), 1), decoder.max_length
-    room = limit - length
+    room = room_for_new_tokens(decoder, length)
     if room < 1:
         progress.message(f"no sample: evaluation.sample_prompt has {length} tokens, the model takes {limit}")
         return None

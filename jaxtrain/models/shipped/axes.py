@@ -1,5 +1,6 @@
 """The axes tables of the shipped models: parameter path -> logical axes. No jax here: the planner reads them."""
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.layout.rules import FamilyTable
@@ -11,6 +12,7 @@ TRANSFORMER: Axes = {
     "embedding": ("vocab", "embed"),
     "positions": (None, "embed"),
     "token_types": (None, "embed"),
+    "relative_positions": (None, "heads"),
     "embedding_norm/*": ("embed",),
     "blocks/*norm/scale": ("layers", "embed"),
     "blocks/*norm/bias": ("layers", "embed"),
@@ -59,6 +61,17 @@ EXPERTS: Axes = {
     "blocks/mlp/down/kernel": ("layers", "experts", "mlp", "embed"),
 }
 
+_CROSS = {
+    path.replace("attention", "cross_attention"): row for path, row in TRANSFORMER.items() if "attention/" in path
+}
+_STACK = {path: row for path, row in TRANSFORMER.items() if path not in ("embedding", "output", "positions")} | _CROSS
+# Two stacks with the rows of a transformer's, the decoder's with cross-attention.
+ENCODER_DECODER: Axes = {
+    "embedding": TRANSFORMER["embedding"],
+    "output": TRANSFORMER["output"],
+    **{f"{side}/{path}": row for side in ("encoder", "decoder") for path, row in _STACK.items()},
+}
+
 # Input channels are sharded over fsdp and output channels over tensor; the stem has too few inputs to be sharded.
 RESNET: Axes = {
     "stem/kernel": (None, None, None, "channels_out"),
@@ -91,6 +104,8 @@ def model_axes(config: ModelConfig) -> Axes:
     match config:
         case TransformerConfig():
             return FamilyTable(TRANSFORMER if config.experts is None else {**TRANSFORMER, **EXPERTS})
+        case EncoderDecoderConfig():
+            return FamilyTable(ENCODER_DECODER)
         case ResNetConfig():
             return FamilyTable(RESNET)
         case ViTConfig():

@@ -21,6 +21,7 @@ from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
 from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.attention.reference import attention, attention_mask
+from jaxtrain.ops.attention.relative import bias_at
 from jaxtrain.ops.attention.table import self_attention
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -78,6 +79,7 @@ class Attention(nnx.Module):
         segments_BL: jax.Array | None,
         local: jax.Array | None,
         cache: Cache | None,
+        bias_HW: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         length = x_BLD.shape[1] if cache is None else cache["key"].shape[1]
         q_BLHK = self.query(x_BLD)
@@ -87,7 +89,7 @@ class Attention(nnx.Module):
         k_BSGK = checkpoint_name(constrain(k_BSGK, "batch", "sequence", "activation_kv_heads", None), "key")
         v_BSGK = checkpoint_name(constrain(v_BSGK, "batch", "sequence", "activation_kv_heads", None), "value")
         if cache is None:
-            y_BLHK = self._attend(q_BLHK, k_BSGK, v_BSGK, segments_BL, local)
+            y_BLHK = self._attend(q_BLHK, k_BSGK, v_BSGK, segments_BL, local, bias_HW)
         else:
             rows = jnp.arange(x_BLD.shape[0])[:, None]
             k_BSGK = cache["key"].at[rows, positions_BL].set(k_BSGK)
@@ -95,7 +97,8 @@ class Attention(nnx.Module):
             cache = {"key": k_BSGK, "value": v_BSGK}
             window = self._window(local, length)
             mask_BLS = attention_mask(positions_BL, jnp.arange(length)[None], causal=True, window=window)
-            y_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=self.config.attention_softcap)
+            bias = None if bias_HW is None else bias_at(bias_HW, positions_BL, jnp.arange(length))
+            y_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=self.config.attention_softcap, bias_BHLS=bias)
         y_BLHK = constrain(y_BLHK, "batch", "sequence", "activation_heads", None)
         return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
 
@@ -111,11 +114,15 @@ class Attention(nnx.Module):
             factor = rotary_factor(config.rope_scaling, max_length=config.max_sequence_length)
             q_BLHK = rotate(q_BLHK, positions_BL, frequencies, factor=factor)
             k_BLGK = rotate(k_BLGK, positions_BL, frequencies, factor=factor)
-        # Every kernel scales scores by 1 / sqrt(K); another scale goes into the queries.
+        return self.scaled(q_BLHK), k_BLGK
+
+    def scaled(self, q_BLHK: jax.Array) -> jax.Array:
+        """Queries for scores of `attention_scale`: every kernel scales by 1 / sqrt(K), what is left goes into them."""
+        config = self.config
         scale = 1.0 if config.attention_scale is None else config.attention_scale * math.sqrt(config.head_width)
-        if not math.isclose(scale, 1.0):
-            q_BLHK = (q_BLHK.astype(jnp.float32) * scale).astype(q_BLHK.dtype)
-        return q_BLHK, k_BLGK
+        if math.isclose(scale, 1.0):
+            return q_BLHK
+        return (q_BLHK.astype(jnp.float32) * scale).astype(q_BLHK.dtype)
 
     def _window(self, local: jax.Array | None, length: int) -> jax.Array | int | None:
         """The window of this layer; one of `length` sees all."""
@@ -131,11 +138,16 @@ class Attention(nnx.Module):
         v_BLGK: jax.Array,
         segments_BL: jax.Array | None,
         local: jax.Array | None,
+        bias_HW: jax.Array | None,
     ) -> jax.Array:
         """Attend to the sequence itself; kernels take a window that is a constant, so each kind has a branch."""
         config = self.config
         attend = functools.partial(
-            self_attention, causal=config.causal, softcap=config.attention_softcap, implementation=config.attention
+            self_attention,
+            causal=config.causal,
+            softcap=config.attention_softcap,
+            bias_HW=bias_HW,
+            implementation=config.attention,
         )
         if local is None or config.local_layers is None:
             return attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, window=config.windows[0])
@@ -227,16 +239,36 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         cache: Cache | None = None,
         local: jax.Array | None = None,
+        bias_HW: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None, Cache | None]:
         keys = (None, None) if key is None else jax.random.split(key)
-        mlp_input_BLD = x_BLD
+        attended_BLD, cache = self.attend(x_BLD, positions_BL, segments_BL, keys[0], cache, local, bias_HW)
+        mlp_input_BLD = x_BLD if self.form == "parallel" else attended_BLD
+        x_BLD, routing = self.feed(attended_BLD, mlp_input_BLD, keys[1])
+        return x_BLD, routing, cache
+
+    def attend(
+        self,
+        x_BLD: jax.Array,
+        positions_BL: jax.Array,
+        segments_BL: jax.Array | None,
+        key: jax.Array | None,
+        cache: Cache | None,
+        local: jax.Array | None = None,
+        bias_HW: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Add the output of attention to the residual stream."""
         with jax.named_scope("attention"):
-            inner_BLD = x_BLD if self.form == "post" else self.attention_norm(x_BLD)
-            y_BLD, cache = self.attention(self.inner(inner_BLD), positions_BL, segments_BL, local, cache)
-            x_BLD = self._added(x_BLD, y_BLD, keys[0], self.attention_norm, self.attention_output_norm)
+            inner_BLD = self.inner(x_BLD if self.form == "post" else self.attention_norm(x_BLD))
+            y_BLD, cache = self.attention(inner_BLD, positions_BL, segments_BL, local, cache, bias_HW)
+            x_BLD = self._added(x_BLD, y_BLD, key, self.attention_norm, self.attention_output_norm)
+        return x_BLD, cache
+
+    def feed(
+        self, x_BLD: jax.Array, mlp_input_BLD: jax.Array, key: jax.Array | None
+    ) -> tuple[jax.Array, Routing | None]:
+        """Add the output of the MLP (or experts) to the residual stream; its input is another one beside attention."""
         with jax.named_scope("mlp"):
-            if self.form != "parallel":
-                mlp_input_BLD = x_BLD
             inner_BLD = self.inner(mlp_input_BLD if self.form == "post" else self.mlp_norm(mlp_input_BLD))
             routing: Routing | None = None
             if isinstance(self.mlp, MoE):
@@ -244,8 +276,8 @@ class Block(nnx.Module):
                 routing = Routing.of(loss_BL, load_E)
             else:
                 y_BLD = self.mlp(inner_BLD)
-            x_BLD = self._added(x_BLD, y_BLD, keys[1], self.mlp_norm, self.mlp_output_norm)
-        return x_BLD, routing, cache
+            x_BLD = self._added(x_BLD, y_BLD, key, self.mlp_norm, self.mlp_output_norm)
+        return x_BLD, routing
 
     def _added(
         self, x_BLD: jax.Array, y_BLD: jax.Array, key: jax.Array | None, norm: Norm, output_norm: Norm | None

@@ -12,6 +12,7 @@ from jaxtrain.config.remat import BLOCK_INPUT
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.called import called_model
 from jaxtrain.models.model import Model, Rebuild, with_remat
+from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
@@ -23,6 +24,9 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Rem
     "transformer": lambda config, shape, vocab, outputs, remat: transformer(
         config, vocab_size=vocab, num_outputs=outputs, remat=remat
     ),
+    "encoder_decoder": lambda config, shape, vocab, outputs, remat: encoder_decoder(
+        config, vocab_size=vocab, remat=remat
+    ),
     "resnet": lambda config, shape, vocab, outputs, remat: resnet(
         config, input_shape=shape, num_classes=outputs, remat=remat
     ),
@@ -32,10 +36,10 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Rem
     "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
 }
 
-# Kinds made of the transformer's blocks, whose tensors have names that the policy itself knows.
-_OF_BLOCKS = ("transformer", "vit")
-# (kind of model, tensor that remat.offload may name)
-_OFFLOADED = (("resnet", BLOCK_INPUT),)
+# Kinds made of the transformer's blocks, which have every tensor that `remat` may name.
+_OF_BLOCKS = ("transformer", "encoder_decoder", "vit")
+# Another kind of model -> the tensor that remat.offload may name.
+_OFFLOADED = {"resnet": BLOCK_INPUT}
 
 
 def build_model(
@@ -75,10 +79,12 @@ def build_model(
             raise ConfigError(f"remat: the model of {config.call} takes no remat policy; let the function apply it")
         return applied
     given, remat = remat, remat or Remat()
-    wrong = [name for name in remat.offload if config.kind not in _OF_BLOCKS and (config.kind, name) not in _OFFLOADED]
+    known = _OFFLOADED.get(config.kind)
+    wrong = [name for name in remat.offload if config.kind not in _OF_BLOCKS and name != known]
     if wrong:
-        known = ", ".join(name for kind, name in _OFFLOADED if kind == config.kind) or "none"
-        raise ConfigError(f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known}")
+        raise ConfigError(
+            f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known or 'none'}"
+        )
     group = config
 
     def build(remat: Remat) -> Model:

@@ -8,6 +8,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig
 from jaxtrain.config.transformer import GATED, TransformerConfig
@@ -218,6 +219,9 @@ def model_tensors(
         case TransformerConfig():
             assert vocab_size is not None
             return Tensors(_transformer(config, vocab_size, num_outputs), {}, "blocks")
+        case EncoderDecoderConfig():
+            assert vocab_size is not None
+            return Tensors(_encoder_decoder(config, vocab_size), {})
         case ResNetConfig():
             assert num_outputs is not None
             return _resnet(config, input_shape[-1], num_outputs)
@@ -256,6 +260,8 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
         shapes["positions"] = (config.max_sequence_length + config.position_offset, width)
     if config.token_types:
         shapes["token_types"] = (config.token_types, width)
+    if config.position == "relative":
+        shapes["relative_positions"] = (config.relative_buckets, config.num_heads)
     if config.embedding_norm:
         shapes |= norm("embedding_norm")
     shapes |= norm("blocks/attention_norm", layers) | norm("blocks/mlp_norm", layers)
@@ -292,6 +298,21 @@ def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> S
     shapes |= {path: shape for path, shape in _transformer(blocks, 1, None).items() if path.startswith("blocks/")}
     shapes |= {"output_norm/bias": (width,), "output_norm/scale": (width,)}
     return shapes | head_tensors(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
+
+
+def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Shapes:
+    """Those of two transformers without embedding and output layer, and of the decoder's cross-attention."""
+    whole = ("embedding", "output")
+    encoder, decoder = (_transformer(stack, vocab_size, None) for stack in (config.encoder_stack, config.decoder_stack))
+    shapes: Shapes = {"embedding": encoder["embedding"]}
+    shapes |= {f"encoder/{path}": shape for path, shape in encoder.items() if path not in whole}
+    shapes |= {f"decoder/{path}": shape for path, shape in decoder.items() if path not in whole}
+    for path, shape in decoder.items():
+        if path.startswith("blocks/attention"):  # its norm too
+            shapes["decoder/" + path.replace("attention", "cross_attention", 1)] = shape
+    if not config.tie_embeddings:
+        shapes["output"] = (config.embed_dim, vocab_size)
+    return shapes
 
 
 def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:

@@ -31,6 +31,7 @@ from jaxtrain.models.shipped.heads import (
 )
 from jaxtrain.models.shipped.inputs import TransformerInputs
 from jaxtrain.models.shipped.moe import Routing
+from jaxtrain.models.shipped.relative import relative_bias, relative_table
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.models.stages import from_stages
 from jaxtrain.ops.embedding import embedding_lookup
@@ -56,6 +57,7 @@ class Transformer(nnx.Module):
         positions, types = config.max_sequence_length + config.position_offset, config.token_types
         self.positions = nnx.Param(init(rngs.params(), (positions, width), jnp.float32)) if learned else None
         self.token_types = nnx.Param(init(rngs.params(), (types, width), jnp.float32)) if types else None
+        self.relative_positions = relative_table(config, rngs)
         self.embedding_norm = block_norm(config) if config.embedding_norm else None
         self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
         # After the last block of this form the residual stream is normalized already.
@@ -136,10 +138,11 @@ class Transformer(nnx.Module):
         """
 
         locals_N = _local_layers(self.config)
+        bias_HW = relative_bias(self.relative_positions, self.config, self.config.relative_max_distance)
 
         def call(block: Block, x_BTD: jax.Array, key: None, layer: Any) -> tuple[jax.Array, Cache | None]:
             cache, local = layer
-            x_BTD, _, new_cache = block(x_BTD, positions_BT, cache=cache, local=local)
+            x_BTD, _, new_cache = block(x_BTD, positions_BT, cache=cache, local=local, bias_HW=bias_HW)
             return x_BTD, new_cache
 
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
@@ -210,16 +213,22 @@ def transformer(
         head_key = None if key is None else jax.random.fold_in(key, 1)
         needs = head_inputs(config.head, read.tokens_BL.shape, read.segments_BL, head_key)
         # What travels beside the residual stream; most models have nothing.
-        beside = {} if config.experts is None else {"routing": Routing.none(read.tokens_BL)}
+        beside: dict[str, Any] = {} if config.experts is None else {"routing": Routing.none(read.tokens_BL)}
         beside |= {} if needs.is_empty else {"head": needs}
+        bias_HW = relative_bias(module.relative_positions, config, read.tokens_BL.shape[1] - 1)
+        # Every stage of a pipeline needs it, and only the first has the table.
+        beside |= {} if bias_HW is None else {"bias": bias_HW}
         return {"x": x_BLD, **beside} if beside else x_BLD
 
     def block(
         block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, local: jax.Array | None = None
     ) -> Any:
         read = TransformerInputs.of(inputs, config)
+        key = key if train else None
+        beside = carry if isinstance(carry, dict) else {}
         x_BLD = carry["x"] if isinstance(carry, dict) else carry
-        x_BLD, routing, _ = block(x_BLD, read.positions_BL, read.segments_BL, key if train else None, local=local)
+        bias_HW = beside.get("bias")
+        x_BLD, routing, _ = block(x_BLD, read.positions_BL, read.segments_BL, key, local=local, bias_HW=bias_HW)
         if not isinstance(carry, dict):
             return x_BLD
         return {**carry, "x": x_BLD} | ({} if routing is None else {"routing": carry["routing"].plus(routing)})

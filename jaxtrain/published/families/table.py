@@ -17,7 +17,9 @@ from jaxtrain.published.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    resnet,
     roberta,
+    t5,
     vit,
 )
 from jaxtrain.published.family import Family
@@ -39,6 +41,8 @@ FAMILIES: dict[str, Family] = {
     "roberta": roberta.FAMILY,
     "distilbert": distilbert.FAMILY,
     "vit": vit.FAMILY,
+    "resnet": resnet.FAMILY,
+    "t5": t5.FAMILY,
 }
 
 
