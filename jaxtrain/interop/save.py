@@ -105,13 +105,18 @@ def write_published(
 
 
 def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json: what the family says of the model, over what the origin said."""
-    written = family.to_published(settings)
+    """The config.json: what the family says of the model, and what only the origin said."""
+    written = {**family.to_published(settings), "model_type": family.model_type}
+    if theirs.get("model_type") != family.model_type:
+        return written
+    if family.from_published(theirs) == family.from_published(written):
+        # The same model: its own words stay, and the forms that it lacks are added.
+        return {**written, **theirs}
     labels = written.get("id2label")
     if isinstance(labels, Mapping) and len(labels) == len(theirs.get("id2label") or ()):
         # The family numbers the labels; the origin names them.
         written = {key: value for key, value in written.items() if key not in ("id2label", "label2id")}
-    return {**theirs, **written, "model_type": family.model_type}
+    return {**theirs, **written}
 
 
 def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
