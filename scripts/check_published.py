@@ -141,7 +141,10 @@ def check(folder: Path, expected: Path | None, original: Path | None, tolerance:
         f"{len(complaints) - len(failures)} that the original brings too"
     )
     if expected:
-        failures += differences(model, dict(np.load(expected)), tolerance)
+        try:
+            failures += differences(model, dict(np.load(expected)), tolerance)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
     if original:
         failures += other_bytes(folder, original)
     return failures

@@ -47,10 +47,14 @@ def unsaid(family: Family, settings: Mapping[str, Any]) -> str | None:
         family: The family.
         settings: From `settings_of`.
     """
+    from pydantic import ValidationError
+
     try:
         again = settings_of(parse_settings(family.from_published(family.to_published(settings))))
     except (ConfigError, KeyError) as error:
         return str(error)
+    except ValidationError as error:  # what it can say of the model does not fit together
+        return str(error.errors()[0]["msg"])
     for key, value in settings.items():
         if key not in _NOT_COMPARED and (key not in again or again[key] != value):
             return f"model.{key}={value}"
