@@ -18,6 +18,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
@@ -57,6 +58,7 @@ def model_flops_per_row(
     input_shape: Sequence[int] | None,
     num_outputs: int | None,
     vocab_size: int | None,
+    decoder_length: int | None = None,
     trained: Collection[str] | None = None,
 ) -> float | None:
     """FLOPs of one forward and backward pass of one row (a sequence, an image, a record).
@@ -70,6 +72,9 @@ def model_flops_per_row(
     not; with E experts of which a token takes K, the weights are those it meets, K m d f and d E of the router;
     the second is the attention scores and their product with the values over the P visible pairs of a query and a
     key: T^2, halved for causality, fewer with a window.
+    An encoder-decoder takes that of its encoder and of its decoder, whose blocks also have 2 d h k + 2 d g k weights of
+    cross-attention, those of keys and values for each token of the input, and 12 h k S T for an input of S tokens and
+    an output of T.
     A convolution of kernel n x n takes n^2 c_in c_out multiply-adds a pixel of its output.
 
     Args:
@@ -78,6 +83,7 @@ def model_flops_per_row(
         input_shape: shape of one row without the batch: height, width, channels (ResNet), or any (MLP).
         num_outputs: classes or targets of the data, where the model names none.
         vocab_size: vocabulary of the data, where the model names none.
+        decoder_length: tokens a row of an encoder-decoder's output; None: as many as the input has.
         trained: paths of the parameters that are trained; None: all are.
 
     Returns:
@@ -90,6 +96,12 @@ def model_flops_per_row(
                 return None
             groups = transformer_products(model_config, sequence_length, vocab_size)
             products = list(itertools.chain(*groups.values()))
+        case EncoderDecoderConfig():
+            vocab_size = model_config.vocab_size or vocab_size
+            if sequence_length is None or vocab_size is None:
+                return None
+            lengths = (sequence_length, decoder_length or sequence_length)
+            products = encoder_decoder_products(model_config, lengths, vocab_size)
         case ResNetConfig():
             num_classes = model_config.num_classes or num_outputs
             if input_shape is None or len(input_shape) != 3 or num_classes is None:
@@ -138,6 +150,10 @@ def block_number(config: ModelConfig, path: str) -> int:
     match config:
         case TransformerConfig():
             return {"embedding": 0, "positions": 0, "blocks": 1, "output_norm": 2, "output": 3}[name]
+        case EncoderDecoderConfig():
+            if rest.startswith("output_norm"):
+                return {"encoder": 1, "decoder": 3}[name]
+            return {"embedding": 0, "encoder": 1, "decoder": 2, "output": 4}[name]
         case ResNetConfig():
             if name.startswith("stem"):
                 return 0
@@ -172,6 +188,28 @@ def transformer_products(config: TransformerConfig, sequence_length: int, vocab_
         "mlp": [*mlp, *router],
         "output": [Product(output, width * vocab_size * length, 3, alone=True)],
     }
+
+
+def encoder_decoder_products(
+    config: EncoderDecoderConfig, lengths: tuple[int, int], vocab_size: int
+) -> list[Product]:
+    """The products of one input and its output: those of two transformers, and of the decoder's cross-attention."""
+    products: list[Product] = []
+    for block, (stack, length) in enumerate(zip((config.encoder_stack, config.decoder_stack), lengths, strict=True), 1):
+        side = "encoder" if block == 1 else "decoder"
+        for group, ones in transformer_products(stack, length, vocab_size).items():
+            if group != "output":
+                paths = (None if one.path is None else f"{side}/{one.path}" for one in ones)
+                products += [replace(one, path=path, block=block) for one, path in zip(ones, paths, strict=True)]
+    inputs, outputs = lengths
+    layers, shapes = config.decoder_layers, attention_shapes(config.decoder_stack)
+    for name, one in shapes.items():
+        tokens = inputs if name in ("key", "value") else outputs
+        path = f"decoder/blocks/cross_attention/{name}/kernel"
+        products.append(Product(path, layers * math.prod(one.kernel) * tokens, 2))
+    products.append(Product(None, layers * 2 * math.prod(shapes["query"].outputs) * inputs * outputs, 2))
+    output = "embedding" if config.tie_embeddings else "output"
+    return [*products, Product(output, config.embed_dim * vocab_size * outputs, 4, alone=True)]
 
 
 def resnet_products(config: ResNetConfig, input_shape: Sequence[int], num_classes: int) -> list[Product]:

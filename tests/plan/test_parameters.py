@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.axes import model_axes
@@ -18,6 +19,12 @@ MODELS = {
     **{size: (TransformerConfig(size=size), TOKENS) for size in SIZES},
     "default": (TransformerConfig(), TOKENS),
     "own head dim, biases, layernorm": (TransformerConfig(head_dim=32, bias=True, norm="layernorm"), TOKENS),
+    "relative positions": (TransformerConfig(position="relative"), TOKENS),
+    **{size: (EncoderDecoderConfig(size=size), TOKENS) for size in ("t5_small", "flan_t5_small")},
+    "encoder_decoder with biases": (
+        EncoderDecoderConfig(num_decoder_layers=2, position="none", norm="layernorm", bias=True, num_kv_heads=2),
+        TOKENS,
+    ),
     "layernorm without bias": (TransformerConfig(norm="layernorm"), TOKENS),
     **{size: (ResNetConfig(size=size), IMAGES) for size in ("resnet18", "resnet50")},
     "small resnet": (ResNetConfig(stem="small", stage_blocks=(1, 2), width=16), IMAGES),
