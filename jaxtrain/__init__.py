@@ -68,15 +68,18 @@ _HOMES = {
     "make_mesh": "jaxtrain.layout.mesh",
     "make_stack": "jaxtrain.models.stack",
     "make_train_step": "jaxtrain.train.make_step",
+    "masked_language_modeling": "jaxtrain.models.tasks",
     "open_data": "jaxtrain.data",
     "open_run": "jaxtrain.run.open_run",
     "prefetch": "jaxtrain.data",
     "quantize": "jaxtrain.models.quantize",
     "regression": "jaxtrain.models.tasks",
     "run_config": "jaxtrain.run.trainer",
+    "sequence_to_sequence": "jaxtrain.models.tasks",
     "shard_model": "jaxtrain.train.parallelism",
     "start": "jaxtrain.runtime.distributed",
     "target_weights": "jaxtrain.models.tasks",
+    "token_classification": "jaxtrain.models.tasks",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -6,7 +6,8 @@ ORACLE is an environment with `pip install 'jaxtrain[oracle]'`. Every folder hol
 `save_pretrained` writes them, all weights random, and expected.npz (scripts/published_fixtures/fixture.py lists its
 arrays). Each is made of the first seed whose weights put every setting of the config to use: a change of one moves the
 outputs, and no rounding changes a generated token. config_old.json, where there is one, says the same in the form of
-transformers 4. The folders are committed; without names, all are made anew.
+transformers 4; config_written.json, where there is one, is what transformers 5 writes and the published files do not
+have. The folders are committed; without names, all are made anew.
 """
 
 # pyright: reportMissingImports=false
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from published_fixtures import decoders
+from published_fixtures import decoders, encoders, others
 from published_fixtures.fixture import (
     Arrays,
     Fixture,
@@ -33,7 +34,7 @@ from published_fixtures.fixture import (
     outputs_of,
 )
 
-FIXTURES = decoders.FIXTURES
+FIXTURES = (*decoders.FIXTURES, *encoders.FIXTURES, *others.FIXTURES)
 TARGET = Path(__file__).resolve().parent.parent / "tests" / "interop" / "published"
 # A reader that drops a setting is off by 3 times the tolerance of the comparison (1e-4 of the range) or more: the exact
 # GELU and its approximation differ by little more than that.
@@ -68,12 +69,14 @@ def write(fixture: Fixture, model: Any, arrays: Arrays, folder: Path) -> None:
             shutil.copyfile(Path(made) / name, folder / name)
             (folder / name).chmod(0o644)
     config = json.loads((folder / "config.json").read_text())
-    forms = {"config.json": config if fixture.published is None else fixture.published(config)}
+    forms = {"config.json": config}
+    if fixture.published is not None:
+        forms = {"config.json": fixture.published(config), "config_written.json": config}
     if fixture.old is not None:
         forms["config_old.json"] = fixture.old(config)
     for name, form in forms.items():
         (folder / name).write_text(json.dumps(form, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    np.savez_compressed(folder / "expected.npz", **arrays)
+    np.savez_compressed(folder / "expected.npz", allow_pickle=False, **arrays)
     for name in forms:
         with tempfile.TemporaryDirectory() as copy:
             shutil.copy(folder / name, Path(copy) / "config.json")

@@ -3,11 +3,15 @@
 Plain `pytest` leaves out the tests marked `long`; `pytest --all` runs them too.
 """
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,13 +32,21 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 distributed.start(emulate=8)
 
+ROOT = Path(__file__).resolve().parent.parent
+# Ids of all tests that plain `pytest` runs, where all tests were collected.
+PLAIN = pytest.StashKey[list[str]]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked 'long'")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave out others
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests unless `--all`, `-m` or the id of a test asks for them."""
+    paths = [config.invocation_params.dir / word for word in config.args]
+    if paths == [ROOT / "tests"] and not config.getoption("lf", False):
+        config.stash[PLAIN] = [item.nodeid for item in items if not item.get_closest_marker("long")]
     if config.option.all or config.option.markexpr or any("::" in word for word in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("long")]
@@ -42,6 +54,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
     getattr(config, "workeroutput", {})["left_out"] = len(left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through modules and thousands of tests again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def plain_tests(pytestconfig: pytest.Config) -> list[str]:
+    """Ids of all tests that plain `pytest` runs, as it says itself where this run collected a part of them."""
+    if PLAIN in pytestconfig.stash:
+        return pytestconfig.stash[PLAIN]
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,9 +1,6 @@
 """What the README prints runs as printed, its links lead somewhere, and its table is proved by plain `pytest`."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,24 +48,14 @@ def test_links_and_proofs_exist() -> None:
     assert not missing
 
 
-@pytest.fixture(scope="module")
-def selected() -> list[str]:
-    """Ids of all tests that plain `pytest` runs."""
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if "::" in line]
-
-
 def test_the_table_is_read() -> None:
     assert len(TABLE) == README.count("\n| ") - 1, "each row but that of the titles"
 
 
 @pytest.mark.parametrize(("claim", "proof"), TABLE, ids=[claim[:40] for claim, _ in TABLE])
-def test_each_row_is_proved_by_plain_pytest(claim: str, proof: str, selected: list[str]) -> None:
+def test_each_row_is_proved_by_plain_pytest(claim: str, proof: str, plain_tests: list[str]) -> None:
     named = re.findall(r"`(tests/[^`]+)`", proof) + [tests for name, tests in TESTS_OF.items() if name in proof]
     assert named, f"no test proves: {claim}"
     begins = {path: path if path.endswith("/") else f"{path}::" for path in named}
-    without = [path for path, begin in begins.items() if not any(test.startswith(begin) for test in selected)]
+    without = [path for path, begin in begins.items() if not any(test.startswith(begin) for test in plain_tests)]
     assert not without, f"plain pytest runs no test of {without}, which prove: {claim}"

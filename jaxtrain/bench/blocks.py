@@ -115,7 +115,8 @@ def _least_attention(config: Config, workload: Workload) -> AttentionWork | None
     if not isinstance(model, TransformerConfig):
         return None
     length = workload.input_shape[0]
-    seen = visible_pairs(length, causal=model.causal, window=model.sliding_window) / length**2
+    pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in model.windows)
+    seen = pairs / model.num_layers / length**2
     return AttentionWork("roofline", seen, 0.0, 0, True)
 
 

@@ -17,7 +17,7 @@ def check_or_remark(loaded: Loaded) -> None:
     for note in loaded.notes:
         print_remark(note)
     model = loaded.config.model
-    own = model.kind == "transformer" and not model.causal and isinstance(loaded.config.task, str)
+    own = model.kind == "transformer" and not model.causal and loaded.config.task == "language_modeling"
     if own:
         print_remark("model.causal=false takes a task of your own (task.call, or Python); 'jaxtrain train' refuses it")
     check_kinds(loaded.config, own_task=own)

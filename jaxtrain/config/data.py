@@ -2,11 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.numbers import Fraction, PositiveInt
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TokenizerConfig(Group):
@@ -18,6 +20,50 @@ class TokenizerConfig(Group):
     """Size of a BPE vocabulary trained here: 256 bytes, the end-of-text id, and one id per merge."""
     path: str | None = None
     """Path of a tokenizer.json, for kind file."""
+    start: str | None = None
+    """Token that begins a row of an encoder; null: the usual name that the tokenizer has ([CLS], <s>)."""
+    end: str | None = None
+    """Token that ends a text in rows of encoders and decoders; null: the usual name ([SEP], </s>)."""
+    mask: str | None = None
+    """Token that hides another one, for data.corruption.kind=mask; null: the usual name ([MASK], <mask>)."""
+    padding: str | None = None
+    """Token that fills rows up; null: the usual name ([PAD], <pad>), else id 0."""
+
+
+class MaskCorruption(Group):
+    """Hides some tokens, which the model names (BERT); every epoch hides others."""
+
+    kind: Literal["mask"] = "mask"
+    """Which corruption this group describes."""
+    probability: Annotated[float, Field(gt=0, le=1)] = 0.15
+    """Chance of each token to be chosen; special tokens never are."""
+    mask_fraction: Share = 0.8
+    """Fraction of the chosen tokens that the mask token replaces."""
+    random_fraction: Share = 0.1
+    """Fraction of the chosen tokens that a random token replaces; the rest stays as it is."""
+
+    @model_validator(mode="after")
+    def _check_fractions(self) -> "MaskCorruption":
+        total = self.mask_fraction + self.random_fraction
+        if total > 1 + 1e-9:
+            raise ValueError(f"mask_fraction + random_fraction is {total:g}; let them sum to at most 1")
+        return self
+
+
+class SpanCorruption(Group):
+    """Replaces spans of tokens by one sentinel each, and lets a decoder write the spans (T5)."""
+
+    kind: Literal["spans"] = "spans"
+    """Which corruption this group describes."""
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Fraction of the tokens that lies in spans."""
+    mean_span_length: Annotated[float, Field(ge=1)] = 3.0
+    """Mean number of tokens per span."""
+    decoder_start: Annotated[int, Field(ge=0)] = 0
+    """Token before the first one that a decoder writes; that of the model (model.start_token)."""
+
+
+Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
 
 
 class _TokenData(Group):
@@ -27,6 +73,8 @@ class _TokenData(Group):
     """Tokens per row; null: the model's max_sequence_length."""
     validation_fraction: Fraction = 0.05
     """Fraction of the tokens, taken from the end, that is kept for evaluation."""
+    corruption: Corruption | None = None
+    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: the next token."""
 
 
 class TextData(_TokenData):
@@ -62,6 +110,64 @@ class TokenData(_TokenData):
     """Which source this group describes."""
     path: str
     """Folder of the files."""
+
+
+class _LabelledData(Group):
+    """The settings that all tables of texts share."""
+
+    path: str | None = None
+    """A .csv (with header), .jsonl or .parquet file."""
+    validation_path: str | None = None
+    """File with the rows for evaluation; null: validation_fraction of the rows."""
+    validation_fraction: Fraction = 0.1
+    """Fraction of the rows that is kept for evaluation where there is no validation_path."""
+    sequence_length: PositiveInt | None = None
+    """Tokens per row, special ones included; longer texts are truncated. null: the model's max_sequence_length."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """How text becomes tokens."""
+
+
+class LabelledTextData(_LabelledData):
+    """Texts, or pairs of texts, with one class (or one number, under task=regression) each."""
+
+    kind: Literal["labelled_text"] = "labelled_text"
+    """Which source this group describes."""
+    builtin: Literal["python_docstrings"] | None = None
+    """Texts that come with Python, used when path is null: docstrings, and the package that each is from."""
+    text: str = "text"
+    """Column of the text."""
+    second_text: str | None = None
+    """Column of a second text, for pairs."""
+    label: str = "label"
+    """Column of the class or number."""
+
+
+class TaggedTextData(_LabelledData):
+    """Lists of words with one class per word."""
+
+    kind: Literal["tagged_text"] = "tagged_text"
+    """Which source this group describes."""
+    words: str = "words"
+    """Column of the words: a list, or text with spaces between the words."""
+    tags: str = "tags"
+    """Column of the classes: a list, or text with spaces between the classes."""
+
+
+class TextPairData(_LabelledData):
+    """Pairs of a text and the text that a decoder writes for it."""
+
+    kind: Literal["text_pairs"] = "text_pairs"
+    """Which source this group describes."""
+    builtin: Literal["python_docstrings"] | None = None
+    """Texts that come with Python, used when path is null: the first sentence of a docstring, and the function."""
+    source: str = "source"
+    """Column of the text that is read."""
+    target: str = "target"
+    """Column of the text that is written."""
+    target_length: PositiveInt | None = None
+    """Tokens per target, the end included; null: as sequence_length."""
+    decoder_start: Annotated[int, Field(ge=0)] = 0
+    """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
 class DigitsData(Group):
@@ -118,6 +224,8 @@ class SyntheticData(Group):
     """Tokens per row; null: the model's max_sequence_length."""
     vocab_size: PositiveInt = 256
     """Number of token ids, for task tokens."""
+    corruption: Corruption | None = None
+    """What is hidden, for task tokens: as in data.kind=text; special tokens are added to the vocabulary."""
     image_size: PositiveInt = 32
     """Side of an image in pixels, for task images."""
     num_channels: PositiveInt = 3
@@ -136,6 +244,12 @@ class Component(Group):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the training rows, relative to the weights of the other components."""
 
+    @model_validator(mode="after")
+    def _check_corruption(self) -> "Component":
+        if self.source.corruption is not None:
+            raise ValueError("corruption of a component has no effect; set data.corruption of the mixture")
+        return self
+
 
 class MixtureData(Group):
     """Several sources of tokens, mixed by weight."""
@@ -148,6 +262,8 @@ class MixtureData(Group):
     """Tokens per row; null: the model's max_sequence_length."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens, for all components."""
+    corruption: Corruption | None = None
+    """What is hidden: as in data.kind=text."""
 
 
 class CalledData(Call):
@@ -161,6 +277,9 @@ DataConfig = Annotated[
     TextData
     | JsonlData
     | TokenData
+    | LabelledTextData
+    | TaggedTextData
+    | TextPairData
     | DigitsData
     | ImageFolderData
     | TableData

@@ -47,12 +47,14 @@ class HeadConfig(Group):
         """Whether there is one output per text."""
         return "pooling" in _READ[self.kind]
 
-    @property
-    def hidden_activation(self) -> str | None:
-        """Activation after the square layer, with its default filled in; None: there is no such layer."""
-        if self.kind == "masked_language_model":
-            return self.hidden or "gelu_exact"
-        return None if self.hidden == "none" else self.hidden
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way_to_say_it(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        if values.get("kind") == "masked_language_model":
+            return values if values.get("hidden") else values | {"hidden": "gelu_exact"}
+        return values | {"hidden": None} if values.get("hidden") == "none" else values
 
     @model_validator(mode="after")
     def _only_what_is_read(self) -> "HeadConfig":

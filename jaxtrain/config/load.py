@@ -17,7 +17,7 @@ from jaxtrain.config.mistakes import KeyPath, explain
 from jaxtrain.config.no_effect import no_effect_notes
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
-from jaxtrain.config.sizes import RESNET_SIZES, TRANSFORMER_SIZES
+from jaxtrain.config.sizes import ALL_SIZES
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 
@@ -172,9 +172,8 @@ class _Tree:
         dropped: list[str] = []
         if isinstance(kind, str) and kind in kinds and kind != group.get("kind", default):
             dropped += [key for key in group if key != "kind" and key not in kinds[kind].model_fields]
-        sizes = {**TRANSFORMER_SIZES, **RESNET_SIZES}
-        if isinstance(size, str) and size in sizes:
-            dropped += [key for key in group if key in sizes[size]]
+        if isinstance(size, str) and size in ALL_SIZES:
+            dropped += [key for key in group if key in ALL_SIZES[size]]
         # Arguments are those of the function that they were written for.
         by = "kind" if kind else "size"
         if "call" in value and value["call"] != group.get("call", value["call"]) and "args" in group:
@@ -309,6 +308,6 @@ def load_config(
         }
     notes = (*tree.notes, *no_effect_notes(config, origins))
     size = getattr(config.model, "size", None)
-    for key in {**TRANSFORMER_SIZES, **RESNET_SIZES}.get(size or "", {}):
+    for key in ALL_SIZES.get(size or "", {}):
         origins.setdefault(f"model.{key}", f"size {size}")
     return Loaded(config, config.name or label, origins, notes, run_dir, own)

@@ -14,6 +14,7 @@ from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.numbers import Fraction, PositiveInt
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 
 
 class ResNetConfig(Group):
@@ -65,5 +66,6 @@ class CalledModel(Call):
 
 
 ModelConfig = Annotated[
-    TransformerConfig | EncoderDecoderConfig | ResNetConfig | MLPConfig | CalledModel, Field(discriminator="kind")
+    TransformerConfig | EncoderDecoderConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel,
+    Field(discriminator="kind"),
 ]

@@ -21,7 +21,14 @@ from jaxtrain.errors import ConfigError
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 Degree = PositiveInt | Literal["auto"]
-TaskName = Literal["language_modeling", "classification", "regression"]
+TaskName = Literal[
+    "language_modeling",
+    "masked_language_modeling",
+    "sequence_to_sequence",
+    "classification",
+    "token_classification",
+    "regression",
+]
 TaskConfig = Annotated[
     Annotated[TaskName, Tag(NAMED)] | Annotated[CalledTask, Tag(CALLED)], Discriminator(named_or_called)
 ]
@@ -255,7 +262,7 @@ class Config(Group):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of every random number: parameters, data order, dropout."""
     task: TaskConfig = "language_modeling"
-    """What the loss compares the outputs with: the next token, a class, or numbers; or a loss of your own (call)."""
+    """What the loss compares the outputs with: tokens, classes, or numbers; or a loss of your own (call)."""
     compilation_cache: str | None = "auto"
     """Folder of compiled programs; auto: the user's cache folder; null: compile in every process."""
     compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it

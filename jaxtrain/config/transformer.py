@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.numbers import Fraction, NonNegative, PositiveFloat, PositiveInt
 from jaxtrain.config.rope import AnyRope, LongRope, with_default_kind
 from jaxtrain.config.sizes import TRANSFORMER_SIZES, fill_size
@@ -78,6 +79,10 @@ class TransformerConfig(Group):
     """Distance from which on all keys share a bucket (relative positions)."""
     position_offset: Annotated[int, Field(ge=0)] = 0
     """Learned embeddings before that of the first position (RoBERTa: 2)."""
+    relative_buckets: Annotated[int, Field(ge=4)] = 32
+    """Learned biases of each head, for relative positions: one for each bucket of distances."""
+    relative_max_distance: PositiveInt = 128
+    """Distance from which on all keys share a bucket, for relative positions."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: AnyRope | None = None
@@ -112,6 +117,8 @@ class TransformerConfig(Group):
     """Factor of the logits; null: 1."""
     logits_softcap: PositiveFloat | None = None
     """Bound c of the logits z, computed as c tanh(z / c) (Gemma 2); null: no bound."""
+    head: HeadConfig | None = None
+    """What the model gives: labels, numbers or an embedding of a text, or masked tokens; null: the next token."""
     bias: bool | Literal["qkv"] = False
     """Add biases to linear layers and LayerNorm; qkv: to queries, keys and values alone (Qwen2)."""
     dropout: Fraction = 0.0
@@ -139,6 +146,16 @@ class TransformerConfig(Group):
     def mlp_width(self) -> int:
         """Hidden width of the MLP or of each expert, with the default of `mlp_dim` filled in."""
         return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def head_kind(self) -> str:
+        """Kind of the head, with the default of `head` filled in."""
+        return "language_model" if self.head is None else self.head.kind
+
+    @property
+    def has_output_layer(self) -> bool:
+        """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
+        return self.head_kind in ("language_model", "masked_language_model")
 
     @property
     def rotary_dims(self) -> int:
@@ -211,6 +228,11 @@ class TransformerConfig(Group):
             raise ValueError("experts have no biases; set bias: false, or leave experts out")
         if self.experts is not None and self.activation not in ("gelu", "swiglu"):
             raise ValueError(f"experts have activation gelu or swiglu, not {self.activation}; set one of them")
+        if self.experts is not None and not self.has_output_layer:
+            raise ValueError(
+                f"experts have losses per token, which a head of kind {self.head_kind} has no place for; leave experts "
+                "out, or set head: null"
+            )
         if self.local_layers is not None and self.sliding_window is not None:
             raise ValueError("sliding_window is the window of all layers and local_layers that of some; leave one out")
         return self

@@ -38,7 +38,7 @@ def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
         raise DataError(f"an order of {num_rows} rows does not exist; give data with at least one row")
     epochs, places = np.divmod(np.asarray(positions, np.int64), num_rows)
     key = np.random.SeedSequence(seed % 2**64).generate_state(1, np.uint64)
-    keys_B = _mix(epochs.astype(np.uint64) * _INCREMENT + key)
+    keys_B = mix(epochs.astype(np.uint64) * _INCREMENT + key)
     bits = max(2, (num_rows - 1).bit_length())
     rows = _bijection(places.astype(np.uint64), keys_B, bits=bits)
     outside = np.flatnonzero(rows >= num_rows)
@@ -56,13 +56,33 @@ def _bijection(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray
     high, low = values >> width, values & low_mask
     for _ in range(_ROUNDS // 2):
         keys = keys + _INCREMENT
-        high = high ^ (_mix(low ^ keys) & high_mask)
+        high = high ^ (mix(low ^ keys) & high_mask)
         keys = keys + _INCREMENT
-        low = low ^ (_mix(high ^ keys) & low_mask)
+        low = low ^ (mix(high ^ keys) & low_mask)
     return (high << width) | low
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def uniform_numbers(seed: int, stream: int, rows: np.ndarray, count: int) -> np.ndarray:
+    """Returns numbers in [0, 1) that depend on nothing but the seed, the stream, and the row and place of each.
+
+    Args:
+        seed: An integer of any size.
+        stream: Tells apart what is drawn for the same rows.
+        rows: Row numbers, int64 [B], the epoch included where epochs draw other numbers.
+        count: C, numbers per row.
+
+    Returns:
+        float64 [B, C].
+    """
+    key = np.random.SeedSequence([seed % 2**64, stream]).generate_state(1, np.uint64)
+    rows_B1 = mix(mix(rows.astype(np.uint64) * _INCREMENT + key))[:, None]
+    places_C = np.arange(1, count + 1, dtype=np.uint64) * _INCREMENT
+    # The highest 53 bits are a float64 without rounding.
+    return (mix(mix(rows_B1 + places_C)) >> np.uint64(11)) * 2.0**-53
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Returns a hash of each number, uint64 of the same shape."""
     for multiplier in _MULTIPLIERS:
         values = values * multiplier
         values = values ^ (values >> _SHIFT)

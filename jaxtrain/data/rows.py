@@ -165,14 +165,15 @@ class ConcatenatedRows(Rows):
         return self._weights is not None
 
     def gather(self, indices: np.ndarray) -> Row:
-        indices = indices % len(self)
+        epochs, indices = np.divmod(indices, len(self))
         which = np.searchsorted(self._starts, indices, side="right") - 1
         result: Row | None = None
         for i, part in enumerate(self._parts):
             chosen = which == i
             if not chosen.any():
                 continue
-            found = part.gather(indices[chosen] - self._starts[i])
+            # The epoch goes on to the part, which may draw random numbers by it.
+            found = part.gather(indices[chosen] - self._starts[i] + epochs[chosen] * len(part))
             if result is None:
                 result = jax.tree.map(lambda column: np.empty((len(indices), *column.shape[1:]), column.dtype), found)
             jax.tree.map(functools.partial(_put, chosen), result, found)
@@ -215,7 +216,28 @@ class SelectedRows(Rows):
         self._numbers = numbers
 
     def gather(self, indices: np.ndarray) -> Row:
-        return self._rows.gather(self._numbers[indices % len(self)])
+        epochs, places = np.divmod(indices, len(self))
+        return self._rows.gather(self._numbers[places] + epochs * len(self._rows))
+
+
+class MappedRows(Rows):
+    """The rows of a `Rows`, changed a batch at a time.
+
+    Args:
+        rows: All rows, whose training order stays.
+        change: (rows stacked, their indices int64 [B], which include the epoch) -> the changed rows, stacked.
+    """
+
+    def __init__(self, rows: Rows, change: Callable[[Row, np.ndarray], Row]):
+        super().__init__(len(rows))
+        self.rows = rows
+        self._change = change
+
+    def gather(self, indices: np.ndarray) -> Row:
+        return self._change(self.rows.gather(indices), indices)
+
+    def order(self, seed: int) -> Order:
+        return self.rows.order(seed)
 
 
 class SelectedDataset(grain.MapDataset):
@@ -313,6 +335,8 @@ def _one_to_one() -> tuple[type, ...]:
 
 
 def _has_own_order(rows: grain.MapDataset) -> bool:
+    if isinstance(rows, MappedRows):
+        return _has_own_order(rows.rows)
     if isinstance(rows, ConcatenatedRows):
         return rows.is_weighted
     if isinstance(rows, Rows):

@@ -12,6 +12,8 @@ import numpy as np
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.files import require_file
 from jaxtrain.errors import DataError
+from jaxtrain.published.gguf import read_gguf
+from jaxtrain.published.gguf_tokenizer import tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -55,17 +57,38 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; documents end with a newline, for lack of another id."""
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; documents end with a newline, for lack of another id.
 
-    vocab_size: int = 256
+    Args:
+        special: Names of special tokens, which have the ids from 256 on.
+    """
+
     end_of_text: int | None = None
+
+    def __init__(self, special: Sequence[str] = ()):
+        self.special = tuple(special)
+        self.vocab_size: int = 256 + len(self.special)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         # 0xFF never occurs in UTF-8, so an id that is not a byte decodes to U+FFFD.
-        return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
+        parts = (self._bytes(int(i)) for i in ids)
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def _bytes(self, i: int) -> bytes:
+        if 256 <= i < self.vocab_size:
+            return self.special[i - 256].encode()
+        return bytes([i if 0 <= i < 256 else 0xFF])
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a special token; None: there is no such token."""
+        return 256 + self.special.index(name) if name in self.special else None
+
+    def special_ids(self) -> list[int]:
+        """Returns the ids that no text has."""
+        return list(range(256, self.vocab_size))
 
     def save(self, path: Path) -> None:
         path.write_text(_serialize(self), encoding="utf-8")
@@ -126,6 +149,36 @@ class BpeTokenizer:
                 run = []
         return "".join([*parts, self._model.decode(run, skip_special_tokens=False)])
 
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token; None: there is no such token."""
+        return self._model.token_to_id(name)
+
+    def special_ids(self) -> list[int]:
+        """Returns the ids that no text has."""
+        return sorted(i for i, token in self._model.get_added_tokens_decoder().items() if token.special)
+
+    def frame(self, *, pair: bool) -> list[tuple[int | str, int]]:
+        """Returns what the file's post-processor puts around a text, or around two.
+
+        Args:
+            pair: Whether there are two texts.
+
+        Returns:
+            (id of a special token, or "first" or "second" for a text; token type) in their order.
+        """
+        from tokenizers import Encoding
+
+        if self._model.post_processor is None:
+            return [("first", 0), ("second", 1)] if pair else [("first", 0)]
+        word: Encoding = self._model.encode("a", add_special_tokens=False)
+        framed = self._model.post_process(word, self._model.encode("a", add_special_tokens=False) if pair else None)
+        found: list[tuple[int | str, int]] = []
+        for i, sequence, kind in zip(framed.ids, framed.sequence_ids, framed.type_ids, strict=True):
+            entry = (i if sequence is None else ("first", "second")[sequence], kind)
+            if sequence is None or entry not in found:  # a text may be of several tokens
+                found.append(entry)
+        return found
+
     def save(self, path: Path) -> None:
         path.write_text(_serialize(self), encoding="utf-8")
 
@@ -166,7 +219,10 @@ def _pieces(text: str) -> Iterator[str]:
 def _serialize(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, BpeTokenizer):
         return tokenizer.to_json()
-    return json.dumps({"jaxtrain_tokenizer": "byte", "format_version": 1}) + "\n"
+    content: dict[str, Any] = {"jaxtrain_tokenizer": "byte", "format_version": 1}
+    if isinstance(tokenizer, ByteTokenizer) and tokenizer.special:
+        content["special"] = list(tokenizer.special)
+    return json.dumps(content) + "\n"
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
@@ -182,19 +238,20 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer.json that jaxtrain or the `tokenizers` library saved.
+    """Reads a tokenizer.json that jaxtrain or the `tokenizers` library saved, or the tokenizer of a GGUF file.
 
     Raises:
         DataError: The file is missing or is not a tokenizer.
+        CheckpointError: It is a GGUF file that is damaged, or its tokenizer is of a kind that is not read.
     """
     path = require_file(path, what="tokenizer")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _gguf_text(path) if path.suffix == ".gguf" else path.read_text(encoding="utf-8")
         content = json.loads(text)
     except ValueError as error:
         raise DataError(f"tokenizer {path} is not JSON ({error}); give a tokenizer.json") from None
     if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":
-        return ByteTokenizer()
+        return ByteTokenizer(content.get("special", ()))
     from tokenizers import Tokenizer as Model
 
     try:
@@ -205,7 +262,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return BpeTokenizer(model)
 
 
-def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+def _gguf_text(path: Path) -> str:
+    files = tokenizer_files(path, read_gguf(path).metadata)
+    if "tokenizer.json" not in files:
+        raise DataError(f"{path} holds no tokenizer; give the model's published tokenizer.json")
+    return files["tokenizer.json"]
+
+
+def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: Sequence[str] = ()) -> Tokenizer:
     """Makes the tokenizer of `config`.
 
     Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2) depends only on the texts: the same
@@ -214,12 +278,14 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     Args:
         config: Which tokenizer.
         texts: Documents to train on; read only for kind bpe.
+        special: Names of special tokens that the rows take; they are the last ids of a tokenizer that is made here.
 
     Raises:
-        DataError: Kind is file and the path is missing or is not a tokenizer.
+        DataError: Kind is file and the path is missing or is not a tokenizer, or a vocabulary has no room for special
+            tokens.
     """
     if config.kind == "byte":
-        return ByteTokenizer()
+        return ByteTokenizer(special)
     if config.kind == "file":
         if config.path is None:
             raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
@@ -227,16 +293,23 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    if config.vocab_size < 257 + len(special):
+        raise DataError(
+            f"data.tokenizer.vocab_size={config.vocab_size} has no room for 256 bytes, the end of text and "
+            f"{len(special)} special tokens; set it to {257 + len(special)} or more"
+        )
     model = Model(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] a setter
     model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] a setter
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size - len(special),
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     model.train_from_iterator(_capped(texts), trainer)
+    if special:
+        model.add_special_tokens(list(special))
     return BpeTokenizer(model)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.config.data import JsonlData, TextData
 from jaxtrain.data.documents import Documents, open_documents
+from jaxtrain.data.special import added_tokens
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
 
@@ -87,7 +88,7 @@ def text_source(config: TextData | JsonlData, *, tokenizer: Tokenizer | None = N
     """
     documents = open_documents(config)
     if tokenizer is None:
-        tokenizer = build_tokenizer(config.tokenizer, documents.read())
+        tokenizer = build_tokenizer(config.tokenizer, documents.read(), special=added_tokens(config))
     encoded: list[np.ndarray] = []
     num_documents = 0
     digest = hashlib.sha256()

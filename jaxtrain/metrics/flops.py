@@ -32,6 +32,14 @@ from jaxtrain.models.shipped.shapes import (
 from jaxtrain.ops.attention.blocks import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
+# Top-level path of a transformer -> number of its block, counted from the input. The table of relative positions is
+# used in every layer.
+_TRANSFORMER_BLOCKS = {
+    **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm"), 0),
+    **dict.fromkeys(("relative_positions", "blocks"), 1),
+    "output_norm": 2,
+    **dict.fromkeys(("head", "output"), 3),
+}
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,13 @@ def model_flops_per_row(
     A transformer with L layers, width d, h heads and g key-value heads of width k, MLP width f, vocabulary V takes,
     for a sequence of T tokens with all parameters trained,
 
-        6 T (L (2 d h k + 2 d g k + m d f) + d V)  +  12 L h k P,    m = 2 (GELU) or 3 (SwiGLU);
+        6 T (L (2 d h k + 2 d g k + m d f) + d V)  +  12 L h k P,    m = 2, or 3 with a gate (SwiGLU, GEGLU);
 
     the first term is 6 per matmul weight and token, the output layer included (tied or not), the embedding look-up
     not; with E experts of which a token takes K, the weights are those it meets, K m d f and d E of the router;
     the second is the attention scores and their product with the values over the P visible pairs of a query and a
-    key: T^2, halved for causality, fewer with a window.
+    key: T^2, halved for causality, fewer with a window, and the mean over layers where only some have one. Norms,
+    positions of any kind, scales and softcaps count nothing, as all that is no matmul.
     An encoder-decoder takes that of its encoder and of its decoder, whose blocks also have 2 d h k + 2 d g k weights of
     cross-attention, those of keys and values for each token of the input, and 12 h k S T for an input of S tokens and
     an output of T.
@@ -149,7 +158,7 @@ def block_number(config: ModelConfig, path: str) -> int:
     name, _, rest = path.partition("/")
     match config:
         case TransformerConfig():
-            return {"embedding": 0, "positions": 0, "blocks": 1, "output_norm": 2, "output": 3}[name]
+            return _TRANSFORMER_BLOCKS[name]
         case EncoderDecoderConfig():
             if rest.startswith("output_norm"):
                 return {"encoder": 1, "decoder": 3}[name]
@@ -180,19 +189,17 @@ def transformer_products(config: TransformerConfig, sequence_length: int, vocab_
     attention = attention_shapes(config)
     query_dim = math.prod(attention["query"].outputs)
     # Scores and values are one product each over the pairs.
-    pairs = visible_pairs(length, causal=config.causal, window=config.sliding_window)
+    pairs = sum(visible_pairs(length, causal=config.causal, window=window) for window in config.windows)
     output = "embedding" if config.tie_embeddings else "output"
     return {
         "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
-        "scores": [Product(None, layers * 2 * query_dim * pairs, 1)],
+        "scores": [Product(None, 2 * query_dim * pairs, 1)],
         "mlp": [*mlp, *router],
         "output": [Product(output, width * vocab_size * length, 3, alone=True)],
     }
 
 
-def encoder_decoder_products(
-    config: EncoderDecoderConfig, lengths: tuple[int, int], vocab_size: int
-) -> list[Product]:
+def encoder_decoder_products(config: EncoderDecoderConfig, lengths: tuple[int, int], vocab_size: int) -> list[Product]:
     """The products of one input and its output: those of two transformers, and of the decoder's cross-attention."""
     products: list[Product] = []
     for block, (stack, length) in enumerate(zip((config.encoder_stack, config.decoder_stack), lengths, strict=True), 1):

@@ -16,7 +16,9 @@ from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Batch, LogitsLoss, Task, TaskSums
+from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
+from jaxtrain.ops.loss.right import weight_of_right
 from jaxtrain.runtime.call import call_function, described
 
 
@@ -141,14 +143,81 @@ def language_modeling(
         >>> task.batch_axes["targets"]
         ('batch', 'sequence')
     """
+    return _token_task("language_modeling", z_loss=z_loss, logits=logits, block=block, counts_right=False)
+
+
+def masked_language_modeling(
+    *,
+    z_loss: float | None = None,
+    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
+    block: int | None = None,
+) -> Task:
+    """Name the tokens that were hidden: logits [B, L, V] or deferred, `targets` int32 [B, L], -100 where none was.
+
+    The model sees both sides of a token (`causal=False`). Evaluation reports the accuracy at the hidden tokens. Source:
+    Devlin et al. 2019 (arXiv 1810.04805).
+
+    Args:
+        z_loss, logits, block: as for `language_modeling`.
+
+    Returns:
+        The task.
+
+    Raises:
+        ConfigError: as for `language_modeling`.
+
+    Example:
+        >>> jt.masked_language_modeling()
+        Task 'masked_language_modeling'
+    """
+    return _token_task("masked_language_modeling", z_loss=z_loss, logits=logits, block=block, counts_right=True)
+
+
+def sequence_to_sequence(
+    *,
+    z_loss: float | None = None,
+    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
+    block: int | None = None,
+) -> Task:
+    """Write a text for a text: the decoder's logits [B, T, V] or deferred, `targets` int32 [B, T], optional `weights`.
+
+    Targets of -100 are ignored, such as those after the end. Evaluation reports the accuracy of single tokens, each
+    given the right ones before it.
+
+    Args:
+        z_loss, logits, block: as for `language_modeling`.
+
+    Returns:
+        The task.
+
+    Raises:
+        ConfigError: as for `language_modeling`.
+
+    Example:
+        >>> jt.sequence_to_sequence(z_loss=1e-4)
+        Task 'sequence_to_sequence'
+    """
+    return _token_task("sequence_to_sequence", z_loss=z_loss, logits=logits, block=block, counts_right=True)
+
+
+def _token_task(
+    name: str, *, z_loss: float | None, logits: Literal["auto"] | Logits, block: int | None, counts_right: bool
+) -> Task:
+    """A task whose targets are tokens.
+
+    Args:
+        name: of the task.
+        z_loss, logits, block: as for `language_modeling`.
+        counts_right: whether evaluation reports the accuracy, for which the logits are computed once more.
+    """
     check_blocks(logits, block)
     if z_loss is not None:
-        check_number(z_loss, what="language_modeling: z_loss", takes="a number or None", write="z_loss=1e-4")
+        check_number(z_loss, what=f"{name}: z_loss", takes="a number or None", write="z_loss=1e-4")
 
-    def loss_with(z_loss: float | None, outputs: Any, batch: Batch) -> TaskSums:
+    def loss_with(z_loss: float | None, counts_right: bool, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
         found = more.pop("logits", None)
-        targets, weights = _checked_ids("language_modeling", found, batch)
+        targets, weights = _checked_ids(name, found, batch)
         weight = jnp.sum(weights)
         by = None if logits == "auto" else logits
         sums = cross_entropy_sums(found, targets, weights, z_loss=z_loss, by=by, size=block)
@@ -161,12 +230,14 @@ def language_modeling(
             total = total + router_loss
         if metrics:
             metrics["cross_entropy"] = (sums.cross_entropy, weight)
+        if counts_right:
+            metrics["accuracy"] = (weight_of_right(found, targets, weights), weight)
         return total, weight, {**metrics, **{name: (value, jnp.float32(1)) for name, value in more.items()}}
 
     axes = {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")}
-    train, evaluate = (functools.partial(loss_with, scale) for scale in (z_loss, None))
-    loss = LogitsLoss(train, evaluate, has_separate_rows=True)
-    return Task("language_modeling", loss, axes, reads_weights=True, num_classes=_num_classes)
+    train = functools.partial(loss_with, z_loss, False)
+    loss = LogitsLoss(train, functools.partial(loss_with, None, counts_right), has_separate_rows=True)
+    return Task(name, loss, axes, reads_weights=True, num_classes=_num_classes)
 
 
 def classification() -> Task:
@@ -181,14 +252,32 @@ def classification() -> Task:
         >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
     """
 
+    return _class_task("classification", {})
+
+
+def token_classification() -> Task:
+    """Predict one class per token: logits [B, L, C], `targets` int32 [B, L] (-100: ignored), optional `weights`.
+
+    The accuracy of the tokens that count is reported.
+
+    Returns:
+        The task.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.token_classification(), optax.adamw(1e-3))  # targets [B, L]
+    """
+    return _class_task("token_classification", {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")})
+
+
+def _class_task(name: str, axes: Mapping[str, tuple[str | None, ...]]) -> Task:
     def loss(outputs: Any, batch: Batch) -> TaskSums:
-        targets, weights = _checked_ids("classification", outputs, batch)
+        targets, weights = _checked_ids(name, outputs, batch)
         weight = jnp.sum(weights)
         right = jnp.argmax(outputs, axis=-1) == targets
         accuracy = jnp.sum(jnp.where(right, weights, 0.0))
         return jnp.sum(cross_entropy(outputs, targets) * weights), weight, {"accuracy": (accuracy, weight)}
 
-    return Task("classification", loss, reads_weights=True, num_classes=_num_classes)
+    return Task(name, loss, axes, reads_weights=True, num_classes=_num_classes)
 
 
 def regression() -> Task:
@@ -239,8 +328,9 @@ def build_task(config: Config) -> Task:
         ConfigError: options of a loss that the task does not have, or a function of `task.call` that cannot be called
             or returns something else.
     """
-    if config.task == "language_modeling":
-        return language_modeling(z_loss=config.loss.z_loss, logits=config.loss.logits, block=config.loss.block)
+    if isinstance(config.task, str) and config.task in _TOKEN_TASKS:
+        make = _TOKEN_TASKS[config.task]
+        return make(z_loss=config.loss.z_loss, logits=config.loss.logits, block=config.loss.block)
     check_loss(config)
     if isinstance(config.task, CalledTask):
         made = call_function("task", config.task.call, config.task.args)
@@ -266,8 +356,14 @@ def _evaluated(task: Task) -> Any:
     return loss.__code__ if isinstance(loss, types.FunctionType) else loss
 
 
-TASKS: Mapping[str, Callable[[], Task]] = {
+_TOKEN_TASKS = {
     "language_modeling": language_modeling,
+    "masked_language_modeling": masked_language_modeling,
+    "sequence_to_sequence": sequence_to_sequence,
+}
+TASKS: Mapping[str, Callable[[], Task]] = {
+    **_TOKEN_TASKS,
     "classification": classification,
+    "token_classification": token_classification,
     "regression": regression,
 }

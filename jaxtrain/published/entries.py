@@ -36,6 +36,7 @@ class Entry:
         transform: How their tensor becomes ours (of one layer and expert).
         stack: Sizes of the leading dimensions of ours: () | (layers,) | (layers, experts).
         state: The path is one of model_state (running statistics), not of params.
+        first_layer: What {layer} is for the first of the stack.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Entry:
     transform: Transform
     stack: Shape = ()
     state: bool = False
+    first_layer: int = 0
 
     @property
     def shape(self) -> Shape:
@@ -103,6 +105,8 @@ def names_of(row: Entry | Tied | Constant, position: Sequence[int] = ()) -> tupl
     """
     names = (row.names,) if isinstance(row.names, str) else row.names
     numbers = dict(zip(("layer", "expert"), position, strict=False))
+    if position and isinstance(row, Entry):
+        numbers["layer"] += row.first_layer
     return tuple(name.format(**numbers) for name in names)
 
 

@@ -5,6 +5,7 @@ specified in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A file c
 is believed: every length is checked against the file before anything of that length is made.
 """
 
+import itertools
 import math
 import mmap
 import struct
@@ -234,7 +235,7 @@ def _place(cursor: _Cursor, stated: dict, alignment: int) -> dict[str, GgufTenso
             raise cursor.damaged(f"the tensor {name} ends at byte {last}, but the file has {cursor.content.size}")
         tensors[name] = GgufTensor(shape, kind, base + offset, num_bytes)
     ordered = sorted(tensors, key=lambda name: tensors[name].start)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if tensors[before].start + tensors[before].num_bytes > tensors[after].start:
             raise cursor.damaged(f"the tensors {before} and {after} overlap")
     return tensors

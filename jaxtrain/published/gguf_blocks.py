@@ -1,10 +1,10 @@
 """Quantized blocks of GGUF files, as float32. No jax here.
 
 A quantized tensor is a row-major array of blocks along its last dimension; a block holds 32 or 256 elements with their
-scales. The layouts are those of ggml (https://github.com/ggml-org/ggml, `ggml-common.h`). Each function takes the bytes
-of blocks, uint8 [N, bytes of a block], and returns their elements, float32 [N, elements of a block], by the same float32
-operations in the same order as ggml, so that the elements are equal to the last bit. `d` and `m` are a block's scale and
-offset, `q` are the small integers.
+scales. The layouts are those of ggml (https://github.com/ggml-org/ggml, `ggml-common.h`). Each function takes the
+bytes of blocks, uint8 [N, bytes of a block], and returns their elements, float32 [N, elements of a block], by the same
+float32 operations in the same order as ggml, so that the elements are equal to the last bit. `d` and `m` are a block's
+scale and offset, `q` are the small integers.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def _q8_0(blocks: np.ndarray) -> np.ndarray:
 
 
 def _six_bit_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 8 scales and the 8 offsets that a K block packs in 12 bytes as 6-bit integers, float32 [N, 8] each."""
+    """Returns the 8 scales and 8 offsets that a K block packs in 12 bytes as 6-bit integers, float32 [N, 8] each."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([low & 63, (high & 0x0F) | ((low >> 6) << 4)], axis=1)
     offsets = np.concatenate([middle & 63, (high >> 4) | ((middle >> 6) << 4)], axis=1)

@@ -18,8 +18,8 @@ from jaxtrain.published.gguf import GgufFile, read_tensor
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 # Readers of GGUF rotate by this where the file does not say otherwise.
 _USUAL_THETA = 10000.0
-# What the converter of Llama 3.1 and later leaves out of the file, having made the table `rope_freqs` from it.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What all of Llama 3.1 and later have; a GGUF file holds only the table `rope_freqs` that follows from it.
+_LOW, _HIGH, _USUAL_LENGTH = 1.0, 4.0, 8192
 
 
 @dataclass
@@ -162,23 +162,31 @@ def _llama(keys: _Keys) -> dict[str, Any]:
 
 
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the scaling whose table of divisors of the frequencies the file holds."""
-    table = np.asarray(read_tensor(file, "rope_freqs.weight"), np.float64)
-    factor = float(np.round(table.max(), 4))
+    """Returns the scaling whose table of divisors of the frequencies the file holds.
+
+    Llama 3.1 and later differ in the factor and in the original length only; both can be read off the table.
+    """
+    table = np.asarray(read_tensor(file, "rope_freqs.weight"), np.float64).reshape(-1)
+    half = config["head_dim"] // 2
     if np.all(table == 1):
         return None
-    low, high, original = _LLAMA3_ROPE.values()
-    half = config["head_dim"] // 2
+    factor = float(np.round(table.max(), 4))
     wavelength = 2 * math.pi * config["rope_theta"] ** (np.arange(half) / half)
-    smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    # The table is rounded to float32 from float32 arithmetic.
-    if table.shape != expected.shape or not np.allclose(table, expected, rtol=1e-3):
-        raise ConfigError(
-            f"{file.path} has a table rope_freqs that is not of Llama 3 ({_LLAMA3_ROPE}); give the published folder "
-            "of safetensors"
-        )
-    return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
+    if table.shape == wavelength.shape and table.min() >= 1 and factor > 1:
+        # A frequency between the two ends tells the original length; a table without one has the usual length.
+        smooth = (1 / table - 1 / factor) / (1 - 1 / factor)
+        inside = np.flatnonzero((smooth > 0.01) & (smooth < 0.99))
+        lengths = wavelength * (_LOW + smooth * (_HIGH - _LOW))
+        original = round(float(lengths[inside[0]])) if inside.size else _USUAL_LENGTH
+        expected = np.clip((original / wavelength - _LOW) / (_HIGH - _LOW), 0, 1)
+        # The table is rounded to float32 from float32 arithmetic, and the length is a whole number.
+        if np.allclose(table, 1 / ((1 - expected) / factor + expected), rtol=1e-3):
+            ends = {"low_freq_factor": _LOW, "high_freq_factor": _HIGH, "original_max_position_embeddings": original}
+            return {"rope_type": "llama3", "factor": factor, **ends}
+    raise ConfigError(
+        f"{file.path} has a table rope_freqs that is not of Llama 3 (between the factors {_LOW} and {_HIGH}); "
+        "give the published folder of safetensors"
+    )
 
 
 def _qwen(keys: _Keys) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""A GGUF file seen as a published folder: its config.json, its tensors by their published names, its tokenizer. No jax."""
+"""A GGUF file seen as a published folder: config.json, tensors by their published names, tokenizer. No jax here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ class GgufSource:
     stored: Mapping[str, Stored]
     tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
-    @cached_property
+    @property
     def files(self) -> dict[str, str]:
         """The other files of a published folder that the file stands for: name -> text.
 

@@ -41,7 +41,7 @@ class Mapped:
     name: str
     to: str = field(kw_only=True)
     default: Default = field(kw_only=True)
-    values: Mapping[object, object] | None = field(default=None, kw_only=True)
+    values: Mapping[Any, Any] | None = field(default=None, kw_only=True)
     other_names: tuple[str, ...] = field(default=(), kw_only=True)
 
 

@@ -135,12 +135,19 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
             f"model.vocab_size={vocabulary} is below the {data.vocab_size} token ids of the data; "
             f"set model.vocab_size={data.vocab_size} or more, or leave it out"
         )
+    head = getattr(config.model, "head", None)
     classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)
+    classes = classes if head is None else head.num_labels
     if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
         raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
     longest, length = getattr(config.model, "max_sequence_length", None), next(iter(data.input_shape), 0)
     if tokens and longest is not None and length > longest:
         raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
+    if data.decoder_length is not None and longest is not None and data.decoder_length > longest:
+        raise ConfigError(
+            f"targets of {data.decoder_length} tokens exceed model.max_sequence_length={longest}; lower "
+            "data.target_length, or the part that data.corruption hides"
+        )
 
 
 def build_step(

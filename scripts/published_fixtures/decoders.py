@@ -135,7 +135,8 @@ FIXTURES = (
         "llama31", tf.LlamaForCausalLM, tf.LlamaConfig(**_LLAMA, head_dim=8, rope_parameters=_LLAMA31), language_model,
         length=40, old=old_form,
         matters=({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-                 {"rope_parameters": {**_LLAMA31, "factor": 4.0}}, {"rope_parameters": {**_LLAMA31, "high_freq_factor": 2.0}}),
+                 {"rope_parameters": {**_LLAMA31, "factor": 4.0}},
+                 {"rope_parameters": {**_LLAMA31, "high_freq_factor": 2.0}}),
     ),
     Fixture(
         "smollm2", tf.LlamaForCausalLM,
@@ -151,7 +152,8 @@ FIXTURES = (
     Fixture(
         "mixtral", tf.MixtralForCausalLM,
         tf.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_ROPE), language_model,
-        gradients=("model.layers.0.block_sparse_moe.gate.weight", "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+        gradients=("model.layers.0.block_sparse_moe.gate.weight",
+                   "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
         matters=({"num_experts_per_tok": 1},),
     ),
     Fixture(

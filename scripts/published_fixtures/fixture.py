@@ -180,7 +180,7 @@ def gradients_of(fixture: Fixture, model: Any, arrays: Mapping[str, np.ndarray])
     found: Arrays = {f"grad:{name}": stored[name] for name in fixture.gradients}
     if not all(np.abs(gradient).max() > 1e-3 for gradient in found.values()):
         raise Unsuitable(f"{fixture.name}: a gradient is 0")
-    return found | {"loss": np.float32(loss.item())}
+    return found | {"loss": np.asarray(loss.item(), np.float32)}
 
 
 def move_of(fixture: Fixture, model: Any, arrays: Mapping[str, np.ndarray], change: Mapping[str, Any]) -> float:

@@ -97,6 +97,39 @@ def test_attention_counts_the_pairs_that_see_each_other(form, pairs):
     assert attention == pytest.approx(12 * 3 * 64 * pairs, rel=0.01)
 
 
+def test_local_layers_count_the_pairs_of_their_window():
+    sizes = {"num_layers": 5, "vocab_size": 512}
+    local = {"pattern": (1, 1, 0), "window": 64}
+    found = _flops(TransformerConfig.model_validate({**sizes, "local_layers": local}), sequence_length=1024)
+    window, whole = (
+        _flops(TransformerConfig(**sizes, sliding_window=window), sequence_length=1024) for window in (64, None)
+    )
+    assert window is not None
+    assert whole is not None
+    assert found == pytest.approx((4 * window + whole) / 5, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(keys, id=" ".join(keys))
+        for keys in (
+            {"activation": "geglu"},
+            *({"block": form} for form in ("post", "sandwich", "parallel")),
+            {"bias": "qkv", "qk_norm": True, "norm_offset": True, "embedding_norm": True, "token_types": 2},
+            {"rotary_fraction": 0.5, "attention_scale": 1.0, "embedding_scale": 8.0, "logits_scale": 0.5},
+            {"attention_softcap": 50.0, "logits_softcap": 30.0},
+            {"position": "relative"},
+            {"position": "learned", "position_offset": 2},
+            {"position": "none"},
+        )
+    ],
+)
+def test_settings_that_change_no_matmul_count_nothing(keys):
+    plain = _flops(TransformerConfig(vocab_size=512), sequence_length=128)
+    assert _flops(TransformerConfig.model_validate({"vocab_size": 512, **keys}), sequence_length=128) == plain
+
+
 def test_an_mlp_with_frozen_layers_counts_what_is_left_of_the_backward_pass():
     config, sizes = MLPConfig(hidden_dims=(16, 32)), dict(input_shape=(64,), num_outputs=10)
     first, second, output = 2 * 64 * 16, 2 * 16 * 32, 2 * 32 * 10

@@ -102,13 +102,12 @@ def test_greedy_outputs_are_those_of_the_likeliest_next_token():
 def test_text_is_the_output_alone_on_one_device_and_on_several():
     model, params = _model()
     prompts = ["in one", "and another input"]
-    options = dict(new_tokens=5, sampling=Sampling(0))
     devices = jax.devices()
     alone = shard_model(model, mesh=make_mesh(data=1, devices=devices[:1]))
-    texts = generate_text(alone, params, ByteTokenizer(), prompts, **options)
+    texts = generate_text(alone, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0))
     assert not any(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
     sharded = shard_model(model, mesh=make_mesh(fsdp=2, tensor=2, devices=devices[:4]))
-    assert generate_text(sharded, params, ByteTokenizer(), prompts, **options) == texts
+    assert generate_text(sharded, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0)) == texts
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import count_parameters
 from jaxtrain.models.shipped.build import build_model
@@ -39,11 +40,30 @@ ENCODER_DECODERS = {
     "flan_t5_xl": 2_849_757_184,
     "flan_t5_xxl": 11_135_332_352,
 }
+# The config.json and the safetensors file published with each model, with the head that its size names.
+ENCODERS = {
+    "bert_base": 109_514_298,
+    "bert_base_cased": 108_340_804,
+    "bert_large": 335_174_458,
+    "roberta_base": 124_697_433,
+    "roberta_large": 355_412_057,
+    "distilbert_base": 66_985_530,
+    # Without the pooling layer [384, 384], which sentence embeddings do not use.
+    "minilm_l6": 22_713_216 - 384 * 385,
+}
+# timm's table of results.
+VITS = {"vit_tiny": 5_717_416, "vit_small": 22_050_664, "vit_base": 86_567_656, "vit_large": 304_326_632}
 # torchvision's table of weights.
-RESNETS = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160}
+RESNETS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+}
 
 
-@pytest.mark.parametrize(("size", "count"), TRANSFORMERS.items(), ids=TRANSFORMERS)
+@pytest.mark.parametrize(("size", "count"), [*TRANSFORMERS.items(), *ENCODERS.items()], ids=[*TRANSFORMERS, *ENCODERS])
 def test_transformers_have_the_published_counts(size, count):
     assert count_parameters(build_model(TransformerConfig(size=size), input_shape=(8,))) == count
 
@@ -54,6 +74,12 @@ def test_encoder_decoders_have_the_published_counts(size, count):
     config = EncoderDecoderConfig(size=size)
     shapes = model_tensors(config, input_shape=(8,), vocab_size=config.vocab_size, num_outputs=None)
     assert shapes.num_parameters == count
+
+
+@pytest.mark.parametrize(("size", "count"), VITS.items(), ids=VITS)
+def test_vision_transformers_have_the_published_counts(size, count):
+    model = build_model(ViTConfig(size=size, num_classes=1000), input_shape=(224, 224, 3))
+    assert count_parameters(model) == count
 
 
 @pytest.mark.parametrize(("size", "count"), RESNETS.items(), ids=RESNETS)

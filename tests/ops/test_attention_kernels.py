@@ -100,15 +100,30 @@ def assert_same(found, case):
 BLOCKS = [(name, 16) for name in CASES] + [
     (name, block) for name in ("full", "softcap, window, packed, grouped", "bf16") for block in (8, 48)
 ]
+# What plain pytest runs: every part of the form at least once, and every block.
+PLAIN = [
+    *((name, 16) for name in ("causal", "packed, full", "packed, window", "one key-value head, packed")),
+    *((name, 16) for name in ("softcap", "bf16, all together")),
+    ("softcap, window, packed, grouped", 8),
+    ("full", 48),
+]
 
 
-@pytest.mark.parametrize(("case", "block"), BLOCKS)
+@pytest.mark.parametrize(
+    ("case", "block"), [pytest.param(*row, marks=() if row in PLAIN else pytest.mark.long) for row in BLOCKS]
+)
 def test_blockwise(case, block):
     case = CASES[case]
     assert_same(outputs_and_gradients(functools.partial(blockwise_attention, block=block), case), case)
 
 
-@pytest.mark.parametrize("case", ["causal", "softcap, window, packed, grouped", "bf16, all together"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "softcap, window, packed, grouped",
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("causal", "bf16, all together")),
+    ],
+)
 def test_parts_of_the_rows_give_the_numbers_of_all_at_once(case):
     case = dataclasses.replace(CASES[case], rows=4)
     whole, parts = (

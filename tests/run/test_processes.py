@@ -67,7 +67,7 @@ def test_one_process_then_two(tmp_path: Path) -> None:
     """A run of one process with four devices goes on in two processes with two each."""
     sample = dict(max_batches=2, sample_prompt="The", sample_tokens=5)
     config = write_config(tmp_path, train__steps=8, evaluation=sample)
-    layout = ("parallel.fsdp=2", "optimizer.schedule.kind=constant")
+    layout = ("parallel.fsdp=2",)
     first = run_process(config, tmp_path / "moved", "--emulate", "4", "train.steps=4", *layout)
     assert first.returncode == 0, first.stderr
     results = finish(start_two(config, tmp_path / "moved", *layout))

@@ -12,11 +12,14 @@ import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
 
+# A schedule would depend on the number of steps, and a run of each number would compile a step of its own.
 TINY: dict[str, Any] = {
     "name": "tiny",
     "model": dict(kind="transformer", num_layers=2, embed_dim=32, num_heads=4, max_sequence_length=32, dropout=0.1),
     "data": dict(kind="text", tokenizer=dict(kind="byte")),
-    "optimizer": dict(kind="adamw", learning_rate=1e-3, weight_decay=0.1, ema_decay=0.9),
+    "optimizer": dict(
+        kind="adamw", learning_rate=1e-3, weight_decay=0.1, ema_decay=0.9, schedule=dict(kind="constant")
+    ),
     "train": dict(steps=100, global_batch_size=8),
     "evaluation": dict(max_batches=2),
     "checkpoint": dict(every=None),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxtrain.config import load_config
 from jaxtrain.config.arguments import check_choice, check_kind, check_whole, refusal
@@ -13,17 +13,23 @@ from jaxtrain.config.data import (
     DigitsData,
     ImageFolderData,
     JsonlData,
+    LabelledTextData,
     MixtureData,
     SyntheticData,
     TableData,
+    TaggedTextData,
     TextData,
+    TextPairData,
     TokenData,
 )
+from jaxtrain.config.schema import TaskName
 from jaxtrain.data.batches import check_rows
 from jaxtrain.data.examples import Examples
+from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_kind
 from jaxtrain.data.stream import BatchStream
-from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
-from jaxtrain.data.tokens import Span, TokenSource, split_tokens, text_source
+from jaxtrain.data.text.corrupt import SpanNoise, corrupted, noise_identity, noise_of
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokens import Span, TokenSource, text_source
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.call import call_function
 from jaxtrain.runtime.card import card
@@ -47,12 +53,13 @@ class Data:
         num_outputs: Number of classes, or of columns to predict; None for tokens.
         input_shape: Shape of one row's "inputs".
         unit: "tokens" or "examples".
-        units_per_row: sequence_length for tokens, else 1.
+        units_per_row: sequence_length for tokens (and those of the decoder, where rows have some), else 1.
         tokenizer: The tokenizer that made the tokens; None: not known, or no tokens.
         description: Lines that describe the data to the user.
         reading: JSON values with which inputs and classes were turned into numbers: the names of the classes in the
             order of their numbers, and the mean and deviation of the columns of a table. `open_data` accepts it, so
             that other rows are read in the same way. None for sources that need none.
+        decoder_length: Tokens per row of a decoder beside an encoder; None: rows have no such tokens.
 
     Example:
         >>> import dataclasses
@@ -74,6 +81,7 @@ class Data:
     tokenizer: Tokenizer | None
     description: tuple[str, ...]
     reading: dict[str, Any] | None = None
+    decoder_length: int | None = None
 
     def __post_init__(self) -> None:
         for name, rows in (("train", self.train), ("validation", self.validation)):
@@ -131,28 +139,26 @@ def open_data(
     _check_call(config, sequence_length, seed, task, reading)
     match config:
         case TextData() | JsonlData():
-            length = _sequence_length(config.sequence_length, sequence_length)
-            part = _split(text_source(config), length, config.validation_fraction)
-            return _token_data([part], sequence_length=length, weights=None)
+            rows = row_form(config, text_source(config), sequence_length, seed)
+            return _token_data([split(rows.source, rows, config.validation_fraction)], rows, weights=None)
         case TokenData():
             from jaxtrain.data.sources.shards import shard_source
 
-            length = _sequence_length(config.sequence_length, sequence_length)
-            part = _split(shard_source(config), length, config.validation_fraction)
-            return _token_data([part], sequence_length=length, weights=None)
+            rows = row_form(config, shard_source(config), sequence_length, seed)
+            return _token_data([split(rows.source, rows, config.validation_fraction)], rows, weights=None)
         case MixtureData():
             from jaxtrain.data.sources.mixture import open_mixture
 
-            length = _sequence_length(config.sequence_length, sequence_length)
+            sources = open_mixture(config)
+            rows = row_form(config, sources[0], sequence_length, seed)
             fractions = [component.source.validation_fraction for component in config.components]
-            parts = [
-                _split(source, length, fraction)
-                for source, fraction in zip(open_mixture(config), fractions, strict=True)
-            ]
-            weights = [component.weight for component in config.components]
-            return _token_data(parts, sequence_length=length, weights=weights)
+            parts = [split(source, rows, fraction) for source, fraction in zip(sources, fractions, strict=True)]
+            return _token_data(parts, rows, weights=[component.weight for component in config.components])
         case SyntheticData(task="tokens"):
-            return _synthetic_tokens(config, _sequence_length(config.sequence_length, sequence_length))
+            return _synthetic_tokens(config, row_length(config.sequence_length, sequence_length), seed)
+        case LabelledTextData() | TaggedTextData() | TextPairData():
+            length = row_length(config.sequence_length, sequence_length)
+            return _text_data(config, length, task=task, reading=reading)
         case SyntheticData():
             from jaxtrain.data.sources.synthetic import open_examples
 
@@ -207,101 +213,108 @@ def _check_call(config: Any, sequence_length: Any, seed: Any, task: Any, reading
         check_whole(sequence_length, what="open_data: sequence_length", least=1, write="sequence_length=256")
     check_whole(seed, what="open_data: seed", least=None, write="seed=0")
     if task is not None:
-        known = ("language_modeling", "classification", "regression")
-        check_choice(task, known, what="open_data: task", write="task='classification'")
+        check_choice(task, get_args(TaskName), what="open_data: task", write="task='classification'")
     if reading is not None:
         takes = "what the data of a run says of its reading"
         check_kind(reading, Mapping, what="open_data: reading", takes=takes, write="reading=data.reading")
 
 
-def _sequence_length(configured: int | None, default: int | None) -> int:
-    length = configured or default
-    if length is None:
-        raise DataError("data.sequence_length is null and the model has no max_sequence_length; set it, such as 256")
-    return length
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A token source and its two spans."""
-
-    source: TokenSource
-    train: Span
-    validation: Span | None
-
-
-def _split(source: TokenSource, sequence_length: int, validation_fraction: float) -> _Part:
-    train, validation = split_tokens(source, sequence_length=sequence_length, validation_fraction=validation_fraction)
-    return _Part(source, train, validation)
-
-
-def _synthetic_tokens(config: SyntheticData, sequence_length: int) -> Data:
+def _synthetic_tokens(config: SyntheticData, sequence_length: int, seed: int) -> Data:
     from jaxtrain.data.sources.synthetic import markov_tokens
 
-    source = markov_tokens(config, sequence_length=sequence_length)
-    border = config.num_rows * sequence_length
+    plain = TokenSource((), config.vocab_size, None, "synthetic tokens")
+    noise = noise_of(config, plain, None, sequence_length=sequence_length)
+    rows = RowForm(plain, sequence_length, config.corruption, noise, seed)
+    source = markov_tokens(config, sequence_length=rows.stream_length)
+    border = config.num_rows * rows.stream_length
     # The parts share one token, the last target of training, so that both have all their rows.
-    part = _Part(source, Span(0, border + 1), Span(border, source.num_tokens))
-    return _token_data([part], sequence_length=sequence_length, weights=None)
+    return _token_data([Part(source, Span(0, border + 1), Span(border, source.num_tokens))], rows, weights=None)
 
 
-def _token_data(parts: Sequence[_Part], *, sequence_length: int, weights: Sequence[float] | None) -> Data:
+def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float] | None) -> Data:
     from jaxtrain.data.rows import ConcatenatedRows, TokenRows
 
+    sequence_length, noise = form.length, form.noise
+
     def rows(source: TokenSource, span: Span) -> "Rows":
-        return TokenRows(source.segments, span=span, sequence_length=sequence_length)
+        return TokenRows(source.segments, span=span, sequence_length=form.stream_length)
+
+    def hidden(rows: "Rows", seed: int) -> "Rows":
+        return rows if noise is None else corrupted(rows, noise, seed=seed)
 
     train = [rows(part.source, part.train) for part in parts]
     validation = [rows(part.source, part.validation) for part in parts if part.validation is not None]
     identities = [
-        {**part.source.identity, "num_tokens": part.source.num_tokens, "split": _spans(part)} for part in parts
+        {**part.source.identity, "num_tokens": part.source.num_tokens, "split": spans(part)} for part in parts
     ]
     fingerprint: dict[str, Any] = {"sequence_length": sequence_length, "num_rows": sum(map(len, train))}
     if weights is None:
         fingerprint |= identities[0]
     else:
         fingerprint |= {"kind": "mixture", "components": identities, "weights": list(weights)}
+    if noise is not None and form.corruption is not None:
+        fingerprint["corruption"] = noise_identity(form.corruption, noise)
     tokenizer = parts[0].source.tokenizer
-    vocab_size = max(part.source.vocab_size for part in parts)
+    vocab_size = max(part.source.vocab_size for part in parts) if noise is None else noise.vocab_size
     shares = [None] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
-    lines = [_describe(part, share=share) for part, share in zip(parts, shares, strict=True)]
+    lines = [describe(part, share=share) for part, share in zip(parts, shares, strict=True)]
     lines.append(
         f"{sum(map(len, train)):,} training rows and {sum(map(len, validation)):,} validation rows "
         f"of {sequence_length:,} tokens"
     )
-    lines.append(f"tokenizer: {_kind(tokenizer)}, {vocab_size:,} ids")
+    lines.append(f"tokenizer: {tokenizer_kind(tokenizer)}, {vocab_size:,} ids")
+    decoder_length = noise.sizes.targets_length if isinstance(noise, SpanNoise) else None
     return Data(
-        train=train[0] if weights is None else ConcatenatedRows(train, weights=weights),
-        validation=None if not validation else validation[0] if len(validation) == 1 else ConcatenatedRows(validation),
+        train=hidden(train[0] if weights is None else ConcatenatedRows(train, weights=weights), form.seed),
+        # The same tokens are hidden whatever the seed of the run is, so that runs can be compared.
+        validation=None
+        if not validation
+        else hidden(ConcatenatedRows(validation), 0)
+        if len(validation) > 1
+        else hidden(validation[0], 0),
         fingerprint=fingerprint,
         vocab_size=vocab_size,
         num_outputs=None,
         input_shape=(sequence_length,),
         unit="tokens",
-        units_per_row=sequence_length,
+        units_per_row=sequence_length + (decoder_length or 0),
         tokenizer=tokenizer,
         description=tuple(lines),
+        decoder_length=decoder_length,
     )
 
 
-def _spans(part: _Part) -> list[list[int]]:
-    return [[span.start, span.stop] for span in (part.train, part.validation) if span is not None]
+def _text_data(
+    config: LabelledTextData | TaggedTextData | TextPairData,
+    sequence_length: int,
+    *,
+    task: str | None,
+    reading: Mapping[str, Any] | None,
+) -> Data:
+    """The data of a table of texts."""
+    from jaxtrain.data.text.labelled import open_labelled_text, open_tagged_text, open_text_pairs
 
-
-def _describe(part: _Part, *, share: float | None) -> str:
-    documents = "" if part.source.num_documents is None else f"{part.source.num_documents:,} documents, "
-    weight = "" if share is None else f" ({share:.0%} of the rows)"
-    validation = 0 if part.validation is None else part.validation.stop - part.validation.start
-    return (
-        f"{part.source.label}{weight}: {documents}{part.source.num_tokens:,} tokens, "
-        f"{validation:,} of them for validation"
+    match config:
+        case LabelledTextData():
+            found = open_labelled_text(config, sequence_length=sequence_length, task=task, reading=reading)
+        case TaggedTextData():
+            found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
+        case TextPairData():
+            found = open_text_pairs(config, sequence_length=sequence_length)
+    return Data(
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.identity,
+        vocab_size=found.tokenizer.vocab_size,
+        num_outputs=found.num_outputs,
+        input_shape=(sequence_length,),
+        unit="tokens",
+        units_per_row=sequence_length + (found.decoder_length or 0),
+        tokenizer=found.tokenizer,
+        description=found.description,
+        reading=found.reading,
+        decoder_length=found.decoder_length,
     )
-
-
-def _kind(tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return "none"
-    return "bytes" if isinstance(tokenizer, ByteTokenizer) else "byte-level BPE"
 
 
 def _example_data(examples: Examples) -> Data:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from jaxtrain.config.data import JsonlData, MixtureData, TextData, TokenData
 from jaxtrain.data.documents import open_documents
 from jaxtrain.data.sources.shards import shard_source
+from jaxtrain.data.special import added_tokens
 from jaxtrain.data.tokenizer import build_tokenizer, tokenizer_sha256
 from jaxtrain.data.tokens import TokenSource, text_source
 from jaxtrain.errors import DataError
@@ -28,7 +29,7 @@ def open_mixture(config: MixtureData) -> list[TokenSource]:
     sources = [component.source for component in config.components]
     texts = [source for source in sources if isinstance(source, TextData | JsonlData)]
     shards = {i: shard_source(source) for i, source in enumerate(sources) if isinstance(source, TokenData)}
-    tokenizer = build_tokenizer(config.tokenizer, _read(texts)) if texts else None
+    tokenizer = build_tokenizer(config.tokenizer, _read(texts), special=added_tokens(config)) if texts else None
     expected = tokenizer_sha256(tokenizer) if tokenizer else None
     for shard in shards.values():
         found = shard.identity["tokenizer_sha256"]

@@ -19,6 +19,7 @@ from jaxtrain.config.data import JsonlData, TextData, TokenData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data.documents import open_documents
 from jaxtrain.data.files import require_file, require_folder
+from jaxtrain.data.special import added_tokens
 from jaxtrain.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_sha256
 from jaxtrain.data.tokens import TokenSource, check_tokens, encode_stream, token_dtype
 from jaxtrain.errors import DataError
@@ -83,7 +84,7 @@ def prepare_tokens(config: TextData | JsonlData, output: Path, *, tokens_per_sha
     if tokens_per_shard < 1:
         raise DataError(f"tokens_per_shard is {tokens_per_shard}; give at least 1")
     documents = open_documents(config)
-    tokenizer = build_tokenizer(config.tokenizer, documents.read())
+    tokenizer = build_tokenizer(config.tokenizer, documents.read(), special=added_tokens(config))
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

@@ -2,6 +2,7 @@
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.layout.rules import FamilyTable
 
 Axes = dict[str, tuple[str | None, ...]]
@@ -34,6 +35,22 @@ TRANSFORMER: Axes = {
     "output_norm/scale": ("embed",),
     "output_norm/bias": ("embed",),
     "output": ("embed", "vocab"),
+    "head/*/kernel": ("embed", None),
+    "head/dense/bias": ("embed",),
+    "head/hidden/bias": ("embed",),
+    "head/norm/*": ("embed",),
+    "head/output/bias": (None,),
+    "head/bias": ("vocab",),
+}
+
+# The blocks and the head are the transformer's.
+VIT: Axes = {
+    "patches/kernel": (None, "embed"),
+    "patches/bias": ("embed",),
+    "class_token": ("embed",),
+    **{path: row for path, row in TRANSFORMER.items() if path.split("/")[0] in ("positions", "blocks", "output_norm")},
+    "head/output/kernel": ("embed", None),
+    "head/output/bias": (None,),
 }
 
 # These rows take the place of the rows of a transformer's MLP.
@@ -91,6 +108,8 @@ def model_axes(config: ModelConfig) -> Axes:
             return FamilyTable(ENCODER_DECODER)
         case ResNetConfig():
             return FamilyTable(RESNET)
+        case ViTConfig():
+            return FamilyTable(VIT)
         case MLPConfig():
             return mlp_axes(len(config.hidden_dims))
         case CalledModel():

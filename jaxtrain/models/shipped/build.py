@@ -16,22 +16,28 @@ from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
+from jaxtrain.models.shipped.vit import vit
 from jaxtrain.remat.policy import Remat
 
 # kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
 _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {
-    "transformer": lambda config, shape, vocab, outputs, remat: transformer(config, vocab_size=vocab, remat=remat),
+    "transformer": lambda config, shape, vocab, outputs, remat: transformer(
+        config, vocab_size=vocab, num_outputs=outputs, remat=remat
+    ),
     "encoder_decoder": lambda config, shape, vocab, outputs, remat: encoder_decoder(
         config, vocab_size=vocab, remat=remat
     ),
     "resnet": lambda config, shape, vocab, outputs, remat: resnet(
         config, input_shape=shape, num_classes=outputs, remat=remat
     ),
+    "vit": lambda config, shape, vocab, outputs, remat: vit(
+        config, input_shape=shape, num_classes=outputs, remat=remat
+    ),
     "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
 }
 
-# Kinds whose blocks have every tensor that `remat` may name.
-_TRANSFORMERS = ("transformer", "encoder_decoder")
+# Kinds made of the transformer's blocks, whose tensors have names that the policy itself knows.
+_OF_BLOCKS = ("transformer", "encoder_decoder", "vit")
 # Another kind of model -> the tensor that remat.offload may name.
 _OFFLOADED = {"resnet": BLOCK_INPUT}
 
@@ -74,7 +80,7 @@ def build_model(
         return applied
     given, remat = remat, remat or Remat()
     known = _OFFLOADED.get(config.kind)
-    wrong = [name for name in remat.offload if config.kind not in _TRANSFORMERS and name != known]
+    wrong = [name for name in remat.offload if config.kind not in _OF_BLOCKS and name != known]
     if wrong:
         raise ConfigError(
             f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known or 'none'}"

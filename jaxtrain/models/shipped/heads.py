@@ -50,7 +50,7 @@ class HeadInputs:
 
 
 def head_inputs(
-    head: HeadConfig | None, shape: tuple[int, int], segments_BL: jax.Array | None, key: jax.Array | None
+    head: HeadConfig | None, shape: tuple[int, ...], segments_BL: jax.Array | None, key: jax.Array | None
 ) -> HeadInputs:
     """Compute what a head needs from the inputs of the model.
 
@@ -72,7 +72,7 @@ def head_inputs(
     return HeadInputs(pooling_BL, seed_B2)
 
 
-def _pooling_weights(pooling: str, shape: tuple[int, int], segments_BL: jax.Array | None) -> jax.Array:
+def _pooling_weights(pooling: str, shape: tuple[int, ...], segments_BL: jax.Array | None) -> jax.Array:
     """The weight of each token in the mean of its row: float32 [B, L]."""
     real_BL = jnp.ones(shape, bool) if segments_BL is None else segments_BL != 0
     if pooling == "last":
@@ -133,8 +133,8 @@ class MaskedLanguageModelHead(nnx.Module):
         )
         self.norm = Norm(width, kind=norm, bias=head.bias, epsilon=epsilon)
         self.bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if head.bias else None
-        assert head.hidden_activation is not None
-        self.activation = _ACTIVATIONS[head.hidden_activation]
+        assert head.hidden is not None
+        self.activation = _ACTIVATIONS[head.hidden]
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Compute what the output layer takes: [B, L, D]."""
@@ -175,8 +175,8 @@ class PooledHead(nnx.Module):
         """
         y = pool(x_BLD, needs.pooling_BL) if self.head.is_pooled else x_BLD
         if self.hidden is not None:
-            assert self.head.hidden_activation is not None
-            y = _ACTIVATIONS[self.head.hidden_activation](self.hidden(y))
+            assert self.head.hidden is not None
+            y = _ACTIVATIONS[self.head.hidden](self.hidden(y))
         y = _dropout(y, self.head.dropout, needs.seed_B2)
         if self.output is not None:
             y = self.output(y)

@@ -12,6 +12,7 @@ from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig
 from jaxtrain.config.transformer import GATED, TransformerConfig
+from jaxtrain.config.vit import ViTConfig, image_sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -130,7 +131,7 @@ def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[st
     square = LinearShape((width,), (width,))
     if head.kind == "masked_language_model":
         return {"dense": square}
-    hidden = {} if head.hidden_activation is None else {"hidden": square}
+    hidden = {} if head.hidden is None else {"hidden": square}
     return hidden | ({} if num_labels is None else {"output": LinearShape((width,), (num_labels,))})
 
 
@@ -157,6 +158,11 @@ def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | N
             if norm == "layernorm":
                 shapes["head/norm/bias"] = (width,)
     return shapes
+
+
+def patch_shape(config: ViTConfig, channels: int) -> LinearShape:
+    """The layer that maps a patch of an image with so many channels to the residual stream."""
+    return LinearShape((config.patch_size**2 * channels,), (config.embed_dim,))
 
 
 def stem_shape(config: ResNetConfig, channels: int) -> ConvShape:
@@ -207,18 +213,22 @@ def model_tensors(
         config: the model.
         input_shape: of one row, without the batch.
         vocab_size: rows of a transformer's embedding.
-        num_outputs: classes or targets of another model.
+        num_outputs: classes or targets of another model, and labels of a transformer's head.
     """
     match config:
         case TransformerConfig():
             assert vocab_size is not None
-            return Tensors(_transformer(config, vocab_size), {}, "blocks")
+            return Tensors(_transformer(config, vocab_size, num_outputs), {}, "blocks")
         case EncoderDecoderConfig():
             assert vocab_size is not None
             return Tensors(_encoder_decoder(config, vocab_size), {})
         case ResNetConfig():
             assert num_outputs is not None
             return _resnet(config, input_shape[-1], num_outputs)
+        case ViTConfig():
+            num_classes = config.num_classes or num_outputs
+            assert num_classes is not None
+            return Tensors(_vit(config, input_shape, num_classes), {}, "blocks")
         case MLPConfig():
             assert num_outputs is not None
             layers = dense_layers(config, math.prod(input_shape), num_outputs)
@@ -234,7 +244,7 @@ def _with_biases(layers: dict[str, LinearShape]) -> Shapes:
     return shapes
 
 
-def _transformer(config: TransformerConfig, vocab_size: int) -> Shapes:
+def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | None) -> Shapes:
     layers, width = config.num_layers, config.embed_dim
 
     def norm(path: str, *lead: int, dim: int = width, bias: bool = config.bias is True) -> Shapes:
@@ -269,15 +279,18 @@ def _transformer(config: TransformerConfig, vocab_size: int) -> Shapes:
         shapes |= linear("blocks/mlp", name, shape, *experts)
     if config.block != "post":
         shapes |= norm("output_norm")
-    if not config.tie_embeddings:
+    if config.has_output_layer and not config.tie_embeddings:
         shapes["output"] = (width, vocab_size)
+    if config.head is not None:
+        labels = (config.head.num_labels or num_outputs) if config.head.has_labels else None
+        shapes |= head_tensors(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)
     return shapes
 
 
 def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Shapes:
     """Those of two transformers without embedding and output layer, and of the decoder's cross-attention."""
     whole = ("embedding", "output")
-    encoder, decoder = (_transformer(stack, vocab_size) for stack in (config.encoder_stack, config.decoder_stack))
+    encoder, decoder = (_transformer(stack, vocab_size, None) for stack in (config.encoder_stack, config.decoder_stack))
     shapes: Shapes = {"embedding": encoder["embedding"]}
     shapes |= {f"encoder/{path}": shape for path, shape in encoder.items() if path not in whole}
     shapes |= {f"decoder/{path}": shape for path, shape in decoder.items() if path not in whole}
@@ -287,6 +300,19 @@ def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Shapes:
     if not config.tie_embeddings:
         shapes["output"] = (config.embed_dim, vocab_size)
     return shapes
+
+
+def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Shapes:
+    image_size, channels = image_sizes(config, input_shape)
+    width, patches = config.embed_dim, patch_shape(config, channels)
+    blocks = config.blocks(image_size)
+    shapes: Shapes = {"patches/kernel": patches.kernel, "patches/bias": patches.outputs}
+    if config.pooling == "first":
+        shapes["class_token"] = (width,)
+    shapes["positions"] = (blocks.max_sequence_length, width)
+    shapes |= {path: shape for path, shape in _transformer(blocks, 1, None).items() if path.startswith("blocks/")}
+    shapes |= {"output_norm/bias": (width,), "output_norm/scale": (width,)}
+    return shapes | head_tensors(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
 
 
 def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:

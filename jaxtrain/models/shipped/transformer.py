@@ -1,7 +1,7 @@
-"""A transformer of equal blocks, as a decoder or as an encoder: embeddings, blocks, output layer.
+"""A transformer of equal blocks, as a decoder or as an encoder: embeddings, blocks, head.
 
 Shapes: B batch, L length, T new tokens, S length of keys and values (L, or the positions of a cache), D model width,
-G key-value heads, K head_dim, V vocabulary.
+G key-value heads, K head_dim, V vocabulary, C labels.
 """
 
 import dataclasses
@@ -22,6 +22,13 @@ from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, Cache, block_norm
+from jaxtrain.models.shipped.heads import (
+    HeadInputs,
+    MaskedLanguageModelHead,
+    PooledHead,
+    head_inputs,
+    num_labels,
+)
 from jaxtrain.models.shipped.inputs import TransformerInputs
 from jaxtrain.models.shipped.moe import Routing
 from jaxtrain.models.shipped.relative import relative_bias, relative_table
@@ -33,15 +40,16 @@ from jaxtrain.remat.policy import Remat
 
 
 class Transformer(nnx.Module):
-    """Embedding, stacked blocks, norm and output layer.
+    """Embedding, stacked blocks, norm, and output layer or another head.
 
     Args:
         config: sizes and variants.
         vocab_size: V.
+        labels: C; None: the model has no labels.
         rngs: random streams; `params` draws the kernels.
     """
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, vocab_size: int, labels: int | None, rngs: nnx.Rngs):
         init = normal(INIT_STDDEV)
         width = config.embed_dim
         self.embedding = nnx.Param(init(rngs.params(), (vocab_size, width), jnp.float32))
@@ -54,8 +62,9 @@ class Transformer(nnx.Module):
         self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
         # After the last block of this form the residual stream is normalized already.
         self.output_norm = None if config.block == "post" else block_norm(config)
-        tied = config.tie_embeddings
-        self.output = None if tied else nnx.Param(init(rngs.params(), (width, vocab_size), jnp.float32))
+        own_output = config.has_output_layer and not config.tie_embeddings
+        self.output = nnx.Param(init(rngs.params(), (width, vocab_size), jnp.float32)) if own_output else None
+        self.head = _head(config, vocab_size, labels, rngs)
         self.config = config
 
     def embed(self, inputs: TransformerInputs, key: jax.Array | None) -> jax.Array:
@@ -85,16 +94,29 @@ class Transformer(nnx.Module):
             x_BLD = dropout(x_BLD, config.dropout, key)
             return constrain(x_BLD, *RESIDUAL)
 
-    def head(self, x_BLD: jax.Array) -> DeferredLogits:
-        """Apply the final norm; the logits [B, L, V] of the output layer are deferred."""
+    def outputs(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array | DeferredLogits:
+        """Apply the final norm and the head; logits [B, L, V] of the vocabulary are deferred.
+
+        Args:
+            x_BLD: residual stream after the last block.
+            needs: what the head needs beside it.
+        """
         with jax.named_scope("output"):
             x_BLD = x_BLD if self.output_norm is None else self.output_norm(x_BLD)
-            if self.config.logits_scale is not None:
-                x_BLD = x_BLD * jnp.asarray(self.config.logits_scale, x_BLD.dtype)
-            softcap = self.config.logits_softcap
-            if self.output is None:
-                return DeferredLogits(x_BLD, self.embedding[...], tied=True, softcap=softcap)
-            return DeferredLogits(x_BLD, self.output[...], softcap=softcap)
+            if isinstance(self.head, PooledHead):
+                return self.head(x_BLD, needs)
+            return self._logits(x_BLD)
+
+    def _logits(self, x_BLD: jax.Array) -> DeferredLogits:
+        bias = None
+        if isinstance(self.head, MaskedLanguageModelHead):
+            x_BLD = self.head(x_BLD)
+            bias = None if self.head.bias is None else self.head.bias[...]
+        if self.config.logits_scale is not None:
+            x_BLD = x_BLD * jnp.asarray(self.config.logits_scale, x_BLD.dtype)
+        kernel = self.embedding[...] if self.output is None else self.output[...]
+        tied = self.output is None
+        return DeferredLogits(x_BLD, kernel, tied=tied, bias=bias, softcap=self.config.logits_softcap)
 
     def check_length(self, length: int) -> None:
         """Raise a `ConfigError` where the sequence has more positions than the model has learned."""
@@ -126,7 +148,22 @@ class Transformer(nnx.Module):
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
         per_layer = (cache, locals_N)
         x_BTD, cache = scan_stack(self.blocks, call, x_BTD, path="blocks", remat=Remat(), per_layer=per_layer)
-        return self.head(x_BTD).logits(), cache
+        logits = self.outputs(x_BTD, HeadInputs())
+        assert isinstance(logits, DeferredLogits), "a model with another head has no decoder"
+        return logits.logits(), cache
+
+
+def _head(
+    config: TransformerConfig, vocab_size: int, labels: int | None, rngs: nnx.Rngs
+) -> MaskedLanguageModelHead | PooledHead | None:
+    """The head of the model; None for the output layer alone."""
+    head, width = config.head, config.embed_dim
+    if head is None or head.kind == "language_model":
+        return None
+    if head.kind == "masked_language_model":
+        norm, epsilon = config.norm, config.norm_epsilon
+        return MaskedLanguageModelHead(head, width, vocab_size, norm=norm, epsilon=epsilon, rngs=rngs)
+    return PooledHead(head, width, labels, rngs)
 
 
 def _local_layers(config: TransformerConfig) -> np.ndarray | None:
@@ -136,57 +173,75 @@ def _local_layers(config: TransformerConfig) -> np.ndarray | None:
     return np.array([window is not None for window in config.windows])
 
 
-def transformer(config: TransformerConfig, *, vocab_size: int | None = None, remat: Remat | None = None) -> Model:
+def transformer(
+    config: TransformerConfig,
+    *,
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    remat: Remat | None = None,
+) -> Model:
     """Make the transformer as a `Model`.
 
     Its inputs are int32 tokens [B, L], or a dict of `tokens`, and optionally `positions`, `segments` (packed documents
     or padding) and `token_types` [B, L]. Its outputs are logits [B, L, V] in the compute dtype; with experts they are a
-    dict of `logits` and the entries of `Routing.outputs`.
+    dict of `logits` and the entries of `Routing.outputs`. Another head gives one array: labels or numbers [B, C],
+    labels per token [B, L, C], or embeddings [B, D].
 
     Args:
         config: sizes and variants.
         vocab_size: V, used where the config does not set `vocab_size`.
+        num_outputs: C, used where the config does not set `head.num_labels`.
         remat: what the backward pass keeps; None: everything.
 
     Raises:
-        ConfigError: neither the config nor the caller gives the size of the vocabulary.
+        ConfigError: neither the config nor the caller gives the size of the vocabulary, or the labels of the head.
     """
     vocabulary = config.vocab_size or vocab_size
     if vocabulary is None:
         raise ConfigError("model.vocab_size is not set and the data has no vocabulary; set model.vocab_size")
 
+    labels = None if config.head is None else num_labels(config.head, num_outputs)
+
     def make(rngs: nnx.Rngs) -> Transformer:
-        return Transformer(config, vocabulary, rngs)
+        return Transformer(config, vocabulary, labels, rngs)
 
     def embed(module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
         read = TransformerInputs.of(inputs, config)
         module.check_length(read.tokens_BL.shape[1])
-        carry = {"x": module.embed(read, key if train else None)}
-        if config.experts is not None:
-            carry["routing"] = Routing.none(read.tokens_BL)
+        key = key if train else None
+        x_BLD = module.embed(read, key)
+        head_key = None if key is None else jax.random.fold_in(key, 1)
+        needs = head_inputs(config.head, read.tokens_BL.shape, read.segments_BL, head_key)
+        # What travels beside the residual stream; most models have nothing.
+        beside = {} if config.experts is None else {"routing": Routing.none(read.tokens_BL)}
+        beside |= {} if needs.is_empty else {"head": needs}
         bias_HW = relative_bias(module.relative_positions, config, read.tokens_BL.shape[1] - 1)
-        if bias_HW is not None:  # every stage of a pipeline needs it, and only the first has the table
-            carry["bias"] = bias_HW
-        return carry if len(carry) > 1 else carry["x"]
+        beside |= {} if bias_HW is None else {"bias": bias_HW}
+        return {"x": x_BLD, **beside} if beside else x_BLD
 
     def block(
         block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, local: jax.Array | None = None
     ) -> Any:
         read = TransformerInputs.of(inputs, config)
-        key = key if train else None
         carried = carry if isinstance(carry, dict) else {"x": carry}
         x_BLD, routing, _ = block(
-            carried["x"], read.positions_BL, read.segments_BL, key, local=local, bias_HW=carried.get("bias")
+            carried["x"],
+            read.positions_BL,
+            read.segments_BL,
+            key if train else None,
+            local=local,
+            bias_HW=carried.get("bias"),
         )
-        after = {**carried, "x": x_BLD}
-        if routing is not None:
-            after["routing"] = carried["routing"].plus(routing)
-        return after if isinstance(carry, dict) else x_BLD
+        if not isinstance(carry, dict):
+            return x_BLD
+        return {**carry, "x": x_BLD} | ({} if routing is None else {"routing": carry["routing"].plus(routing)})
 
     def head(module: Transformer, carry: Any, train: bool) -> Any:
+        carry = carry if isinstance(carry, dict) else {"x": carry}
+        outputs = module.outputs(carry["x"], carry.get("head", HeadInputs()))
         if config.experts is None:
-            return module.head(carry["x"] if isinstance(carry, dict) else carry)
-        return {"logits": module.head(carry["x"]), **carry["routing"].outputs(config.num_layers, train=train)}
+            return outputs
+        return {"logits": outputs, **carry["routing"].outputs(config.num_layers, train=train)}
 
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     groups = config.kv_heads
@@ -213,12 +268,14 @@ def transformer(config: TransformerConfig, *, vocab_size: int | None = None, rem
         name=name,
         per_layer=_local_layers(config),
     )
-    # An encoder predicts no next token.
-    decoder = Decoder(init_cache, decode, config.max_sequence_length) if config.causal else None
+    # An encoder predicts no next token, and neither does another head.
+    predicts = config.causal and config.head_kind == "language_model"
+    decoder = Decoder(init_cache, decode, config.max_sequence_length) if predicts else None
+    num_outputs = vocabulary if config.has_output_layer else labels or config.embed_dim
     return dataclasses.replace(
         built,
         decoder=decoder,
         has_experts=config.experts is not None,
         vocab_size=vocabulary,
-        num_outputs=vocabulary,
+        num_outputs=num_outputs,
     )

@@ -12,6 +12,7 @@ from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.models.shipped.shapes import mlp_shapes
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
@@ -149,6 +150,10 @@ _SCORE_WORK = {"gpu": 9, "tpu": 4, "cpu": 9}
 _SCORE_KEPT = {"gpu": 9, "tpu": 6, "cpu": 9}
 # Tensors of the width of the residual stream that the backward pass of a block works on beside matmul results.
 _STREAMS = 6
+# And those that remat "none" keeps of each norm and the sum beside it. The two norms of a parallel block begin alike,
+# and count as one.
+_NORM_STREAMS = 4
+_NORMS = {"sandwich": 4, "parallel": 1}
 
 
 def _masked_copies(work: ExpertWork) -> float:
@@ -175,7 +180,8 @@ def _transformer(
     k = model.head_width
     rows = 1.0 if batch.experts is None else batch.experts.rows
     hidden = rows * model.mlp_width / tensor
-    matrices = 2 if model.activation == "swiglu" else 1
+    matrices = len(mlp_shapes(model)) - 1
+    norms = _NORMS.get(model.block, 2)
     residual = tensor if config.parallel.sequence_parallel else 1
     layers = model.num_layers // degrees["pipe"]
 
@@ -204,11 +210,17 @@ def _transformer(
         case "names":
             kept = (0.0 if "block_input" in remat.offload else stream) + size * t * sum(widths[n] for n in remat.names)
         case _:
-            kept = 8 * stream + outputs + inner + (statistics if kernel else (_SCORE_KEPT[kind] + size) * scores)
+            kept = (
+                _NORM_STREAMS * norms * stream
+                + outputs
+                + inner
+                + (statistics if kernel else (_SCORE_KEPT[kind] + size) * scores)
+            )
     # What is not kept is computed again, all of one block at once.
     again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
     # Of what is offloaded, that of one layer is on its way.
-    block = again + moved + _STREAMS * stream + (_SCORE_WORK[kind] + size) * scores
+    # The norms of a sandwich block's outputs work on as much again as those of its inputs.
+    block = again + moved + (_STREAMS + 2 * max(0, norms - 2)) * stream + (_SCORE_WORK[kind] + size) * scores
     if batch.experts is not None:
         block += size * t * (4 * rows * d + _masked_copies(batch.experts) * model.mlp_width / tensor)
     if batch.attention.name == "blockwise":

@@ -9,10 +9,11 @@ from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
-from jaxtrain.plan.work.attention import context_way
+from jaxtrain.plan.work.attention import attention_forms, context_way
 from jaxtrain.plan.work.blocks import BlockWork, DeviceBatch, step_blocks
 from jaxtrain.plan.work.experts import exchanged_bytes
 from jaxtrain.plan.work.offload import host_bandwidth
@@ -131,7 +132,12 @@ def traffic(
             volume = layers * count * 2 * stream * share("tensor")
             sent.append(Sent("tensor", volume, f"residual stream, {count} all-reduces a layer"))
         if degrees["context"] > 1:
-            volume = layers * _attention_traffic(config, model, tokens * size, degrees, again)
+            forms = attention_forms(model)
+            of_form = [
+                count * _attention_traffic(config, model, form, tokens * size, degrees, again)
+                for form, count in forms.items()
+            ]
+            volume = layers * sum(of_form) / model.num_layers
             sent.append(Sent("context", volume + summed("context"), "keys, values, gradients of all parameters"))
         if degrees["expert"] > 1 and model.experts is not None:
             volume = layers * exchanged_bytes(config, model, tokens, size, degrees, forwards)
@@ -144,13 +150,19 @@ def traffic(
 
 
 def _attention_traffic(
-    config: Config, model: TransformerConfig, column_bytes: float, degrees: Mapping[str, int], forwards: int
+    config: Config,
+    model: TransformerConfig,
+    form: AttentionForm,
+    column_bytes: float,
+    degrees: Mapping[str, int],
+    forwards: int,
 ) -> float:
     """Bytes that one device sends over `context` for the attention of one layer and microbatch.
 
     Args:
         config: the run.
         model: its model.
+        form: of the layer's attention.
         column_bytes: of one number for each of the device's tokens.
         degrees: of the mesh.
         forwards: forward passes, those that are run again included.
@@ -158,7 +170,7 @@ def _attention_traffic(
     heads, groups = model.num_heads, model.kv_heads
     head_bytes = column_bytes * model.head_width / degrees["tensor"]
     others = degrees["context"] - 1
-    match context_way(config, model):
+    match context_way(config, model, form):
         case "all_to_all":
             # Queries, keys and values to the devices of their heads, and outputs back; the gradients go the same ways.
             return (forwards + 1) * 2 * (heads + groups) * head_bytes * others / degrees["context"]

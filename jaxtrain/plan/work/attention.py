@@ -1,6 +1,8 @@
 """What attention runs on where a step is planned for, by the rules of the step, and what that holds. No jax here."""
 
 import functools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import TransformerConfig
@@ -21,7 +23,7 @@ _SCORE_BYTES_ELSEWHERE = 16
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Attention of one layer on one device.
+    """Attention of one layer on one device; of layers of several kinds the mean, and what the largest holds.
 
     Attributes:
         name: implementation: cudnn, splash, blockwise or reference; context for a ring and gathered keys.
@@ -36,7 +38,7 @@ class AttentionWork:
     name: str
     computed: float
     pairs_at_once: float
-    score_bytes: int
+    score_bytes: float
     keeps_output: bool
     again: float = 0.5
 
@@ -55,55 +57,85 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
+    forms = attention_forms(model)
+    return _mixed([(layers, _of_form(config, model, form, target, length)) for form, layers in forms.items()])
+
+
+def attention_forms(model: TransformerConfig) -> dict[AttentionForm, int]:
+    """The kinds of attention that a model's layers have, with the number of layers of each."""
+    relative = model.position == "relative"
+    forms = [AttentionForm(model.causal, window, model.attention_softcap, relative) for window in model.windows]
+    return dict(Counter(forms))
+
+
+def _mixed(kinds: Sequence[tuple[int, AttentionWork]]) -> AttentionWork:
+    """Attention of a stack whose layers are of several kinds, from (layers, attention of one of them)."""
+    if len(kinds) == 1:
+        return kinds[0][1]
+    layers = sum(count for count, _ in kinds)
+    computed = sum(count * one.computed for count, one in kinds)
+    largest = max((one for _, one in kinds), key=lambda one: one.pairs_at_once)
+    return replace(
+        largest,
+        computed=computed / layers,
+        score_bytes=sum(count * one.computed * one.score_bytes for count, one in kinds) / computed,
+        keeps_output=all(one.keeps_output for _, one in kinds),
+        again=sum(count * one.computed * one.again for count, one in kinds) / computed,
+    )
+
+
+def _of_form(
+    config: Config, model: TransformerConfig, form: AttentionForm, target: Target, length: int
+) -> AttentionWork:
+    """Attention of the layers of one kind."""
     score_bytes = _SCORE_BYTES.get(target.hardware.kind, _SCORE_BYTES_ELSEWHERE)
     context = int(config.parallel.context)
-    check_context_length(config.parallel.context_attention, _context_case(config, model), length)
-    match context_way(config, model):
+    check_context_length(config.parallel.context_attention, _context_case(config, model, form), length)
+    match context_way(config, model, form):
         case "ring":  # one block of keys at a time
             # Zig-zag order gives every device of a ring as many.
-            elements = score_elements(0, size=context, length=length, causal=model.causal)
+            elements = score_elements(0, size=context, length=length, causal=form.causal)
             computed = elements / (length * length / context)
             return AttentionWork("context", computed, (length / context) ** 2, score_bytes, False)
         case "gather":  # all keys, for the queries of this device
             return AttentionWork("context", 1.0, length * length / context, score_bytes, False, again=0.0)
         case "all_to_all":  # whole sequences of some of the heads
-            whole = _whole_sequence(config, model, target, length)
+            whole = _whole_sequence(config, model, form, target, length)
             return replace(whole, pairs_at_once=whole.pairs_at_once / context)
         case _:
-            return _whole_sequence(config, model, target, length)
+            return _whole_sequence(config, model, form, target, length)
 
 
-def context_way(config: Config, model: TransformerConfig) -> str | None:
+def context_way(config: Config, model: TransformerConfig, form: AttentionForm | None = None) -> str | None:
     """How attention crosses `context`, by the rule of the step; None: it does not.
 
     Args:
         config: with degrees resolved.
         model: its model.
+        form: of the layers asked about; None: of the first layer.
 
     Raises:
         ConfigError: a way that cannot be taken on this mesh with these heads.
     """
-    case = _context_case(config, model)
+    case = _context_case(config, model, form or next(iter(attention_forms(model))))
     return None if case.context == 1 else choose_context_way(config.parallel.context_attention, case)
 
 
-def _context_case(config: Config, model: TransformerConfig) -> ContextCase:
+def _context_case(config: Config, model: TransformerConfig, form: AttentionForm) -> ContextCase:
     parallel = config.parallel
     return ContextCase(
-        int(parallel.context), int(parallel.pipe), int(parallel.tensor), model.num_heads, model.kv_heads, _form(model)
+        int(parallel.context), int(parallel.pipe), int(parallel.tensor), model.num_heads, model.kv_heads, form
     )
 
 
-def _form(model: TransformerConfig) -> AttentionForm:
-    return AttentionForm(model.causal, model.sliding_window, model.attention_softcap)
-
-
-def _whole_sequence(config: Config, model: TransformerConfig, target: Target, length: int) -> AttentionWork:
+def _whole_sequence(
+    config: Config, model: TransformerConfig, form: AttentionForm, target: Target, length: int
+) -> AttentionWork:
     """Attention of whole sequences on one device."""
     kind = target.hardware.kind
     score_bytes = _SCORE_BYTES.get(kind, _SCORE_BYTES_ELSEWHERE)
-    name = _implementation(config, model, target, length)
-    causal, window = model.causal, model.sliding_window
+    name = _implementation(config, model, form, target, length)
+    causal, window = form.causal, form.window
     match name:
         case "cudnn" | "splash":
             seen = visible_pairs(length, causal=causal, window=window) / length**2
@@ -118,7 +150,7 @@ def _whole_sequence(config: Config, model: TransformerConfig, target: Target, le
             return AttentionWork(name, 1.0, length * length, score_bytes, False, again=0.0)
 
 
-def _implementation(config: Config, model: TransformerConfig, target: Target, length: int) -> str:
+def _implementation(config: Config, model: TransformerConfig, form: AttentionForm, target: Target, length: int) -> str:
     """The kernel that the step would run on a target, by the rules of the step."""
     hardware = target.hardware
     nvidia = hardware.title.startswith("NVIDIA")
@@ -128,7 +160,7 @@ def _implementation(config: Config, model: TransformerConfig, target: Target, le
         dtype=POLICY_DTYPES[config.precision.policy].compute,
         length=length,
         head_dim=model.head_width,
-        form=_form(model),
+        form=form,
         # bf16 came with that generation.
         before_ampere=nvidia and "bf16" not in hardware.peak_flops,
     )

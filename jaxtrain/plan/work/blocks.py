@@ -21,7 +21,14 @@ from jaxtrain.metrics.flops import (
     resnet_products,
     transformer_products,
 )
-from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, dense_layers, resnet_stages, stem_shape
+from jaxtrain.models.shipped.shapes import (
+    ConvShape,
+    ResidualBlockShape,
+    dense_layers,
+    mlp_shapes,
+    resnet_stages,
+    stem_shape,
+)
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.experts import ExpertWork
@@ -199,7 +206,7 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, b
 
     weights = d * (2 * heads + 2 * groups) * k / tensor
     streams = t * (2 * d + (2 * heads + 2 * groups) * k / tensor)
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = len(mlp_shapes(model))
     projections = BlockWork(
         "attention projections",
         count,
@@ -242,17 +249,21 @@ def _transformer(model: TransformerConfig, config: Config, workload: Workload, b
         linear=experts is None,
     )
     residual = tensor if config.parallel.sequence_parallel else 1
-    # Two norms and two sums over the residual stream, rotation of queries and keys, the nonlinearity.
+    # A norm reads and writes the residual stream, a sum of two reads both and writes: 10 passes with norms of inputs or
+    # of sums, 14 with those of outputs too. Then the rotation of queries and keys, their norms, and the nonlinearity.
+    passes = (14 if model.block == "sandwich" else 10) * d / residual
+    rotated = (6 if model.qk_norm else 4) * (heads + groups) * k / tensor
     elementwise = BlockWork(
         "norms, residual, activation",
         count,
         0.0,
-        size * t * (10 * d / residual + 4 * (heads + groups) * k / tensor + 3 * rows * f / tensor),
+        size * t * (passes + rotated + 3 * rows * f / tensor),
         _recomputed(remat, matmul=False) + again,
         stage=True,
     )
     output = _output(logit_blocks_of(config, t, d, vocabulary), batch.microbatches, t, d, vocabulary, size)
-    embed = BlockWork("embedding", batch.microbatches, 0.0, 2 * size * t * d)
+    # A look-up reads and writes, and so does a norm.
+    embed = BlockWork("embedding", batch.microbatches, 0.0, 2 * size * t * d * (1 + model.embedding_norm))
     blocks = [projections, scores, mlp, elementwise, embed, output]
     if batch.scaled:
         numbers = _rounded_numbers(remat, weights, d + heads * k / tensor, d + (heads + 2 * groups) * k / tensor, t)

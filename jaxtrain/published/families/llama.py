@@ -3,7 +3,7 @@
 Sources: the config.json published with each model (the base models).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
@@ -112,9 +112,17 @@ def ends(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 def decoder_blocks(model: Mapping[str, Any]) -> tuple[Row, ...]:
     """Returns the rows of the blocks: norms, attention and MLP, with biases where the model has them."""
-    D, H, G, K, F, L = (
-        int(model[key]) for key in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "num_layers")
-    )
+    return in_decoder([*attention_blocks(model), *mlp_blocks(model)], model)
+
+
+def in_decoder(rows: Iterable[Entry], model: Mapping[str, Any]) -> tuple[Row, ...]:
+    """Returns rows of one block stacked over the layers of a decoder."""
+    return in_layers(rows, "model.layers.{layer}.", int(model["num_layers"]))
+
+
+def attention_blocks(model: Mapping[str, Any]) -> list[Entry]:
+    """Returns the rows of the norms and of attention, of one block."""
+    D, H, G, K = (int(model[key]) for key in ("embed_dim", "num_heads", "num_kv_heads", "head_dim"))
     rows = [
         Entry("blocks/attention_norm/scale", "input_layernorm.weight", copy(D)),
         Entry("blocks/attention/query/kernel", "self_attn.q_proj.weight", linear((D,), (H, K))),
@@ -122,10 +130,12 @@ def decoder_blocks(model: Mapping[str, Any]) -> tuple[Row, ...]:
         Entry("blocks/attention/value/kernel", "self_attn.v_proj.weight", linear((D,), (G, K))),
         Entry("blocks/attention/output/kernel", "self_attn.o_proj.weight", linear((H, K), (D,))),
         Entry("blocks/mlp_norm/scale", "post_attention_layernorm.weight", copy(D)),
-        Entry("blocks/mlp/gate/kernel", "mlp.gate_proj.weight", linear((D,), (F,))),
-        Entry("blocks/mlp/up/kernel", "mlp.up_proj.weight", linear((D,), (F,))),
-        Entry("blocks/mlp/down/kernel", "mlp.down_proj.weight", linear((F,), (D,))),
     ]
+    if model["qk_norm"]:
+        rows += [
+            Entry("blocks/attention/query_norm/scale", "self_attn.q_norm.weight", copy(K)),
+            Entry("blocks/attention/key_norm/scale", "self_attn.k_norm.weight", copy(K)),
+        ]
     if model["bias"]:
         rows += [
             Entry("blocks/attention/query/bias", "self_attn.q_proj.bias", vector(H, K)),
@@ -133,13 +143,25 @@ def decoder_blocks(model: Mapping[str, Any]) -> tuple[Row, ...]:
             Entry("blocks/attention/value/bias", "self_attn.v_proj.bias", vector(G, K)),
         ]
     if model["bias"] is True:
+        rows.append(Entry("blocks/attention/output/bias", "self_attn.o_proj.bias", copy(D)))
+    return rows
+
+
+def mlp_blocks(model: Mapping[str, Any]) -> list[Entry]:
+    """Returns the rows of the MLP, of one block."""
+    D, F = int(model["embed_dim"]), int(model["mlp_dim"])
+    rows = [
+        Entry("blocks/mlp/gate/kernel", "mlp.gate_proj.weight", linear((D,), (F,))),
+        Entry("blocks/mlp/up/kernel", "mlp.up_proj.weight", linear((D,), (F,))),
+        Entry("blocks/mlp/down/kernel", "mlp.down_proj.weight", linear((F,), (D,))),
+    ]
+    if model["bias"] is True:
         rows += [
-            Entry("blocks/attention/output/bias", "self_attn.o_proj.bias", copy(D)),
             Entry("blocks/mlp/gate/bias", "mlp.gate_proj.bias", copy(F)),
             Entry("blocks/mlp/up/bias", "mlp.up_proj.bias", copy(F)),
             Entry("blocks/mlp/down/bias", "mlp.down_proj.bias", copy(D)),
         ]
-    return in_layers(rows, "model.layers.{layer}.", L)
+    return rows
 
 
 FAMILY = Family(

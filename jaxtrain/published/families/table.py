@@ -3,11 +3,43 @@
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families import llama, t5
+from jaxtrain.published.families import (
+    bert,
+    distilbert,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    roberta,
+    t5,
+    vit,
+)
 from jaxtrain.published.family import Family
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "gemma2": gemma2.FAMILY,
+    "gemma3_text": gemma3.FAMILY,
+    "gemma3": gemma3.IMAGES_FAMILY,
+    "phi3": phi3.FAMILY,
+    "gpt2": gpt2.FAMILY,
+    "gpt_neox": gpt_neox.FAMILY,
+    "bert": bert.FAMILY,
+    "roberta": roberta.FAMILY,
+    "distilbert": distilbert.FAMILY,
+    "vit": vit.FAMILY,
     "t5": t5.FAMILY,
 }
 

@@ -1,0 +1,1 @@
+"""Rows of text tasks: corrupted tokens, labelled and tagged texts, pairs of texts."""

@@ -1,0 +1,154 @@
+"""Columns of a .csv, .jsonl or .parquet file, with the place of each row for messages. No jax here."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.files import BYTE_ORDER_MARK, COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
+from jaxtrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file.
+
+    Attributes:
+        where: File and line, for messages.
+        values: The value of each column that was asked for, in that order.
+    """
+
+    where: str
+    values: tuple[Any, ...]
+
+
+def read_records(path: str, columns: Sequence[tuple[str, str]], *, what: str) -> list[Record]:
+    """Reads columns of a file.
+
+    Args:
+        path: A .csv (with header), .jsonl or .parquet file.
+        columns: (key of the config, name of the column) of each.
+        what: Name of the path in messages, such as "data.path".
+
+    Returns:
+        The rows in the order of the file.
+
+    Raises:
+        DataError: The file is missing, empty or of another format, or a row lacks a column.
+    """
+    file = require_file(path, what=what)
+    read = {".csv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}.get(file.suffix)
+    if read is None:
+        if file.suffix in COMPRESSED_SUFFIXES:
+            check_is_text(file)
+        raise DataError(f"{what} {file} is no .csv, .jsonl or .parquet file; convert it, or rename it")
+    records = list(read(file, columns))
+    if not records:
+        raise DataError(f"{what} {file} has no rows; give a file with at least one")
+    return records
+
+
+def text_of(value: Any, *, where: str, column: str) -> str:
+    """Returns a value that is text.
+
+    Raises:
+        DataError: It is missing, or something else.
+    """
+    if isinstance(value, str):
+        return value
+    found = "has no value" if value is None else f"holds a value of type {type(value).__name__}, not text"
+    raise DataError(f"{where} column '{column}' {found}; fix or remove the row")
+
+
+def list_of(value: Any, *, where: str, column: str) -> list[Any]:
+    """Returns a value that is a list of texts or numbers, or text with spaces between them.
+
+    Raises:
+        DataError: It is something else.
+    """
+    if isinstance(value, str):
+        return value.split()
+    if isinstance(value, list) and all(isinstance(one, str | int) for one in value):
+        return value
+    raise DataError(
+        f"{where} column '{column}' holds {type(value).__name__!r}, not a list; give a list of texts, or text with "
+        "spaces between them"
+    )
+
+
+def _missing(where: str, key: str, name: str, there: Sequence[str]) -> DataError:
+    return DataError(
+        f"{where} has no column '{name}' (it has: {', '.join(there) or 'none'}); set data.{key} to one of them"
+    )
+
+
+def _csv_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+    text = decode_utf8(file.read_bytes(), path=file).removeprefix(BYTE_ORDER_MARK)
+    reader = csv.reader(io.StringIO(text, newline=""))
+    try:
+        header = next(reader, [])
+        repeated = sorted({name for name in header if header.count(name) > 1})
+        if repeated:
+            raise DataError(f"{file}:1 names column '{repeated[0]}' twice; rename one")
+        for key, name in columns:
+            if name not in header:
+                raise _missing(f"{file}:1", key, name, header)
+        places = [header.index(name) for _, name in columns]
+        for row in reader:
+            if not row:
+                continue
+            where = f"{file}:{reader.line_num}"
+            if len(row) != len(header):
+                raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
+            yield Record(where, tuple(row[place] for place in places))
+    except csv.Error as error:
+        raise DataError(f"{file} is not CSV ({error}); write it with a header and commas") from None
+
+
+def _jsonl_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+    offset = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            text, where = decode_utf8(line, path=file, offset=offset).strip(), f"{file}:{number}"
+            offset += len(line)
+            text = text.removeprefix(BYTE_ORDER_MARK).strip()
+            if not text:
+                continue
+            try:
+                found = json.loads(text)
+            except json.JSONDecodeError as error:
+                reason = f"{error.msg} at column {error.colno}"
+                raise DataError(f"{where} is not JSON: {reason}; fix or remove the line") from None
+            if not isinstance(found, dict):
+                raise DataError(
+                    f"{where} holds a value of type {type(found).__name__}, not an object; write one object per line"
+                )
+            for key, name in columns:
+                if name not in found:
+                    raise _missing(where, key, name, list(found))
+            yield Record(where, tuple(found[name] for _, name in columns))
+
+
+def _parquet_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{file} needs pyarrow; run: pip install 'jaxtrain[data]'") from None
+    try:
+        with parquet.ParquetFile(file) as opened:
+            there = opened.schema_arrow.names
+            for key, name in columns:
+                if name not in there:
+                    raise _missing(str(file), key, name, there)
+            number = 0
+            for batch in opened.iter_batches(columns=[name for _, name in columns]):
+                lists = [batch.column(name).to_pylist() for _, name in columns]
+                for values in zip(*lists, strict=True):
+                    number += 1
+                    yield Record(f"{file} row {number}", values)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} is no Parquet file ({str(error).splitlines()[0]}); write it again") from None
