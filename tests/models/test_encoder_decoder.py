@@ -20,8 +20,6 @@ _SMALL = dict(
     kind="encoder_decoder", num_layers=1, num_decoder_layers=2, embed_dim=8, num_heads=2, mlp_dim=16,
     relative_buckets=8, relative_max_distance=6, max_sequence_length=24, attention_scale=1.0,
 )  # fmt: skip
-# Sums of float32 in another order.
-_CLOSE = dict(rtol=1e-4, atol=1e-5)
 
 
 @functools.cache
@@ -43,6 +41,11 @@ def _tokens(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, 258, shape, dtype=np.int32)
 
 
+def _assert_close(found: jax.Array, wanted: jax.Array) -> None:
+    """Tolerances: sums of float32 in another order."""
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_padding_of_the_input_is_invisible():
     tokens, output = _tokens(0, 2, 10), _tokens(1, 2, 6)
     seen = np.repeat([[1] * 7 + [0] * 3], 2, axis=0).astype(np.int32)
@@ -50,7 +53,7 @@ def test_padding_of_the_input_is_invisible():
     other = np.where(seen == 1, tokens, _tokens(2, 2, 10))
     np.testing.assert_array_equal(logits, _applied()({"tokens": other, "segments": seen, "decoder_tokens": output}))
     short = _applied()({"tokens": tokens[:, :7], "decoder_tokens": output})
-    np.testing.assert_allclose(logits, short, **_CLOSE)
+    _assert_close(logits, short)
 
 
 def test_packed_documents_see_their_own_input_and_output():
@@ -65,7 +68,7 @@ def test_packed_documents_see_their_own_input_and_output():
     )
     first = _applied()({"tokens": tokens[:, :4], "decoder_tokens": output[:, :4]})
     second = _applied()({"tokens": tokens[:, 4:], "decoder_tokens": output[:, 4:]})
-    np.testing.assert_allclose(packed, jnp.concatenate([first, second], 1), **_CLOSE)
+    _assert_close(packed, jnp.concatenate([first, second], 1))
 
 
 def test_the_cache_gives_the_logits_of_training():
@@ -77,13 +80,13 @@ def test_the_cache_gives_the_logits_of_training():
     tokens, output, lengths = _tokens(0, 2, 10), _tokens(1, 2, 9), np.array([10, 6], np.int32)
     seen = (np.arange(10)[None] < lengths[:, None]).astype(np.int32)
     wanted = _applied()({"tokens": tokens, "segments": seen, "decoder_tokens": output})
-    cache = decoder.encode(params, tokens, lengths, decoder.init_cache(2, 9, jnp.float32))
+    cache = decoder.encode(params, jnp.asarray(tokens), jnp.asarray(lengths), decoder.init_cache(2, 9, jnp.float32))
     decode, found = jax.jit(decoder.decode), []
     for part in (slice(0, 3), *(slice(i, i + 1) for i in range(3, 9))):
         positions = jnp.broadcast_to(jnp.arange(9)[part], output[:, part].shape)
         logits, cache = decode(params, output[:, part], positions, cache)
         found.append(logits)
-    np.testing.assert_allclose(jnp.concatenate(found, 1), wanted, **_CLOSE)
+    _assert_close(jnp.concatenate(found, 1), wanted)
 
 
 @pytest.mark.long
