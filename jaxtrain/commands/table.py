@@ -30,6 +30,10 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="compare logits with those of transformers, if installed")
+
+
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
@@ -305,6 +309,54 @@ def _report(arguments: argparse.Namespace) -> int:
     return run_report(arguments.run_dirs, output=arguments.output)
 
 
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FOLDER", help="published folder (config.json, safetensors), or a .gguf file")
+    _add_overrides(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="RUN_DIR", help="directory of the run to make")
+    _add_check(parser)
+    _add_emulate(parser)
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.published import run_import
+
+    return run_import(
+        arguments.path,
+        arguments.overrides,
+        output=arguments.output,
+        check=arguments.check,
+        emulate=arguments.emulate,
+    )
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="published folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the tensors; default: that of the model that the run started from, else float32",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes per file; default: 5GB")
+    _add_step(parser)
+    _add_check(parser)
+    _add_emulate(parser)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.published import run_export
+
+    return run_export(
+        arguments.run_dir,
+        output=arguments.output,
+        dtype=arguments.dtype,
+        max_shard_size=arguments.max_shard_size,
+        step=arguments.step,
+        check=arguments.check,
+        emulate=arguments.emulate,
+    )
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train what a config describes, or resume the run",
@@ -323,6 +375,18 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain sample runs/first -p 'The class statement' -n 100",
         _sample_arguments,
         _sample,
+    ),
+    "import": Command(
+        "make a run of a published model",
+        "jaxtrain import models/SmolLM2-135M -o runs/smollm2",
+        _import_arguments,
+        _import,
+    ),
+    "export": Command(
+        "write a checkpoint of a run as a published folder, which other tools open",
+        "jaxtrain export runs/smollm2 -o models/mine --dtype bfloat16",
+        _export_arguments,
+        _export,
     ),
     "report": Command(
         "draw the page of a run again, or one page that compares several runs",

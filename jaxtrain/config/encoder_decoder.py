@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Group
 from jaxtrain.config.numbers import Fraction, PositiveFloat, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import fill_size
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.published.families.table import sizes_of
@@ -13,7 +13,7 @@ from jaxtrain.published.families.table import sizes_of
 ENCODER_DECODER_SIZES = sizes_of("encoder_decoder")
 
 
-class EncoderDecoderConfig(Group):
+class EncoderDecoderConfig(Published):
     """An encoder that reads a text, and a decoder that writes another one: the families of T5 and Flan-T5."""
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"
@@ -69,6 +69,21 @@ class EncoderDecoderConfig(Group):
     def decoder_layers(self) -> int:
         """Blocks of the decoder, with the default of `num_decoder_layers` filled in."""
         return self.num_decoder_layers or self.num_layers
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default of `num_kv_heads` filled in."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, with the default of `head_dim` filled in."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP, with the default of `mlp_dim` filled in."""
+        return self.mlp_dim or 4 * self.embed_dim
 
     @property
     def encoder_stack(self) -> TransformerConfig:

@@ -15,11 +15,13 @@ from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
 from jaxtrain.config.no_effect import no_effect_notes
+from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.sizes import ALL_SIZES
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
+from jaxtrain.published.config_file import config_origin, tokenizer_origin
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class _Tree:
     """Values from several layers, merged in order, each leaf with where it was set."""
 
     def __init__(self) -> None:
+        # The config of a run holds the keys that its published model gave, and the model may be gone.
+        self.reads_published = True
         self.values: dict[str, Any] = {}
         self.where: dict[KeyPath, str] = {}
         self.notes: list[str] = []
@@ -122,7 +126,7 @@ class _Tree:
                 value = {"kind": CALLED, **value}
             self._yield_to(path, value, where)
             # The kind goes first: it decides which of the older keys stay.
-            for key in sorted(value, key=lambda key: (key != "kind", key != "size", key != "call")):
+            for key in sorted(value, key=lambda key: (key != "kind", key != "from", key != "size", key != "call")):
                 # Names of arguments, and keys of mappings among them, are the function's: they are no paths.
                 parts = [str(key)] if "args" in path else str(key).split(".")
                 self._set_inside(path, parts, value[key], where)
@@ -132,7 +136,35 @@ class _Tree:
             return
         if len(path) == 2 and path[1] in ("kind", "size"):
             self._yield_to(path[:1], {path[1]: value}, where)
+        if path == ("model", "from") and isinstance(value, str) and self.reads_published:
+            self._take_published(value, where)
         self._leaf(path, value, where)
+
+    def _take_published(self, folder: str, where: str) -> None:
+        """Set the keys of the model that a published model gives; what is set later has precedence."""
+        settings = published_settings(folder)
+        self._yield_to(("model",), {"kind": settings["kind"]}, where)
+        group = self._node(("model",))
+        self._drop("model", [key for key in group if key in settings], f"model.from ({where})")
+        for key, value in settings.items():
+            self._leaf(("model", key), value, str(config_origin(Path(folder))))
+        # Another tokenizer than the model's would make its weights useless; one set together with it is meant.
+        tokenizers = [where_set for path, where_set in self.where.items() if path[:2] == ("data", "tokenizer")]
+        if tokenizers and where not in tokenizers and tokenizer_origin(Path(folder)) is not None:
+            self._drop("data", ["tokenizer"], f"model.from ({where})")
+
+    def take_tokenizer(self) -> None:
+        """Use the tokenizer of the published model where the data takes one and none is set."""
+        folder = self.values.get("model", {}).get("from")
+        data = self.values.get("data", {})
+        kinds = members(Config.model_fields["data"].annotation)
+        kind = kinds.get(data.get("kind", Config.model_fields["data"].default.kind))
+        if not isinstance(folder, str) or not self.reads_published or kind is None:
+            return
+        if "tokenizer" in kind.model_fields and "tokenizer" not in data:
+            file = tokenizer_origin(Path(folder))
+            if file is not None:
+                self.set(("data", "tokenizer"), {"kind": "file", "path": str(file)}, str(file))
 
     def _set_inside(self, path: KeyPath, parts: Sequence[str], value: Any, where: str) -> None:
         """Merge a value below a group whose kind is set already."""
@@ -273,7 +305,9 @@ def load_config(
         saved = read_run(run_dir)
         label = str(saved.get("name") or label)
         own = {part: found for part, found in recorded_parts(saved).items() if found is not None}
+        tree.reads_published = False
         tree.set((), saved["config"], f"{run_dir}/run.json")
+        tree.reads_published = True
     elif name is not None:
         path = find_config(str(name))
         label = path.stem
@@ -292,6 +326,8 @@ def load_config(
         tree.set(key, value, "command line")
     for key, value in (keywords or {}).items():
         tree.set(tuple(key.split(".")), value, "keyword")
+    if tree.where.get(("model", "from")) != f"{run_dir}/run.json":
+        tree.take_tokenizer()
     tree.values = _with_kinds(tree.values)
     try:
         config = Config.model_validate(tree.values)

@@ -12,12 +12,13 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.numbers import Fraction, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.vit import ViTConfig
 
 
-class ResNetConfig(Group):
+class ResNetConfig(Published):
     """A residual convolutional network for images (He et al. 2015)."""
 
     kind: Literal["resnet"] = "resnet"

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from jaxtrain.config.base import Group
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.numbers import Fraction, NonNegative, PositiveFloat, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.rope import AnyRope, LongRope, with_default_kind
 from jaxtrain.config.sizes import TRANSFORMER_SIZES, fill_size
 
@@ -46,7 +47,7 @@ class LocalLayers(Group):
     """Base of the rotary frequencies of local layers, which are not scaled; null: as in the global layers."""
 
 
-class TransformerConfig(Group):
+class TransformerConfig(Published):
     """A transformer, as a decoder or as an encoder: the families of GPT, Llama, Qwen, Gemma, Phi, NeoX and BERT."""
 
     kind: Literal["transformer"] = "transformer"

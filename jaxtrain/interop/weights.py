@@ -1,4 +1,4 @@
-"""A published model opened: its family, its settings in our words, and where each of our parameters lies. No jax here."""
+"""A published model opened: its family, its settings in our words, and where our parameters lie. No jax here."""
 
 import re
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.published.config_file import is_published_folder
 from jaxtrain.published.entries import Entry, Row, Skipped, Tied, names_of, positions
 from jaxtrain.published.families.table import family_of
 from jaxtrain.published.family import Family
@@ -61,6 +62,11 @@ class Places:
     model_state: Mapping[str, Place]
 
 
+def is_published(path: str | Path) -> bool:
+    """Whether a path is that of a published model: a folder with a config.json of one, or a GGUF file."""
+    return Path(path).suffix == ".gguf" or is_published_folder(path)
+
+
 def open_source(path: str | Path) -> Source:
     """Opens a published folder, or a GGUF file; no tensor is read.
 
@@ -71,7 +77,8 @@ def open_source(path: str | Path) -> Source:
     if Path(path).suffix == ".gguf":
         from jaxtrain.published.gguf_source import open_gguf
 
-        return open_gguf(path)
+        gguf: Any = open_gguf(path)
+        return gguf
     return open_folder(path)
 
 

@@ -1,15 +1,14 @@
 """A published folder: config.json, tensors in one safetensors file or in shards, tokenizer files. No jax here."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError
+from jaxtrain.published.config_file import read_json, read_published_config
 from jaxtrain.published.safetensors import StoredTensor, map_tensor, read_header
 from jaxtrain.published.transforms import Shape
 
@@ -22,7 +21,6 @@ COMPANIONS = (
     "preprocessor_config.json",
 )  # fmt: skip
 _PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
-_MOST_JSON_BYTES = 100_000_000
 
 
 class Source(Protocol):
@@ -56,12 +54,12 @@ class FolderSource:
     config: Mapping[str, Any]
     stored: Mapping[str, StoredTensor]
 
-    @cached_property
+    @property
     def tensors(self) -> dict[str, tuple[Shape, np.dtype]]:
         """Name -> shape and dtype."""
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
-    @cached_property
+    @property
     def files(self) -> dict[str, str]:
         """Name -> text of the files beside config and tensors that are there and are text."""
         found = {}
@@ -77,31 +75,6 @@ class FolderSource:
         return array if index is None else array[index]
 
 
-def is_published(path: str | Path) -> bool:
-    """Whether a path is a published folder by its config.json."""
-    try:
-        return "model_type" in json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the object in a folder's config.json.
-
-    Raises:
-        ConfigError: There is none, or it is no JSON object.
-    """
-    file = folder / "config.json"
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; name one that holds config.json and model.safetensors")
-    if not file.is_file():
-        raise ConfigError(f"{folder} holds no config.json; name a folder that holds config.json and model.safetensors")
-    found = _read_json(file, ConfigError)
-    if "model_type" not in found:
-        raise ConfigError(f"{file} names no model_type; it is not the config.json of a published model")
-    return found
-
-
 def open_folder(path: str | Path) -> FolderSource:
     """Opens a published folder; headers are read and checked, tensors are not.
 
@@ -110,7 +83,7 @@ def open_folder(path: str | Path) -> FolderSource:
         CheckpointError: No safetensors files, a shard that is missing, or a file that is damaged.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config = read_published_config(folder)
     if (folder / INDEX).is_file():
         return FolderSource(folder, config, _sharded(folder))
     if (folder / SINGLE).is_file():
@@ -131,7 +104,7 @@ def open_folder(path: str | Path) -> FolderSource:
 
 def _sharded(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of all shards, as the index says."""
-    index = _read_json(folder / INDEX, CheckpointError)
+    index = read_json(folder / INDEX, CheckpointError)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{folder / INDEX} has no weight_map of tensor names to file names")
@@ -156,16 +129,4 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(
                     f"{folder / file} holds {name}, which {INDEX} does not place there; fetch both again"
                 )
-    return found
-
-
-def _read_json(file: Path, error: type[ConfigError] | type[CheckpointError]) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > _MOST_JSON_BYTES:
-            raise error(f"{file} has more than {_MOST_JSON_BYTES} bytes, which no such file needs")
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{file} cannot be read as JSON ({problem})") from None
-    if not isinstance(found, dict):
-        raise error(f"{file} holds no JSON object")
     return found

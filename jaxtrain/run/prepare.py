@@ -11,9 +11,11 @@ import jax
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.published import published_from
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
+from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Progress
@@ -217,6 +219,11 @@ def _compiled_state(
 
     def create() -> TrainState:
         given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
+        if own_step.params is None and published_from(run.config.model) is not None:
+            given |= {
+                "params": published_from(run.config.model),
+                "skip": [*own_step.skip, *fresh_parts(run.config.model)],
+            }
         return run.step.init(run.config.seed, **given)
 
     with ThreadPoolExecutor(1) as pool:

@@ -15,6 +15,7 @@ from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, wri
 from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
+from jaxtrain.run.published import keep_published
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import strict_json, write_text_atomic
 from jaxtrain.runtime.tree_path import path_name
@@ -155,6 +156,7 @@ def open_record(
     before = read_run_info(run_dir) if start else {}
     # Last, because whatever fails after it would leave them open.
     writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
+    info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0)
     info["created"] = before.get("created") or info["created"]
     info["resumed_after"] = _resumes(before, start)
     info["seconds"] = recorded_seconds(before)

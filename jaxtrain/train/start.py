@@ -1,8 +1,8 @@
 """What a state starts from: arrays of the user, or the checkpoint of another run, all of it or without some parts.
 
 Both are first a table of paths, shapes and dtypes, compared with what the model draws; then arrays, read or moved
-straight into the shardings of the step. Another kind of folder (published weights) is another function that gives a
-`_Given`, chosen in `accept_start`.
+straight into the shardings of the step. Each kind of folder (checkpoints of a run, published weights) is a function
+that gives a `_Given`, chosen in `accept_start`.
 """
 
 import fnmatch
@@ -22,6 +22,9 @@ from jaxtrain.checkpoint.find import find_checkpoint
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.load import read_places
+from jaxtrain.interop.settings import parse_settings, settings_of
+from jaxtrain.interop.weights import Place, PublishedModel, find_places, is_published, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.optim.masks import check_patterns
@@ -63,7 +66,7 @@ def accept_start(
     """Parameters and model state to start from, in the structure and the shardings of the step.
 
     Args:
-        params: tree of jax or NumPy arrays, path of a run or of a checkpoint, or None.
+        params: tree of jax or NumPy arrays, path of a run, of a checkpoint or of a published model, or None.
         model_state: tree of jax or NumPy arrays, or None.
         skip: patterns of paths that are drawn, whatever is given.
         drawn: shapes of what the model draws, whose dtypes are accepted.
@@ -78,6 +81,8 @@ def accept_start(
         CheckpointError: no intact checkpoint at the path.
     """
     patterns = _checked_patterns(skip, anything=params is not None or model_state is not None)
+    if isinstance(params, str | Path) and is_published(params):
+        return _from_published(params, model_state, patterns, drawn=drawn, wanted=wanted)
     if isinstance(params, str | Path):
         return _from_checkpoint(params, model_state, patterns, drawn=drawn, wanted=wanted)
     trees = {"params": params, "model_state": model_state}
@@ -110,6 +115,40 @@ def _given_tree(name: str, tree: Any) -> _Given:
         return {path: jax.device_put(leaves[path], like.sharding) for path, like in wanted.items()}
 
     return _Given(name, leaves, cast=False, fetch=fetch)
+
+
+def _from_published(
+    path: str | Path,
+    model_state: Any,
+    patterns: tuple[str, ...],
+    *,
+    drawn: tuple[Params, ModelState],
+    wanted: TrainState,
+) -> dict[str, Any]:
+    """Parameters and model_state of a published folder or GGUF file, read in place."""
+    published = open_published(path)
+    places = find_places(published, settings_of(parse_settings(published.settings)))
+    parts = {
+        "params": _published_part(f"the model in {path}", published, places.params, wanted.params),
+        "model_state": _published_part(f"the model in {path}", published, places.model_state, wanted.model_state),
+    }
+    if model_state is not None:
+        parts["model_state"] = _given_tree("model_state", model_state)
+    return _placed(parts, patterns, drawn, wanted)
+
+
+def _published_part(name: str, published: PublishedModel, places: Mapping[str, Place], stored: Any) -> _Given:
+    known = _paths(stored)
+
+    def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
+        return read_places(published, places, wanted)
+
+    # Floats are cast while they are read, one slice at a time.
+    leaves = {
+        path: jax.ShapeDtypeStruct(place.shape, known[path].dtype if path in known else place.dtype)
+        for path, place in places.items()
+    }
+    return _Given(name, leaves, cast=True, fetch=fetch)
 
 
 def _from_checkpoint(

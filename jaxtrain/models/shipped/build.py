@@ -36,7 +36,7 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Rem
     "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
 }
 
-# Kinds made of the transformer's blocks, whose tensors have names that the policy itself knows.
+# Kinds made of the transformer's blocks, which have every tensor that `remat` may name.
 _OF_BLOCKS = ("transformer", "encoder_decoder", "vit")
 # Another kind of model -> the tensor that remat.offload may name.
 _OFFLOADED = {"resnet": BLOCK_INPUT}

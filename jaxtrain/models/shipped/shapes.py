@@ -287,6 +287,19 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
     return shapes
 
 
+def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Shapes:
+    image_size, channels = image_sizes(config, input_shape)
+    width, patches = config.embed_dim, patch_shape(config, channels)
+    blocks = config.blocks(image_size)
+    shapes: Shapes = {"patches/kernel": patches.kernel, "patches/bias": patches.outputs}
+    if config.pooling == "first":
+        shapes["class_token"] = (width,)
+    shapes["positions"] = (blocks.max_sequence_length, width)
+    shapes |= {path: shape for path, shape in _transformer(blocks, 1, None).items() if path.startswith("blocks/")}
+    shapes |= {"output_norm/bias": (width,), "output_norm/scale": (width,)}
+    return shapes | head_tensors(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
+
+
 def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Shapes:
     """Those of two transformers without embedding and output layer, and of the decoder's cross-attention."""
     whole = ("embedding", "output")
@@ -300,19 +313,6 @@ def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Shapes:
     if not config.tie_embeddings:
         shapes["output"] = (config.embed_dim, vocab_size)
     return shapes
-
-
-def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Shapes:
-    image_size, channels = image_sizes(config, input_shape)
-    width, patches = config.embed_dim, patch_shape(config, channels)
-    blocks = config.blocks(image_size)
-    shapes: Shapes = {"patches/kernel": patches.kernel, "patches/bias": patches.outputs}
-    if config.pooling == "first":
-        shapes["class_token"] = (width,)
-    shapes["positions"] = (blocks.max_sequence_length, width)
-    shapes |= {path: shape for path, shape in _transformer(blocks, 1, None).items() if path.startswith("blocks/")}
-    shapes |= {"output_norm/bias": (width,), "output_norm/scale": (width,)}
-    return shapes | head_tensors(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
 
 
 def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:

@@ -213,9 +213,10 @@ def transformer(
         head_key = None if key is None else jax.random.fold_in(key, 1)
         needs = head_inputs(config.head, read.tokens_BL.shape, read.segments_BL, head_key)
         # What travels beside the residual stream; most models have nothing.
-        beside = {} if config.experts is None else {"routing": Routing.none(read.tokens_BL)}
+        beside: dict[str, Any] = {} if config.experts is None else {"routing": Routing.none(read.tokens_BL)}
         beside |= {} if needs.is_empty else {"head": needs}
         bias_HW = relative_bias(module.relative_positions, config, read.tokens_BL.shape[1] - 1)
+        # Every stage of a pipeline needs it, and only the first has the table.
         beside |= {} if bias_HW is None else {"bias": bias_HW}
         return {"x": x_BLD, **beside} if beside else x_BLD
 
@@ -223,15 +224,11 @@ def transformer(
         block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, local: jax.Array | None = None
     ) -> Any:
         read = TransformerInputs.of(inputs, config)
-        carried = carry if isinstance(carry, dict) else {"x": carry}
-        x_BLD, routing, _ = block(
-            carried["x"],
-            read.positions_BL,
-            read.segments_BL,
-            key if train else None,
-            local=local,
-            bias_HW=carried.get("bias"),
-        )
+        key = key if train else None
+        beside = carry if isinstance(carry, dict) else {}
+        x_BLD = carry["x"] if isinstance(carry, dict) else carry
+        bias_HW = beside.get("bias")
+        x_BLD, routing, _ = block(x_BLD, read.positions_BL, read.segments_BL, key, local=local, bias_HW=bias_HW)
         if not isinstance(carry, dict):
             return x_BLD
         return {**carry, "x": x_BLD} | ({} if routing is None else {"routing": carry["routing"].plus(routing)})

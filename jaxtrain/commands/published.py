@@ -1,0 +1,77 @@
+"""`jaxtrain import` and `jaxtrain export`: a run made of a published model, and a published folder made of a run."""
+
+from collections.abc import Sequence
+
+from jaxtrain.commands.output import print_text
+from jaxtrain.run.import_run import export_run, import_run
+from jaxtrain.runtime import distributed
+
+
+def run_import(path: str, overrides: Sequence[str], *, output: str, check: bool, emulate: int | None) -> int:
+    """Make a run of a published model.
+
+    Args:
+        path: the published folder or file.
+        overrides: settings of the run.
+        output: directory of the run.
+        check: whether its logits are compared with those of transformers.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+
+    Returns:
+        The exit code 0.
+    """
+    if check:
+        _check_transformers()
+    run_dir = import_run(path, output, overrides=overrides, emulate=emulate)
+    if distributed.is_main_process():
+        print_text(str(run_dir))
+    if check:
+        _print_check(path)
+    return 0
+
+
+def run_export(
+    run_dir: str,
+    *,
+    output: str,
+    dtype: str | None,
+    max_shard_size: str,
+    step: int | None,
+    check: bool,
+    emulate: int | None,
+) -> int:
+    """Write a checkpoint of a run as a published folder.
+
+    Args:
+        run_dir: directory of the run.
+        output: the folder.
+        dtype: of the tensors; None: that of the model that the run started from, else float32.
+        max_shard_size: most bytes per file.
+        step: step of the checkpoint; None: the newest intact one.
+        check: whether the folder's logits are compared with those of transformers.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+
+    Returns:
+        The exit code 0.
+    """
+    if check:
+        _check_transformers()
+    folder = export_run(run_dir, output, dtype=dtype, max_shard_size=max_shard_size, step=step, emulate=emulate)
+    if distributed.is_main_process():
+        print_text(str(folder))
+    if check:
+        _print_check(str(folder))
+    return 0
+
+
+def _check_transformers() -> None:
+    from jaxtrain.interop.check import import_transformers
+
+    import_transformers()
+
+
+def _print_check(path: str) -> None:
+    from jaxtrain.interop.check import compare_with_transformers
+
+    for line in compare_with_transformers(path):
+        print_text(line)

@@ -1,0 +1,197 @@
+"""`load_pretrained` and `save_pretrained`: published models from Python."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.base import Group
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.load import by_path, read_places
+from jaxtrain.interop.save import Origin, write_published
+from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.weights import Places, PublishedModel, find_places, open_published
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.published.config_file import tokenizer_origin
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A published model, opened by `load_pretrained`; its weights are read when they are first used.
+
+    Attributes:
+        path: The folder or file.
+        config: The model group of our config, with the values of its config.json.
+        model: The model.
+        published: Its tensors, its family and its config.json.
+        places: Where each parameter lies in it.
+    """
+
+    path: Path
+    config: Group
+    model: Model
+    published: PublishedModel
+    places: Places
+
+    def __repr__(self) -> str:
+        return f"Pretrained {str(self.path)!r}: family {self.published.family.name}, model {self.model.name}"
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The file with its tokenizer (tokenizer.json, or the GGUF file); None where there is none."""
+        return tokenizer_origin(self.path)
+
+    @cached_property
+    def _read_here(self) -> tuple[Params, ModelState]:
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        drawn = jax.eval_shape(self.model.init, jax.eval_shape(lambda: jax.random.key(0)))
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), drawn)
+        return self._read(*like)
+
+    @property
+    def params(self) -> Params:
+        """The parameters on the first device, in the dtypes of `model.init`."""
+        return self._read_here[0]
+
+    @property
+    def model_state(self) -> ModelState:
+        """What changes without a gradient (batch statistics), on the first device."""
+        return self._read_here[1]
+
+    def read(self, sharded_model: ShardedModel) -> tuple[Params, ModelState]:
+        """Parameters and model_state in the shardings and dtypes of a sharded model.
+
+        Each process reads only what its devices hold.
+
+        Args:
+            sharded_model: Made of `model` by `shard_model`.
+
+        Raises:
+            ConfigError: It is of another model.
+        """
+        takes, write = "a ShardedModel", "pretrained.read(jt.shard_model(pretrained.model))"
+        check_kind(sharded_model, ShardedModel, what="Pretrained.read", takes=takes, write=write)
+        return self._read(sharded_model.abstract_params, sharded_model.abstract_model_state)
+
+    def _read(self, params: Any, model_state: Any) -> tuple[Params, ModelState]:
+        return _filled(self, params, self.places.params), _filled(self, model_state, self.places.model_state)
+
+
+def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None) -> Pretrained:
+    """Open a published model: a folder with config.json and safetensors, or a GGUF file.
+
+    Headers are read and checked here; the weights are read when they are first used.
+
+    Args:
+        path: The folder or file.
+        model: Keys of our model group that are to differ from what its config.json says ({"dropout": 0.1}).
+
+    Raises:
+        ConfigError: There is no such model, or its family, or a key or a value of its config.json, is not supported.
+        CheckpointError: Its files are missing or damaged, or hold other tensors than its config.json says.
+
+    Example:
+        >>> pretrained = jt.load_pretrained("published/tiny_llama")
+        >>> pretrained.model.apply(pretrained.params, {}, np.array([[1, 2, 3]]), key=None, train=False)[0].shape
+        (1, 3, 40)
+    """
+    check_kind(
+        path, (str, Path), what="load_pretrained", takes="the path of a folder", write="load_pretrained('folder')"
+    )
+    if model is not None:
+        write = "model={'dropout': 0.1}"
+        check_kind(model, Mapping, what="load_pretrained: model", takes="a mapping of keys", write=write)
+    from jaxtrain.config.load import load_config
+
+    published = open_published(path)
+    config = load_config({"model": {"from": str(path), **(model or {})}}).config.model
+    settings = settings_of(config)
+    places = find_places(published, settings)
+    shape = _input_shape(settings)
+    built = build_model(config, input_shape=shape)
+    return Pretrained(Path(path), config, built, published, places)
+
+
+def save_pretrained(
+    folder: str | Path,
+    params: Params,
+    *,
+    model: "Pretrained | Group | Mapping[str, Any]",
+    model_state: ModelState | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write parameters as a published folder, which other tools open.
+
+    Args:
+        folder: The folder to make; it may exist if it is empty.
+        params: The parameters, sharded in any way; every process passes its own.
+        model: What they are parameters of: what `load_pretrained` gave, or a model group of our config with its
+            vocab_size.
+        model_state: Batch statistics and the like, where the model has them.
+        dtype: float32, float16 or bfloat16; None: that of the published model, else float32.
+        max_shard_size: Most bytes per file, as in "5GB" or "500MB".
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: The folder is not empty, no published family has this model, or an argument is out of range.
+
+    Example:
+        >>> folder = jt.save_pretrained("published/mine", pretrained.params, model=pretrained)
+        >>> sorted(file.name for file in folder.iterdir())
+        ['config.json', 'generation_config.json', 'model.safetensors']
+    """
+    check_kind(
+        folder, (str, Path), what="save_pretrained", takes="the path of a folder", write="save_pretrained('mine', ...)"
+    )
+    origin = None
+    if isinstance(model, Pretrained):
+        group, source = model.config, model.published.source
+        origin = Origin(source.config, source.files)
+    elif isinstance(model, Group):
+        group = model
+    elif isinstance(model, Mapping) and model:
+        from jaxtrain.config.load import load_config
+
+        group = load_config({"model": model}).config.model
+    else:
+        takes = "what load_pretrained gave, or a model group"
+        raise ConfigError(refusal("save_pretrained: model", takes, model, "model=pretrained"))
+    return write_published(
+        folder,
+        settings_of(group),
+        params,
+        {} if model_state is None else model_state,
+        origin=origin,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+    )
+
+
+def _input_shape(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Shape of one row of inputs: tokens, or pixels."""
+    if "max_sequence_length" in settings:
+        return (settings["max_sequence_length"],)
+    size = settings.get("image_size", 224)
+    return (size, size, settings.get("num_channels", 3))
+
+
+def _filled(pretrained: Pretrained, tree: Any, places: Mapping[str, Any]) -> Any:
+    wanted = by_path(tree)
+    for path, like in wanted.items():
+        if path not in places or places[path].shape != like.shape:
+            raise ConfigError(
+                f"{pretrained.path}: the sharded model has {path} {list(like.shape)}, which the published model does "
+                "not; shard pretrained.model"
+            )
+    found = read_places(pretrained.published, places, wanted)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: found[path_name(path)], tree)

@@ -1,0 +1,217 @@
+"""Our parameters as a published folder: shards with an index, config.json, tokenizer files."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.load import by_path
+from jaxtrain.interop.settings import family_for
+from jaxtrain.published.entries import Constant, Entry, Row, names_of, positions
+from jaxtrain.published.folder import INDEX, SINGLE
+from jaxtrain.published.safetensors import DTYPES, write_safetensors
+from jaxtrain.published.transforms import Shape
+from jaxtrain.runtime.distributed import is_main_process
+from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
+
+# What may be written, by the name that a config.json has for it.
+SAVED_DTYPES = ("float32", "float16", "bfloat16")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The published model that another came from: what is taken over from it.
+
+    Attributes:
+        config: Its config.json.
+        files: Name -> text of its tokenizer files and the like.
+    """
+
+    config: Mapping[str, Any]
+    files: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One tensor to write: what it is made of."""
+
+    shape: Shape
+    dtype: np.dtype
+    parts: tuple[tuple[Entry | Constant, tuple[int, ...]], ...]
+
+
+def write_published(
+    folder: str | Path,
+    settings: Mapping[str, Any],
+    params: Any,
+    model_state: Any,
+    *,
+    origin: Origin | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    tokenizer: str | None = None,
+) -> Path:
+    """Writes a published folder. Every process calls it, the main one writes.
+
+    Args:
+        folder: The folder to make; it may exist if it is empty.
+        settings: Our model group, from `settings_of`.
+        params, model_state: The model's arrays, sharded in any way.
+        origin: The published model that this one came from, whose family and further keys it takes over.
+        dtype: float32, float16 or bfloat16; None: that of the origin's config.json, else float32.
+        max_shard_size: Most bytes per file, as in "5GB" or "500MB".
+        tokenizer: Text of a tokenizer.json, where the origin has none.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: The folder is not empty, no family can say the model, or an argument is out of range.
+    """
+    folder = Path(folder)
+    most = _num_bytes(max_shard_size)
+    theirs: Mapping[str, Any] = {} if origin is None else origin.config
+    family = family_for(settings, model_type=theirs.get("model_type"))
+    name = _dtype_name(dtype, theirs)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already and not empty; name a new folder")
+    rows = family.tensors(settings)
+    tensors = _plan(rows, DTYPES[{"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[name]])
+    held = {False: by_path(params), True: by_path(model_state)}
+    shards = _shards(tensors, most)
+    config = {**theirs, **family.to_published(settings), "model_type": family.model_type}
+    config |= {"torch_dtype": name, "dtype": name}
+    main = is_main_process()
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+    hosts: dict[tuple[bool, str], np.ndarray] = {}
+    for file, names in shards.items():
+        shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
+        arrays = ((one, _assembled(tensors[one], held, hosts)) for one in names)
+        if main:
+            write_safetensors(folder / file, shapes, arrays)
+        else:
+            for _ in arrays:  # every process takes part in gathering what is sharded over processes
+                pass
+    if main:
+        _write_files(folder, config, shards, tensors, {} if origin is None else origin.files, tokenizer)
+    return folder
+
+
+def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
+    """Name -> tensor to write, in the order of the layers."""
+    found: dict[str, _Written] = {}
+    placed: list[tuple[tuple[int, ...], str]] = []
+    for row in rows:
+        if isinstance(row, Constant):
+            for position in positions(row):
+                name = names_of(row, position)[0]
+                placed.append((position, name))
+                found[name] = _Written(row.shape, np.dtype(row.dtype), ((row, position),))
+        elif isinstance(row, Entry):
+            for position in positions(row):
+                name = names_of(row, position)[0]
+                if name not in found:
+                    placed.append((position, name))
+                before = found[name].parts if name in found else ()
+                found[name] = _Written(row.transform.theirs, dtype, (*before, (row, position)))
+    # Stable: within a layer, in the order of the rows.
+    return {name: found[name] for _, name in sorted(placed, key=lambda one: one[0])}
+
+
+def _shards(tensors: Mapping[str, _Written], most: int) -> dict[str, list[str]]:
+    """File name -> tensors; one file where they fit, else numbered shards."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, tensor in tensors.items():
+        size = int(np.prod(tensor.shape, dtype=np.int64)) * tensor.dtype.itemsize
+        if groups[-1] and held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _assembled(
+    tensor: _Written, held: Mapping[bool, Mapping[str, Any]], hosts: dict[tuple[bool, str], np.ndarray]
+) -> np.ndarray:
+    out = np.empty(tensor.shape, tensor.dtype)
+    for row, position in tensor.parts:
+        if isinstance(row, Constant):
+            out[...] = row.value
+            continue
+        key = (row.state, row.path)
+        if key not in hosts:
+            hosts[key] = _on_host(held[row.state][row.path])
+        row.transform.write(out, hosts[key][position])
+    return out
+
+
+def _on_host(array: Any) -> np.ndarray:
+    """A whole array on the host, whichever processes hold its shards."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
+def _write_files(
+    folder: Path,
+    config: Mapping[str, Any],
+    shards: Mapping[str, list[str]],
+    tensors: Mapping[str, _Written],
+    files: Mapping[str, str],
+    tokenizer: str | None,
+) -> None:
+    if len(shards) > 1:
+        total = sum(int(np.prod(one.shape, dtype=np.int64)) * one.dtype.itemsize for one in tensors.values())
+        names = {name: file for file, group in shards.items() for name in group}
+        write_json_atomic(
+            folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+        )
+    for name, text in _companions(config, files, tokenizer):
+        write_text_atomic(folder / name, text)
+    # Last: a folder with a config.json is whole.
+    write_json_atomic(folder / "config.json", dict(config))
+
+
+def _companions(
+    config: Mapping[str, Any], files: Mapping[str, str], tokenizer: str | None
+) -> Iterator[tuple[str, str]]:
+    yield from files.items()
+    if tokenizer is not None and "tokenizer.json" not in files:
+        yield "tokenizer.json", tokenizer
+        if "tokenizer_config.json" not in files:
+            yield "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    known = {key: config[key] for key in ids if config.get(key) is not None}
+    if "generation_config.json" not in files and known:
+        yield "generation_config.json", json.dumps(known, indent=2) + "\n"
+
+
+def _dtype_name(dtype: str | None, config: Mapping[str, Any]) -> str:
+    name = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in SAVED_DTYPES:
+        raise ConfigError(f"dtype={name!r} cannot be written; use one of {', '.join(SAVED_DTYPES)}")
+    return name
+
+
+def _num_bytes(text: str) -> int:
+    number, unit = (text[:-2], text[-2:].upper()) if isinstance(text, str) else ("", "")
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ConfigError(f"max_shard_size={text!r} is no size; write a number with KB, MB or GB, as in 5GB")
+    return size
