@@ -150,8 +150,8 @@ def _check_held(rows: tuple[Row, ...], held: Mapping[bool, Mapping[str, Any]]) -
                 raise ConfigError(f"{tree} lacks {row.path}, which the model has; give the {tree} of that model")
             if tuple(array.shape) != row.shape:
                 raise ConfigError(
-                    f"{tree} holds {row.path} {list(array.shape)}, but the model has {list(row.shape)}; give the {tree} of "
-                    "that model"
+                    f"{tree} holds {row.path} {list(array.shape)}, but the model has {list(row.shape)}; give the {tree} "
+                    "of that model"
                 )
 
 

@@ -14,6 +14,10 @@ def saved(**more):
     return jt.save_pretrained("out", {}, **{"model": GROUP, **more})
 
 
+def saved_norm(scale):
+    return jt.save_pretrained("out", {"blocks": {"attention_norm": {"scale": scale}}}, model=GROUP)
+
+
 ROWS = {
     "Pretrained.read: no model": (
         lambda: jt.load_pretrained(LLAMA).read(3),
@@ -41,9 +45,9 @@ ROWS = {
     "save_pretrained: model": (lambda: saved(model=3), "not 3", "model=pretrained"),
     "save_pretrained: params": (lambda: saved(), "lacks blocks/", "params"),
     "save_pretrained: another shape": (
-        lambda: jt.save_pretrained("out", {"embedding": jnp.ones((2, 8))}, model={**GROUP, "num_layers": 1}),
-        "embedding [2, 8]",
-        "[40, 8]",
+        lambda: saved_norm(jnp.ones((2, 9))),
+        "blocks/attention_norm/scale [2, 9]",
+        "[1, 8]",
     ),
     "save_pretrained: dtype": (lambda: saved(dtype="int8"), "'int8'", "bfloat16"),
     "save_pretrained: size": (lambda: saved(max_shard_size="many"), "'many'", "5GB"),
