@@ -78,7 +78,7 @@ WRONG = {
     "an architecture": (
         dict(metadata={"general.architecture": "mamba"}),
         ConfigError,
-        "architecture: mamba; the known",
+        "architecture: 'mamba'; the known",
     ),
     "a part": (dict(metadata={"split.count": 3}), ConfigError, "is one of 3 parts of a model; merge them with"),
     "a missing key": (dict(without=("llama.block_count",)), ConfigError, "does not state llama.block_count"),
@@ -91,6 +91,16 @@ WRONG = {
         dict(metadata={"llama.attention.head_count_kv": [1, 2]}),
         ConfigError,
         "has llama.attention.head_count_kv: [1, 2], which is not supported; one number for all layers is read",
+    ),
+    "no heads": (
+        dict(metadata={"llama.attention.head_count": 0}),
+        ConfigError,
+        "has llama.attention.head_count: 0, which is not supported; it has to be a finite number above 0",
+    ),
+    "half a layer": (
+        dict(metadata={"llama.block_count": ("f32", 1.5)}),
+        ConfigError,
+        "has llama.block_count: 1.5, which is not supported; it has to be a whole number",
     ),
     "a kind of scaling": (
         dict(metadata={"llama.rope.scaling.type": "su"}),
