@@ -37,9 +37,9 @@ class _Keys:
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Returns a finite number that is the same in every layer; it is 0 only where that is the default."""
-        value = self.left.pop(key, None)
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            value = value[0]
+        found = self.left.pop(key, None)
+        same = isinstance(found, list) and found and all(one == found[0] for one in found)
+        value: Any = found[0] if same else found
         if value is None:
             value = default
         if value is None:
@@ -55,6 +55,13 @@ class _Keys:
         value = self.number(key, default)
         if type(value) is not int:
             raise self.unsupported(key, value, "it has to be a whole number")
+        return value
+
+    def layers(self) -> int:
+        """Returns the number of layers, which cannot be so large that counting them takes long."""
+        value, most = self.count("block_count"), len(self.file.tensors)
+        if value > most:
+            raise self.unsupported("block_count", value, f"the file holds {most} tensors")
         return value
 
     def unsupported(self, key: str, value: object, wanted: str) -> ConfigError:
@@ -100,13 +107,15 @@ def _decoder(keys: _Keys) -> dict[str, Any]:
     config = {
         "hidden_size": keys.count("embedding_length"),
         "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": keys.layers(),
         "num_attention_heads": keys.count("attention.head_count"),
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", _USUAL_THETA),
     }
     heads = config["num_attention_heads"]
+    if heads > config["hidden_size"]:
+        raise keys.unsupported("attention.head_count", heads, f"embedding_length is {config['hidden_size']}")
     config["num_key_value_heads"] = keys.count("attention.head_count_kv", heads)
     usual = config["hidden_size"] // heads
     width = keys.count("attention.key_length", usual)
@@ -262,7 +271,7 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
         "model_type": "gpt2",
         "n_embd": keys.count("embedding_length"),
         "n_inner": keys.count("feed_forward_length"),
-        "n_layer": keys.count("block_count"),
+        "n_layer": keys.layers(),
         "n_head": keys.count("attention.head_count"),
         "n_positions": keys.count("context_length"),
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),

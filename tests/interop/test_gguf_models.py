@@ -97,6 +97,24 @@ WRONG = {
         ConfigError,
         "has llama.attention.head_count: 0, which is not supported; it has to be a finite number above 0",
     ),
+    "more heads than numbers": (
+        dict(metadata={"llama.attention.head_count": 32}),
+        ConfigError,
+        "has llama.attention.head_count: 32, which is not supported; embedding_length is 16",
+    ),
+    "more layers than tensors": (
+        dict(metadata={"llama.block_count": 2**32 - 1}),
+        ConfigError,
+        "has llama.block_count: 4294967295, which is not supported; the file holds 21 tensors",
+    ),
+    "more experts than there are": (
+        dict(
+            metadata={"llama.expert_count": 2**32 - 1, "llama.expert_used_count": 2},
+            tensors={"blk.0.ffn_up_exps.weight": np.ones((4, 16, 16), np.float32)},
+        ),
+        CheckpointError,
+        "blk.0.ffn_up_exps.weight has the shape [4, 16, 16], not 4294967295 experts first",
+    ),
     "half a layer": (
         dict(metadata={"llama.block_count": ("f32", 1.5)}),
         ConfigError,
