@@ -8,8 +8,6 @@ Run it in an environment with the packages `gguf` and `sentencepiece`, giving it
     python scripts/make_gguf_fixtures.py README.md tests/interop
 """
 
-# pyright: reportMissingImports=false
-
 import json
 import sys
 import tempfile

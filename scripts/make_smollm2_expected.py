@@ -5,8 +5,6 @@ Run it in an environment with the extra `oracle`, giving it the file of the pack
     python scripts/make_smollm2_expected.py SmolLM2-135M-Instruct.Q4_1.gguf tests/interop/smollm2_expected.npz
 """
 
-# pyright: reportMissingImports=false
-
 import sys
 from pathlib import Path
 

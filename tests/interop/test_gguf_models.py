@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from gguf_files import gguf_bytes, metadata_of, tensors_of
 
+import jaxtrain as jt
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.published.families.table import FAMILIES
 from jaxtrain.published.folder import open_folder
@@ -157,3 +159,22 @@ def test_what_is_not_supported_is_one_line(change, error, message, tmp_path):
     assert str(path) in told
     assert message in told
     assert "\n" not in told
+
+
+# Gemma's fixtures have an attention scale that GGUF does not say; the keys are compared above.
+LOGITS = [name for name in NAMES if not name.startswith("gemma")]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "llama" else pytest.mark.long) for name in LOGITS]
+)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    with np.load(PUBLISHED / name / "expected.npz") as arrays:
+        tokens, expected = arrays["tokens"], arrays["logits"]
+    pretrained = jt.load_pretrained(convert(name, tmp_path), model={"attention": "reference"})
+    apply = jax.jit(lambda params: pretrained.model.apply(params, {}, tokens, key=None, train=False)[0])
+    found = apply(pretrained.params)
+    # A mixture of experts also gives what its losses need.
+    found = found["logits"] if isinstance(found, dict) else found
+    # As for folders: float32 sums in another order, as a share of the range.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.ptp(expected))
