@@ -2,32 +2,43 @@
 
 import functools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jaxtrain.config.data import (
     CalledData,
     DigitsData,
     ImageFolderData,
+    SpanCorruption,
     SyntheticData,
     TableData,
+    TextPairData,
     TokenData,
     TokenizerConfig,
 )
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.kinds import check_kinds, gives_tokens
-from jaxtrain.config.models import CalledModel, MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.vit import ViTConfig, image_sizes
+from jaxtrain.data.span_sizes import span_sizes
+from jaxtrain.data.special import added_tokens
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
 from jaxtrain.plan.workload.record import Workload
+
+if TYPE_CHECKING:
+    from jaxtrain.data.sources.dataset import Data  # it imports grain
 
 _IMAGENET_CLASSES = 1000
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
 _BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
 
 
-def _vocabulary(tokenizer: TokenizerConfig) -> tuple[int | None, str]:
+def _vocabulary(tokenizer: TokenizerConfig, special: int) -> tuple[int | None, str]:
+    """The ids of a tokenizer, as far as its config says them, and what was assumed."""
     if tokenizer.kind == "byte":
-        return 256, ""
+        return 256 + special, ""
     if tokenizer.kind == "bpe":
         return tokenizer.vocab_size, f"a full vocabulary of {tokenizer.vocab_size:,} token ids"
     return None, ""
@@ -43,6 +54,7 @@ class RowSizes:
         num_outputs: its classes or targets.
         notes: what was assumed.
         unit: tokens or examples; None: those of the config's data.
+        decoder_length: tokens of a row of an encoder-decoder's output; None: rows have no such tokens.
     """
 
     input_shape: tuple[int, ...]
@@ -50,6 +62,7 @@ class RowSizes:
     num_outputs: int | None
     notes: tuple[str, ...] = ()
     unit: str | None = None
+    decoder_length: int | None = None
 
 
 def _sizes_of_config(config: Config) -> RowSizes:
@@ -68,7 +81,7 @@ def _sizes_of_config(config: Config) -> RowSizes:
             input_shape, num_outputs = (8, 8, 1), 10
         case ImageFolderData():
             input_shape = (data.image_size, data.image_size, 3)
-            if isinstance(model, ResNetConfig) and model.num_classes is None:
+            if isinstance(model, ResNetConfig | ViTConfig) and model.num_classes is None:
                 num_outputs = _IMAGENET_CLASSES
                 notes.append(f"{_IMAGENET_CLASSES:,} classes, as ImageNet has; model.num_classes says otherwise")
         case TableData():
@@ -84,20 +97,21 @@ def _sizes_of_config(config: Config) -> RowSizes:
         case SyntheticData(task="table"):
             input_shape, num_outputs = (data.num_columns,), data.num_classes
         case _:
-            assert isinstance(model, TransformerConfig | CalledModel), "check_kinds refuses another model of tokens"
+            assert not isinstance(model, MLPConfig | ResNetConfig | ViTConfig), "check_kinds refuses them"
             length = data.sequence_length or getattr(model, "max_sequence_length", None)
             if length is None:
                 raise ConfigError("data.sequence_length is null and model.call says nothing of it; set it, such as 256")
             input_shape = (length,)
             match data:
                 case SyntheticData():
-                    vocab_size, note = data.vocab_size, ""
+                    vocab_size, note = data.vocab_size + len(added_tokens(data)), ""
                 case TokenData():
                     vocab_size, note = None, ""
                 case _:
-                    vocab_size, note = _vocabulary(data.tokenizer)
+                    vocab_size, note = _vocabulary(data.tokenizer, len(added_tokens(data)))
+            decoder_length = _decoder_length(config, length)
             if isinstance(model, CalledModel):
-                return RowSizes(input_shape, vocab_size, None, (note,) if note else (), "tokens")
+                return RowSizes(input_shape, vocab_size, None, (note,) if note else (), "tokens", decoder_length)
             if model.vocab_size is None and vocab_size is None:
                 raise ConfigError(
                     "a plan does not open the data, and model.vocab_size is not set; set model.vocab_size to the "
@@ -105,7 +119,17 @@ def _sizes_of_config(config: Config) -> RowSizes:
                 )
             if model.vocab_size is None and note:
                 notes.append(note)
+            return RowSizes(input_shape, vocab_size, None, tuple(notes), None, decoder_length)
     return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes))
+
+
+def _decoder_length(config: Config, length: int) -> int | None:
+    """Tokens of a row that a decoder writes, for inputs of a length; None: the rows of a config's data have none."""
+    data = config.data
+    if isinstance(data, TextPairData):
+        return data.target_length or length
+    corruption = getattr(data, "corruption", None)
+    return span_sizes(corruption, length).targets_length if isinstance(corruption, SpanCorruption) else None
 
 
 @functools.lru_cache(maxsize=4)
@@ -117,8 +141,14 @@ def _opened_sizes(config: str) -> RowSizes:
     """
     from jaxtrain.train.assemble import open_run_data
 
-    data = open_run_data(Config.model_validate_json(config))
-    return RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit)
+    return sizes_of(open_run_data(Config.model_validate_json(config)))
+
+
+def sizes_of(data: "Data") -> RowSizes:
+    """What opened data say of their rows."""
+    return RowSizes(
+        data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit, decoder_length=data.decoder_length
+    )
 
 
 def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload:
@@ -144,29 +174,51 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     if isinstance(model, CalledModel):
         unit = sizes.unit or ("tokens" if gives_tokens(config) else "examples")
         return Workload(unit, input_shape, vocab_size, num_outputs, config.train.global_batch_size, None, sizes.notes)
-    if isinstance(model, TransformerConfig):
+    num_outputs = _outputs(model, num_outputs, source)
+    takes_tokens = isinstance(model, TransformerConfig | EncoderDecoderConfig)
+    if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         vocab_size = model.vocab_size or vocab_size
         if vocab_size is None:
             raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
-    elif isinstance(model, ResNetConfig):
-        if len(input_shape) != 3:
-            raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
-        num_outputs = model.num_classes or num_outputs
-    elif isinstance(model, MLPConfig):
-        num_outputs = model.num_outputs or num_outputs
-    if num_outputs is None and not isinstance(model, TransformerConfig):
-        key = "num_classes" if isinstance(model, ResNetConfig) else "num_outputs"
-        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
-    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
+    elif isinstance(model, ResNetConfig | ViTConfig) and len(input_shape) != 3:
+        raise ConfigError(f"model.kind={model.kind} takes images, but a row of {source} is {input_shape}")
+    if isinstance(model, ViTConfig):
+        image_sizes(model, input_shape)  # raises
+    unit = "tokens" if takes_tokens else "examples"
     rows = config.train.global_batch_size
-    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes)
+    decoder_length = sizes.decoder_length if isinstance(model, EncoderDecoderConfig) else None
+    if isinstance(model, EncoderDecoderConfig) and decoder_length is None:
+        decoder_length = input_shape[0]
+    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, decoder_length)
     flops = model_flops_per_row(
         model,
         sequence_length=workload.sequence_length,
         input_shape=input_shape,
         num_outputs=num_outputs,
         vocab_size=vocab_size,
+        decoder_length=decoder_length,
         trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
     )
     assert flops is not None, "every size is known by here"
     return replace(workload, flops_per_row=flops)
+
+
+def _outputs(model: ModelConfig, num_outputs: int | None, source: str) -> int | None:
+    """The classes, labels or targets of a model; None: it has none.
+
+    Raises:
+        ConfigError: neither model nor data say how many.
+    """
+    match model:
+        case TransformerConfig(head=head):
+            key, own = "head.num_labels", None if head is None else head.num_labels
+            needed = head is not None and head.has_labels
+        case ResNetConfig() | ViTConfig():
+            key, own, needed = "num_classes", model.num_classes, True
+        case MLPConfig():
+            key, own, needed = "num_outputs", model.num_outputs, True
+        case _:
+            return num_outputs
+    if needed and (own or num_outputs) is None:
+        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
+    return own or num_outputs
