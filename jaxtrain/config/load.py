@@ -138,7 +138,15 @@ class _Tree:
             self._yield_to(path[:1], {path[1]: value}, where)
         if path == ("model", "from") and isinstance(value, str) and self.reads_published:
             self._take_published(value, where)
+        if path == ("model", "head", "kind"):
+            self._drop_other_head(value, where)
         self._leaf(path, value, where)
+
+    def _drop_other_head(self, kind: Any, where: str) -> None:
+        """Drop the settings of an earlier head of another kind, such as that of a published model."""
+        head = self.values.get("model", {}).get("head")
+        if isinstance(head, dict) and head.get("kind", kind) != kind:
+            self._drop("model", ["head"], f"model.head.kind ({where})")
 
     def _take_published(self, folder: str, where: str) -> None:
         """Set the keys of the model that a published model gives; what is set later has precedence."""

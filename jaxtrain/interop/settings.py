@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.families.table import FAMILIES
 from jaxtrain.published.family import Family
@@ -23,6 +24,8 @@ def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any
     settings = model.model_dump()
     if isinstance(model, TransformerConfig):
         settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width)
+    if isinstance(model, ViTConfig):
+        settings |= dict(mlp_dim=model.mlp_width)
     if "vocab_size" in settings and settings["vocab_size"] is None:
         settings["vocab_size"] = vocab_size
     return settings

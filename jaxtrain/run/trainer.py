@@ -86,9 +86,12 @@ def run_config(
     own_step = _own_step(optimizer, learning_rate)
     if loaded.config.parallel.auto:
         from jaxtrain.plan.search.auto import choose_layout
-        from jaxtrain.plan.workload.describe import sizes_of
+        from jaxtrain.plan.workload.describe import RowSizes
 
-        sizes = None if data is None else sizes_of(data)
+        sizes = None
+        if data is not None:
+            length = data.decoder_length
+            sizes = RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit, decoder_length=length)
         loaded = choose_layout(loaded, own_model=model is not None, sizes=sizes)
     return train_loaded(
         loaded,

@@ -2,15 +2,20 @@
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from jaxtrain.config.data import (
+    DOCSTRING_PACKAGES,
     CalledData,
     DigitsData,
     ImageFolderData,
+    JsonlData,
+    LabelledTextData,
+    MixtureData,
     SpanCorruption,
     SyntheticData,
     TableData,
+    TaggedTextData,
+    TextData,
     TextPairData,
     TokenData,
     TokenizerConfig,
@@ -19,26 +24,28 @@ from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.kinds import check_kinds, gives_tokens
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.span_sizes import span_sizes
+from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.config.vit import ViTConfig, image_sizes
-from jaxtrain.data.span_sizes import span_sizes
-from jaxtrain.data.special import added_tokens
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
 from jaxtrain.plan.workload.record import Workload
-
-if TYPE_CHECKING:
-    from jaxtrain.data.sources.dataset import Data  # it imports grain
 
 _IMAGENET_CLASSES = 1000
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
 _BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
 
 
-def _vocabulary(tokenizer: TokenizerConfig, special: int) -> tuple[int | None, str]:
-    """The ids of a tokenizer, as far as its config says them, and what was assumed."""
+def _vocabulary(tokenizer: TokenizerConfig, num_added: int) -> tuple[int | None, str]:
+    """The ids of a tokenizer and a note; None: only its file knows them.
+
+    Args:
+        tokenizer: which one.
+        num_added: special tokens that the rows take.
+    """
     if tokenizer.kind == "byte":
-        return 256 + special, ""
+        return 256 + num_added, ""
     if tokenizer.kind == "bpe":
         return tokenizer.vocab_size, f"a full vocabulary of {tokenizer.vocab_size:,} token ids"
     return None, ""
@@ -54,7 +61,8 @@ class RowSizes:
         num_outputs: its classes or targets.
         notes: what was assumed.
         unit: tokens or examples; None: those of the config's data.
-        decoder_length: tokens of a row of an encoder-decoder's output; None: rows have no such tokens.
+        decoder_length: tokens of a row of a decoder beside an encoder; None: rows have none.
+        numbers: 32-bit numbers of a row, targets included; None: tokens and targets, or inputs and a target.
     """
 
     input_shape: tuple[int, ...]
@@ -63,6 +71,7 @@ class RowSizes:
     notes: tuple[str, ...] = ()
     unit: str | None = None
     decoder_length: int | None = None
+    numbers: int | None = None
 
 
 def _sizes_of_config(config: Config) -> RowSizes:
@@ -97,7 +106,6 @@ def _sizes_of_config(config: Config) -> RowSizes:
         case SyntheticData(task="table"):
             input_shape, num_outputs = (data.num_columns,), data.num_classes
         case _:
-            assert not isinstance(model, MLPConfig | ResNetConfig | ViTConfig), "check_kinds refuses them"
             length = data.sequence_length or getattr(model, "max_sequence_length", None)
             if length is None:
                 raise ConfigError("data.sequence_length is null and model.call says nothing of it; set it, such as 256")
@@ -109,27 +117,43 @@ def _sizes_of_config(config: Config) -> RowSizes:
                     vocab_size, note = None, ""
                 case _:
                     vocab_size, note = _vocabulary(data.tokenizer, len(added_tokens(data)))
-            decoder_length = _decoder_length(config, length)
+            decoder_length, numbers = _numbers_of_text(config, length)
+            if isinstance(data, LabelledTextData) and data.path is None:
+                num_outputs = 1 if config.task == "regression" else len(DOCSTRING_PACKAGES)
             if isinstance(model, CalledModel):
-                return RowSizes(input_shape, vocab_size, None, (note,) if note else (), "tokens", decoder_length)
-            if model.vocab_size is None and vocab_size is None:
+                notes = [note] if note else []
+                return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes), "tokens", decoder_length, numbers)
+            if getattr(model, "vocab_size", None) is None and vocab_size is None:
                 raise ConfigError(
                     "a plan does not open the data, and model.vocab_size is not set; set model.vocab_size to the "
                     "vocabulary of the tokenizer"
                 )
-            if model.vocab_size is None and note:
+            if getattr(model, "vocab_size", None) is None and note:
                 notes.append(note)
-            return RowSizes(input_shape, vocab_size, None, tuple(notes), None, decoder_length)
+            return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes), None, decoder_length, numbers)
     return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes))
 
 
-def _decoder_length(config: Config, length: int) -> int | None:
-    """Tokens of a row that a decoder writes, for inputs of a length; None: the rows of a config's data have none."""
-    data = config.data
-    if isinstance(data, TextPairData):
-        return data.target_length or length
-    corruption = getattr(data, "corruption", None)
-    return span_sizes(corruption, length).targets_length if isinstance(corruption, SpanCorruption) else None
+def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
+    """The tokens of a decoder in a row of text, and the 32-bit numbers of the row; None: there is no decoder.
+
+    Args:
+        config: the run.
+        length: tokens of the inputs.
+    """
+    match config.data:
+        case TextPairData() as pairs:
+            decoder_length = pairs.target_length or length
+            return decoder_length, 2 * length + 3 * decoder_length
+        case LabelledTextData() as labelled:
+            return None, (3 if labelled.second_text else 2) * length + 1
+        case TaggedTextData():
+            return None, 3 * length
+        case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData() as stream:
+            if isinstance(stream.corruption, SpanCorruption):
+                decoder_length = span_sizes(stream.corruption, length).targets_length
+                return decoder_length, length + 2 * decoder_length
+    return None, 2 * length
 
 
 @functools.lru_cache(maxsize=4)
@@ -141,14 +165,9 @@ def _opened_sizes(config: str) -> RowSizes:
     """
     from jaxtrain.train.assemble import open_run_data
 
-    return sizes_of(open_run_data(Config.model_validate_json(config)))
-
-
-def sizes_of(data: "Data") -> RowSizes:
-    """What opened data say of their rows."""
-    return RowSizes(
-        data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit, decoder_length=data.decoder_length
-    )
+    data = open_run_data(Config.model_validate_json(config))
+    length = data.decoder_length
+    return RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit, decoder_length=length)
 
 
 def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload:
@@ -173,30 +192,32 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
     if isinstance(model, CalledModel):
         unit = sizes.unit or ("tokens" if gives_tokens(config) else "examples")
-        return Workload(unit, input_shape, vocab_size, num_outputs, config.train.global_batch_size, None, sizes.notes)
+        rows = config.train.global_batch_size
+        return Workload(
+            unit, input_shape, vocab_size, num_outputs, rows, None, sizes.notes, sizes.decoder_length, sizes.numbers
+        )
     num_outputs = _outputs(model, num_outputs, source)
     takes_tokens = isinstance(model, TransformerConfig | EncoderDecoderConfig)
     if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         vocab_size = model.vocab_size or vocab_size
         if vocab_size is None:
             raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
-    elif isinstance(model, ResNetConfig | ViTConfig) and len(input_shape) != 3:
-        raise ConfigError(f"model.kind={model.kind} takes images, but a row of {source} is {input_shape}")
-    if isinstance(model, ViTConfig):
+    elif isinstance(model, ResNetConfig) and len(input_shape) != 3:
+        raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
+    elif isinstance(model, ViTConfig):
         image_sizes(model, input_shape)  # raises
     unit = "tokens" if takes_tokens else "examples"
     rows = config.train.global_batch_size
-    decoder_length = sizes.decoder_length if isinstance(model, EncoderDecoderConfig) else None
-    if isinstance(model, EncoderDecoderConfig) and decoder_length is None:
-        decoder_length = input_shape[0]
-    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, decoder_length)
+    workload = Workload(
+        unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers
+    )
     flops = model_flops_per_row(
         model,
         sequence_length=workload.sequence_length,
         input_shape=input_shape,
         num_outputs=num_outputs,
         vocab_size=vocab_size,
-        decoder_length=decoder_length,
+        decoder_length=sizes.decoder_length,
         trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
     )
     assert flops is not None, "every size is known by here"
@@ -211,14 +232,17 @@ def _outputs(model: ModelConfig, num_outputs: int | None, source: str) -> int | 
     """
     match model:
         case TransformerConfig(head=head):
-            key, own = "head.num_labels", None if head is None else head.num_labels
-            needed = head is not None and head.has_labels
+            if head is None or not head.has_labels:
+                return num_outputs
+            if (head.num_labels or num_outputs) is None:
+                raise ConfigError(f"a plan does not open {source}; set model.head.num_labels to its classes")
+            return head.num_labels or num_outputs
         case ResNetConfig() | ViTConfig():
-            key, own, needed = "num_classes", model.num_classes, True
+            key, own = "num_classes", model.num_classes
         case MLPConfig():
-            key, own, needed = "num_outputs", model.num_outputs, True
+            key, own = "num_outputs", model.num_outputs
         case _:
             return num_outputs
-    if needed and (own or num_outputs) is None:
+    if (own or num_outputs) is None:
         raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
     return own or num_outputs
