@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.prompts import encoder_prompts
 from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats, get_policy
@@ -96,7 +97,13 @@ def _only(logits_BV: jax.Array, tokens_BK: jax.Array, stays_BK: jax.Array) -> ja
 
 
 def make_generator(
-    model: Model, *, new_tokens: int, sampling: Sampling, policy: str | Policy = "fp32", mesh: Mesh | None = None
+    model: Model,
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    policy: str | Policy = "fp32",
+    mesh: Mesh | None = None,
+    start_token: int | None = None,
 ) -> Generator:
     """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
 
@@ -110,6 +117,7 @@ def make_generator(
         sampling: how tokens are chosen.
         policy: number formats, as a name or a `Policy`.
         mesh: of the parameters; the tokens are replicated over it, so that every process has them.
+        start_token: what an output begins with where a model with an encoder does not say it itself; None: 0.
 
     Raises:
         ConfigError: the model cannot generate, or `new_tokens` is below 1.
@@ -119,6 +127,7 @@ def make_generator(
         raise ConfigError(f"model {model.name} does not generate text")
     new_tokens = _checked_new_tokens(new_tokens)
     dtypes = get_policy(policy)
+    start = next((one for one in (decoder.start_token, start_token) if one is not None), 0)
 
     def generate(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
         params = cast_floats(params, dtypes.compute_dtype)
@@ -126,7 +135,7 @@ def make_generator(
         if decoder.encode is not None:  # from here on the start token is the prompt
             cache = decoder.init_cache(batch, 1 + new_tokens, dtypes.compute_dtype)
             cache = decoder.encode(params, prompts_BP, lengths_B, cache)
-            prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
+            prompts_BP = jnp.full((batch, 1), start, prompts_BP.dtype)
             longest, lengths_B = 1, jnp.ones_like(lengths_B)
         else:
             cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
@@ -206,6 +215,9 @@ def generate_text(
     encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
     start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
     given = [ids.tolist() for ids in encoded]
+    framing = None if model.decoder.encode is None else encoder_prompts(tokenizer)
+    if framing is not None:
+        given, encoded = [[] for _ in given], [np.asarray(framing.framed(ids), np.int32) for ids in given]
     encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
     longest = max(map(len, encoded))
     room = _room(model.decoder, longest, new_tokens)
@@ -214,18 +226,24 @@ def generate_text(
         prompts_BP[row, : len(ids)] = ids
     lengths_B = np.array([len(ids) for ids in encoded], np.int32)
     generators = _generators.setdefault(sharded_model, {})
-    generator = generators.get((new_tokens, sampling))
+    start_token = None if framing is None else framing.start
+    generator = generators.get((new_tokens, sampling, start_token))
     if generator is None:
         generator = make_generator(
-            model, new_tokens=new_tokens, sampling=sampling, policy=sharded_model.policy, mesh=sharded_model.mesh
+            model,
+            new_tokens=new_tokens,
+            sampling=sampling,
+            policy=sharded_model.policy,
+            mesh=sharded_model.mesh,
+            start_token=start_token,
         )
-        generators[new_tokens, sampling] = generator
+        generators[new_tokens, sampling, start_token] = generator
     with sharded_model.context():
         new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
+    end = tokenizer.end_of_text if framing is None else framing.end
     texts = []
     for ids, new in zip(given, new_BT, strict=True):
-        ids = [] if model.decoder.encode is not None else ids
-        stop = np.flatnonzero(new == tokenizer.end_of_text)
+        stop = np.flatnonzero(new == end)
         texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
     return texts
 
