@@ -60,8 +60,8 @@ class EncoderDecoderConfig(Published):
     """Add biases to linear layers and LayerNorm."""
     dropout: Fraction = 0.0
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
-    start_token: Annotated[int, Field(ge=0)] | None = None
-    """Token before the first one of a written text (T5: 0, its padding); null: the tokenizer's padding, or 0."""
+    start_token: Annotated[int, Field(ge=0)] = 0
+    """Token before the first one that the decoder writes (T5: 0, its padding); that of the data (decoder_start)."""
     attention: Literal["auto", "cudnn", "splash", "blockwise", "reference"] = "auto"
     """Implementation of self-attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""  # noqa: E501
 
@@ -126,7 +126,6 @@ class EncoderDecoderConfig(Published):
     @model_validator(mode="after")
     def _blocks_can_be(self) -> "EncoderDecoderConfig":
         _ = self.encoder_stack  # raises what the transformer's own settings refuse
-        start, size = self.start_token, self.vocab_size
-        if start is not None and size is not None and start >= size:
-            raise ValueError(f"start_token {start} is not below vocab_size {size}; lower it")
+        if self.vocab_size is not None and self.start_token >= self.vocab_size:
+            raise ValueError(f"start_token {self.start_token} is not below vocab_size {self.vocab_size}; lower it")
         return self

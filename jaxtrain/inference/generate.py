@@ -97,13 +97,7 @@ def _only(logits_BV: jax.Array, tokens_BK: jax.Array, stays_BK: jax.Array) -> ja
 
 
 def make_generator(
-    model: Model,
-    *,
-    new_tokens: int,
-    sampling: Sampling,
-    policy: str | Policy = "fp32",
-    mesh: Mesh | None = None,
-    start_token: int | None = None,
+    model: Model, *, new_tokens: int, sampling: Sampling, policy: str | Policy = "fp32", mesh: Mesh | None = None
 ) -> Generator:
     """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
 
@@ -117,7 +111,6 @@ def make_generator(
         sampling: how tokens are chosen.
         policy: number formats, as a name or a `Policy`.
         mesh: of the parameters; the tokens are replicated over it, so that every process has them.
-        start_token: what an output begins with where a model with an encoder does not say it itself; None: 0.
 
     Raises:
         ConfigError: the model cannot generate, or `new_tokens` is below 1.
@@ -127,7 +120,6 @@ def make_generator(
         raise ConfigError(f"model {model.name} does not generate text")
     new_tokens = _checked_new_tokens(new_tokens)
     dtypes = get_policy(policy)
-    start = next((one for one in (decoder.start_token, start_token) if one is not None), 0)
 
     def generate(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
         params = cast_floats(params, dtypes.compute_dtype)
@@ -135,7 +127,7 @@ def make_generator(
         if decoder.encode is not None:  # from here on the start token is the prompt
             cache = decoder.init_cache(batch, 1 + new_tokens, dtypes.compute_dtype)
             cache = decoder.encode(params, prompts_BP, lengths_B, cache)
-            prompts_BP = jnp.full((batch, 1), start, prompts_BP.dtype)
+            prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
             longest, lengths_B = 1, jnp.ones_like(lengths_B)
         else:
             cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
@@ -226,18 +218,12 @@ def generate_text(
         prompts_BP[row, : len(ids)] = ids
     lengths_B = np.array([len(ids) for ids in encoded], np.int32)
     generators = _generators.setdefault(sharded_model, {})
-    start_token = None if framing is None else framing.start
-    generator = generators.get((new_tokens, sampling, start_token))
+    generator = generators.get((new_tokens, sampling))
     if generator is None:
         generator = make_generator(
-            model,
-            new_tokens=new_tokens,
-            sampling=sampling,
-            policy=sharded_model.policy,
-            mesh=sharded_model.mesh,
-            start_token=start_token,
+            model, new_tokens=new_tokens, sampling=sampling, policy=sharded_model.policy, mesh=sharded_model.mesh
         )
-        generators[new_tokens, sampling, start_token] = generator
+        generators[new_tokens, sampling] = generator
     with sharded_model.context():
         new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
     end = tokenizer.end_of_text if framing is None else framing.end

@@ -9,16 +9,14 @@ from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
 
 @dataclass(frozen=True)
 class EncoderPrompts:
-    """What stands around a prompt, and between which tokens an output is.
+    """What stands around a prompt, and after an output.
 
     Attributes:
         frame: special tokens around a prompt; None: the tokenizer knows none.
-        start: token before an output; None: the tokenizer has no padding, whose place that is in training.
         end: token after an output; None: there is none.
     """
 
     frame: Frame | None
-    start: int | None
     end: int | None
 
     def framed(self, ids: list[int]) -> list[int]:
@@ -31,7 +29,7 @@ class EncoderPrompts:
 def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
     """How a tokenizer's prompts are framed: by its own file, or by its special tokens of the usual names."""
     if not isinstance(tokenizer, NamedTokens):
-        return EncoderPrompts(None, None, tokenizer.end_of_text)
+        return EncoderPrompts(None, tokenizer.end_of_text)
     special = special_ids(tokenizer, None)
     end = tokenizer.end_of_text if special.end is None else special.end
-    return EncoderPrompts(make_frame(tokenizer, special, pair=False), special.padding, end)
+    return EncoderPrompts(make_frame(tokenizer, special, pair=False), end)

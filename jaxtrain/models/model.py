@@ -38,14 +38,14 @@ class Decoder:
         max_length: positions the model has.
         encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
             be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
-        start_token: what `decode` gets at position 0 of a model with an encoder; None: the tokenizer's padding, or 0.
+        start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
     """
 
     init_cache: Callable[[int, int, Any], Any]
     decode: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
     max_length: int
     encode: Callable[[Params, jax.Array, jax.Array, Any], Any] | None = None
-    start_token: int | None = None
+    start_token: int = 0
 
 
 class Embed(Protocol):

@@ -115,11 +115,11 @@ def test_text_is_the_output_alone_on_one_device_and_on_several():
 
 
 def test_a_prompt_is_framed_as_the_rows_of_training_are():
-    """Its end stands after it, the output begins with the padding token, and ends before the end."""
+    """Its end stands after it, and the output ends before the end."""
     framing = encoder_prompts(ByteTokenizer(("<pad>", "</s>")))
-    assert (framing.framed([97, 98]), framing.start, framing.end) == ([97, 98, 257], 256, 257)
+    assert (framing.framed([97, 98]), framing.end) == ([97, 98, 257], 257)
     plain = encoder_prompts(ByteTokenizer())
-    assert (plain.framed([97, 98]), plain.start, plain.end) == ([97, 98], None, None)
+    assert (plain.framed([97, 98]), plain.end) == ([97, 98], None)
 
 
 @pytest.mark.parametrize(
