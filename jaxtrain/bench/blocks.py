@@ -28,7 +28,8 @@ from jaxtrain.ops.attention.blocks import visible_pairs
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.work.attention import AttentionWork
-from jaxtrain.plan.work.blocks import BlockWork, DeviceBatch, step_blocks
+from jaxtrain.plan.work.block import BlockWork, DeviceBatch
+from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.experts import least_experts
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES

@@ -127,6 +127,10 @@ class _LabelledData(Group):
     """How text becomes tokens."""
 
 
+# The classes of the built-in docstrings: packages of the standard library with many of them, about different things.
+DOCSTRING_PACKAGES = ("asyncio", "email", "importlib", "logging", "tkinter", "unittest", "xml")
+
+
 class LabelledTextData(_LabelledData):
     """Texts, or pairs of texts, with one class (or one number, under task=regression) each."""
 

@@ -1,25 +1,12 @@
-"""The special tokens of rows that are not plain text: their names, and their ids in a tokenizer. No jax here."""
+"""The special tokens of rows that are not plain text, in a tokenizer."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtrain.config.base import Group
-from jaxtrain.config.data import (
-    Corruption,
-    LabelledTextData,
-    MaskCorruption,
-    SpanCorruption,
-    TaggedTextData,
-    TextPairData,
-    TokenizerConfig,
-)
+from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.errors import DataError
-
-# What a tokenizer that is made here gets. Each entry of an order of ids, so that the last sentinel has the lowest.
-_ENCODER_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-NUM_SENTINELS = 100  # as T5 has them (Raffel et al. 2020)
 
 # Role -> the names that published tokenizers give it, in the order in which they are tried.
 _NAMES = {
@@ -82,25 +69,6 @@ class SpecialIds:
     end: int | None
     mask: int | None
     padding: int | None
-
-
-def sentinel_name(k: int) -> str:
-    """Returns the name of sentinel k, which stands for the k-th span of a row."""
-    return f"<extra_id_{k}>"
-
-
-def added_tokens(config: Group) -> tuple[str, ...]:
-    """Returns the special tokens that a data group adds to a tokenizer that is made here, in the order of their ids.
-
-    Args:
-        config: A data group.
-    """
-    corruption: Corruption | None = getattr(config, "corruption", None)
-    if isinstance(config, LabelledTextData | TaggedTextData) or isinstance(corruption, MaskCorruption):
-        return _ENCODER_TOKENS
-    if isinstance(config, TextPairData) or isinstance(corruption, SpanCorruption):
-        return ("<pad>", "</s>", *(sentinel_name(k) for k in reversed(range(NUM_SENTINELS))))
-    return ()
 
 
 def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> SpecialIds:

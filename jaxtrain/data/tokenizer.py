@@ -166,12 +166,9 @@ class BpeTokenizer:
         Returns:
             (id of a special token, or "first" or "second" for a text; token type) in their order.
         """
-        from tokenizers import Encoding
-
         if self._model.post_processor is None:
             return [("first", 0), ("second", 1)] if pair else [("first", 0)]
-        word: Encoding = self._model.encode("a", add_special_tokens=False)
-        framed = self._model.post_process(word, self._model.encode("a", add_special_tokens=False) if pair else None)
+        framed = self._model.encode("a", "a" if pair else None)
         found: list[tuple[int | str, int]] = []
         for i, sequence, kind in zip(framed.ids, framed.sequence_ids, framed.type_ids, strict=True):
             entry = (i if sequence is None else ("first", "second")[sequence], kind)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import JsonlData, TextData
+from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.documents import Documents, open_documents
-from jaxtrain.data.special import added_tokens
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
 

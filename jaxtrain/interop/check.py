@@ -1,6 +1,6 @@
 """A published folder here and in transformers, side by side: logits, and the first layer that differs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from jaxtrain.interop.pretrained import Pretrained, load_pretrained
 _DIFFERS = 1e-3
 _TOKENS = 16
 # End of an architecture's name -> the class of transformers that opens it.
-_HEADS = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForImageClassification": "AutoModelForImageClassification",
+_OPENERS: dict[str, Callable[[Any], Any]] = {
+    "ForCausalLM": lambda transformers: transformers.AutoModelForCausalLM,
+    "LMHeadModel": lambda transformers: transformers.AutoModelForCausalLM,
+    "ForMaskedLM": lambda transformers: transformers.AutoModelForMaskedLM,
+    "ForSequenceClassification": lambda transformers: transformers.AutoModelForSequenceClassification,
+    "ForTokenClassification": lambda transformers: transformers.AutoModelForTokenClassification,
 }
 
 
@@ -55,14 +54,12 @@ def compare_with_transformers(path: str | Path) -> Iterator[str]:
     torch, transformers = import_transformers()
     pretrained = load_pretrained(path, model={"attention": "reference"})
     name = str((pretrained.published.source.config.get("architectures") or [""])[0])
-    auto = next((auto for end, auto in _HEADS.items() if name.endswith(end)), None)
-    if auto is None or pretrained.config.model_dump().get("vocab_size") is None or Path(path).suffix == ".gguf":
-        raise ConfigError(
-            f"--check compares folders of models of tokens, and {path} is none ({name})"
-        )
+    opener = next((opener for end, opener in _OPENERS.items() if name.endswith(end)), None)
+    if opener is None or pretrained.config.model_dump().get("vocab_size") is None or Path(path).suffix == ".gguf":
+        raise ConfigError(f"--check compares folders of models of tokens, and {path} is none ({name})")
     vocabulary = pretrained.config.model_dump()["vocab_size"]
     tokens = np.random.default_rng(0).integers(5, vocabulary, (1, _TOKENS))
-    theirs = vars(transformers)[auto].from_pretrained(path, dtype=torch.float32).eval()
+    theirs = opener(transformers).from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         outputs = theirs(input_ids=torch.tensor(tokens), output_hidden_states=True)
     ours = pretrained.model.apply(pretrained.params, pretrained.model_state, jnp.asarray(tokens), key=None, train=False)

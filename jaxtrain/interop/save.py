@@ -13,6 +13,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.settings import family_for
 from jaxtrain.published.entries import Constant, Entry, Row, names_of, positions
+from jaxtrain.published.family import Family
 from jaxtrain.published.folder import INDEX, SINGLE
 from jaxtrain.published.safetensors import DTYPES, write_safetensors
 from jaxtrain.published.transforms import Shape
@@ -85,8 +86,7 @@ def write_published(
     tensors = _plan(rows, DTYPES[{"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[name]])
     held = {False: by_path(params), True: by_path(model_state)}
     shards = _shards(tensors, most)
-    config = {**theirs, **family.to_published(settings), "model_type": family.model_type}
-    config |= {"torch_dtype": name, "dtype": name}
+    config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
     main = is_main_process()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +102,16 @@ def write_published(
     if main:
         _write_files(folder, config, shards, tensors, {} if origin is None else origin.files, tokenizer)
     return folder
+
+
+def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json: what the family says of the model, over what the origin said."""
+    written = family.to_published(settings)
+    labels = written.get("id2label")
+    if isinstance(labels, Mapping) and len(labels) == len(theirs.get("id2label") or ()):
+        # The family numbers the labels; the origin names them.
+        written = {key: value for key, value in written.items() if key not in ("id2label", "label2id")}
+    return {**theirs, **written, "model_type": family.model_type}
 
 
 def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
@@ -123,6 +133,17 @@ def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
                 found[name] = _Written(row.transform.theirs, dtype, (*before, (row, position)))
     # Stable: within a layer, in the order of the rows.
     return {name: found[name] for _, name in sorted(placed, key=lambda one: one[0])}
+
+
+def assemble_tensor(rows: tuple[Row, ...], name: str, held: Mapping[bool, Mapping[str, Any]]) -> np.ndarray:
+    """Returns one tensor of a published file in float32, made of our arrays.
+
+    Args:
+        rows: The family's name table.
+        name: Name of the tensor, as it is written.
+        held: Path -> array, for params (False) and model_state (True).
+    """
+    return _assembled(_plan(rows, np.dtype("float32"))[name], held, {})
 
 
 def _shards(tensors: Mapping[str, _Written], most: int) -> dict[str, list[str]]:

@@ -88,7 +88,10 @@ def run_config(
         from jaxtrain.plan.search.auto import choose_layout
         from jaxtrain.plan.workload.describe import RowSizes
 
-        sizes = None if data is None else RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit)
+        sizes = None
+        if data is not None:
+            length = data.decoder_length
+            sizes = RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit, decoder_length=length)
         loaded = choose_layout(loaded, own_model=model is not None, sizes=sizes)
     return train_loaded(
         loaded,

@@ -4,15 +4,17 @@ python scripts/peers/ours.py bench_cpu [key=value ...]
 """
 
 import sys
+from typing import Any
 
 from peer import serve
 
-from jaxtrain import distributed
 from jaxtrain.config import load_config
+from jaxtrain.runtime import distributed
 from jaxtrain.runtime.allocator import restart
 
 
-def main(name: str, overrides: list[str]) -> None:
+def main(name: str | dict[str, Any], overrides: list[str]) -> None:
+    """Train the config of a name, or of its keys, for as many steps as the driver asks for."""
     config = load_config(name, overrides=overrides).config
     distributed.start(compilation_cache=None)
     import jax

@@ -18,6 +18,19 @@ LEARNING_RATE, WEIGHT_DECAY, CLIP, B1, B2, EPSILON = 1e-3, 0.1, 1.0, 0.9, 0.95, 
 NORM_EPSILON = 1e-5
 # The images of the ResNets, small enough for two cores.
 IMAGES, IMAGE_SIZE, CLASSES, MOMENTUM, RATE = 8, 96, 1000, 0.9, 0.1
+# A BERT of MiniLM's size that learns labels, and a T5-small; keys of our model groups.
+BERT = {
+    "vocab_size": 30522,
+    "num_layers": 6,
+    "embed_dim": 384,
+    "num_heads": 12,
+    "mlp_dim": 1536,
+    "max_sequence_length": 512,
+}
+BERT_ROWS, BERT_TOKENS, LABELS = 16, 128, 2
+T5 = {"vocab_size": 32128, "num_layers": 6, "embed_dim": 512, "num_heads": 8, "head_dim": 64, "mlp_dim": 2048}
+T5_ROWS, T5_SOURCE, T5_TARGET = 8, 128, 64
+RATE_PUBLISHED = 1e-4
 
 
 def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:

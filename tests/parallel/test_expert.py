@@ -116,7 +116,7 @@ def test_one_device(choices: int) -> None:
     check(run(params, x, target), choices)
 
 
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_mesh_gives_the_numbers_of_one_device(mesh: str, choices: int) -> None:
     program, inputs = compiled(make_layout(MESHES[mesh]), choices)
@@ -136,7 +136,13 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize(("manual", "degrees"), OUTER.values(), ids=OUTER)
+@pytest.mark.parametrize(
+    ("manual", "degrees"),
+    [
+        pytest.param(*row, id=name, marks=() if name == "data and pipe" else pytest.mark.long)
+        for name, row in OUTER.items()
+    ],
+)
 def test_inside_a_region_that_handles_the_data_axis(manual: tuple[str, ...], degrees: dict[str, int]) -> None:
     """As in accumulation and in a pipeline, where one stage computes in a branch that the other does not enter."""
     graph, params, (x, target) = make_inputs(2)

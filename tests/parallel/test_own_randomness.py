@@ -126,7 +126,14 @@ OPAQUE = {
 }
 
 
-@pytest.mark.parametrize(("make", "degrees"), OPAQUE.values(), ids=OPAQUE)
+# Ways in and meshes that other rows have too.
+LONG = ("nnx", "stages", "nnx call")
+
+
+@pytest.mark.parametrize(
+    ("make", "degrees"),
+    [pytest.param(*row, id=name, marks=pytest.mark.long if name in LONG else ()) for name, row in OPAQUE.items()],
+)
 def test_every_row_draws_for_itself(make: Callable[[], Model], degrees: dict[str, int]) -> None:
     found = masks(make(), degrees)
     assert len(np.unique(found, axis=0)) == ROWS

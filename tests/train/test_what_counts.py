@@ -275,7 +275,9 @@ def test_signed_weights_give_one_gradient_however_the_batch_is_divided(weights):
     np.testing.assert_allclose([norm for _, norm in found], found[0][1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16])
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, *(pytest.param(dtype, marks=pytest.mark.long) for dtype in (np.int8, np.int16))]
+)
 def test_narrow_ids_are_ids(dtype):
     model = jt.build_model(TINY, input_shape=(8,), vocab_size=300)
     ids = RNG.integers(0, 127, (4, 9))

@@ -188,6 +188,16 @@ ROWS = {
         "loss.block=0",
         "at least 1",
     ),
+    "masked_language_modeling: a z-loss of words": (
+        lambda: jt.masked_language_modeling(z_loss="a"),
+        "'a'",
+        "z_loss=1e-4",
+    ),
+    "sequence_to_sequence: unknown blocks": (
+        lambda: jt.sequence_to_sequence(logits="vocab"),
+        "vocab",
+        "use auto, whole",
+    ),
     "make_stack: a module": (
         lambda: jt.make_stack(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 2, nnx.Rngs(0)),
         "an instance of Linear",

@@ -33,6 +33,7 @@ WITHOUT_ROWS = {
     "TrainStep": "made by make_train_step",
     "classification": "takes nothing",
     "regression": "takes nothing",
+    "token_classification": "takes nothing",
     "is_main_process": "takes nothing",
 }
 # Methods that are not called with what a user made.

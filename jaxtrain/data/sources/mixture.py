@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterator
 
 from jaxtrain.config.data import JsonlData, MixtureData, TextData, TokenData
+from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.documents import open_documents
 from jaxtrain.data.sources.shards import shard_source
-from jaxtrain.data.special import added_tokens
 from jaxtrain.data.tokenizer import build_tokenizer, tokenizer_sha256
 from jaxtrain.data.tokens import TokenSource, text_source
 from jaxtrain.errors import DataError

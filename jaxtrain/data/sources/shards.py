@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import JsonlData, TextData, TokenData
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.documents import open_documents
 from jaxtrain.data.files import require_file, require_folder
-from jaxtrain.data.special import added_tokens
 from jaxtrain.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_sha256
 from jaxtrain.data.tokens import TokenSource, check_tokens, encode_stream, token_dtype
 from jaxtrain.errors import DataError

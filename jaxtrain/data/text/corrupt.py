@@ -7,6 +7,7 @@ Sources: Devlin et al. 2019 (arXiv 1810.04805), section 3.1; Raffel et al. 2020 
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +22,16 @@ from jaxtrain.config.data import (
     TokenData,
     TokenizerConfig,
 )
+from jaxtrain.config.span_sizes import SpanSizes, span_sizes
+from jaxtrain.config.special_tokens import added_tokens, sentinel_name
 from jaxtrain.data.permutation import uniform_numbers
-from jaxtrain.data.rows import MappedRows, Row, Rows
-from jaxtrain.data.span_sizes import SpanSizes, span_sizes
-from jaxtrain.data.special import NamedTokens, NumberedTokens, added_tokens, needed, sentinel_name, special_ids
+from jaxtrain.data.special import NamedTokens, NumberedTokens, needed, special_ids
 from jaxtrain.data.text.frame import make_frame
 from jaxtrain.data.tokens import TokenSource
 from jaxtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from jaxtrain.data.rows import MappedRows, Row, Rows
 
 # A target that the loss ignores.
 IGNORED = -100
@@ -102,7 +106,7 @@ def noise_of(
     return make_noise(config.corruption, named, tokenizer, sequence_length=sequence_length)
 
 
-def corrupted(rows: Rows, noise: Noise, *, seed: int) -> MappedRows:
+def corrupted(rows: "Rows", noise: Noise, *, seed: int) -> "MappedRows":
     """Returns the rows of a stream with some of their tokens hidden, in the same training order.
 
     Args:
@@ -110,6 +114,9 @@ def corrupted(rows: Rows, noise: Noise, *, seed: int) -> MappedRows:
         noise: What is hidden.
         seed: Decides which tokens.
     """
+    # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
+    from jaxtrain.data.rows import MappedRows
+
     if isinstance(noise, SpanNoise):
         return MappedRows(rows, functools.partial(move_spans, noise=noise, seed=seed))
     return MappedRows(rows, functools.partial(mask_rows, masking=noise, seed=seed))
@@ -160,7 +167,7 @@ def stream_length(noise: Noise, sequence_length: int) -> int:
     return sequence_length - len(noise.before) - len(noise.after)
 
 
-def mask_rows(rows: Row, indices: np.ndarray, *, masking: Masking, seed: int) -> Row:
+def mask_rows(rows: "Row", indices: np.ndarray, *, masking: Masking, seed: int) -> "Row":
     """Hides single tokens.
 
     Args:
@@ -189,7 +196,7 @@ def _sides(masking: Masking) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return masking.before, masking.after
 
 
-def move_spans(rows: Row, indices: np.ndarray, *, noise: SpanNoise, seed: int) -> Row:
+def move_spans(rows: "Row", indices: np.ndarray, *, noise: SpanNoise, seed: int) -> "Row":
     """Replaces spans by sentinels, and lets the targets name the spans after their sentinels.
 
     Args:

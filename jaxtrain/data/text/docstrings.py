@@ -1,4 +1,4 @@
-"""Real text that every Python brings: the docstrings of its library, with package and function. No jax here."""
+"""Real text that every Python brings: the docstrings of its library, with package and function."""
 
 import functools
 import inspect
@@ -6,11 +6,9 @@ import re
 import sysconfig
 from pathlib import Path
 
+from jaxtrain.config.data import DOCSTRING_PACKAGES
 from jaxtrain.data.text.records import Record
 from jaxtrain.errors import DataError
-
-# The classes: packages of the standard library with many docstrings, about different things.
-DOCSTRING_PACKAGES = ("asyncio", "email", "importlib", "logging", "tkinter", "unittest", "xml")
 
 # A function and its docstring. Quantifiers that give nothing back keep the search linear.
 _FUNCTION = re.compile(

@@ -81,5 +81,8 @@ def _kept(lengths: list[int], room: int) -> list[int]:
         return lengths
     if len(lengths) == 1:
         return [room]
-    shorter = min(*lengths, room // 2)
-    return [shorter, room - shorter] if lengths[0] <= lengths[1] else [room - shorter, shorter]
+    if lengths[0] > lengths[1]:
+        second = min(lengths[1], room // 2)
+        return [room - second, second]
+    first = min(lengths[0], room - room // 2)
+    return [first, room - first]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import LabelledTextData, TaggedTextData, TextPairData
+from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.examples import split_examples
-from jaxtrain.data.special import NamedTokens, SpecialIds, added_tokens, needed, special_ids
+from jaxtrain.data.special import NamedTokens, SpecialIds, needed, special_ids
 from jaxtrain.data.text.corrupt import IGNORED
 from jaxtrain.data.text.docstrings import labelled_docstrings, named_docstrings
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame

@@ -1,4 +1,4 @@
-"""Classes and numbers of labelled rows. No jax here."""
+"""Classes and numbers of labelled rows."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Columns of a .csv, .jsonl or .parquet file, with the place of each row for messages. No jax here."""
+"""Columns of a .csv, .jsonl or .parquet file, with the place of each row for messages."""
 
 import csv
 import io

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.layout.sharding import constrain
+from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout
 from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
@@ -151,11 +151,13 @@ class Attention(nnx.Module):
         )
         if local is None or config.local_layers is None:
             return attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, window=config.windows[0])
-        window = config.local_layers.window
+        window, layout = config.local_layers.window, current_layout()
+        # A ring of permutations may not stand in a branch; a window of all positions is no work for a ring.
+        whole = q_BLHK.shape[1] if layout is not None and layout.degree("context") > 1 else None
         return jax.lax.cond(
             local,
             lambda q, k, v: attend(q, k, v, segments_BL, window=window),
-            lambda q, k, v: attend(q, k, v, segments_BL, window=None),
+            lambda q, k, v: attend(q, k, v, segments_BL, window=whole),
             q_BLHK,
             k_BLGK,
             v_BLGK,

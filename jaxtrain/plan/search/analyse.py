@@ -29,12 +29,12 @@ from jaxtrain.plan.memory.step import step_memory
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.own_step import analyse_own, own_functions
 from jaxtrain.plan.time.step import has_fp8, step_time
-from jaxtrain.plan.work.attention import AttentionWork, attention_work
-from jaxtrain.plan.work.blocks import DeviceBatch
+from jaxtrain.plan.work.attention import AttentionWork, stack_attention
+from jaxtrain.plan.work.block import DeviceBatch
 from jaxtrain.plan.work.experts import ExpertWork, expert_work
 from jaxtrain.plan.work.state import Parameter, shard_parameters, state_bytes
 from jaxtrain.plan.workload.describe import RowSizes, describe_workload
-from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.plan.workload.parameters import model_structure, model_tensors
 from jaxtrain.plan.workload.record import Workload
 
 # What cloud disks and object stores take of one host. Saves are written while training goes on, so this is the most
@@ -103,7 +103,7 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
-    attention = attention_work(config, target, workload.input_shape[0])
+    attention = stack_attention(config, target, model_structure(config.model, workload))
     batch = device_batch(config, workload, schedule, attention, expert_work(config, target))
     placed = shard_parameters(config, tensors, degrees)
     _check_replicated(config, placed, degrees["fsdp"])
@@ -175,7 +175,7 @@ def device_batch(
     config: Config,
     workload: Workload,
     schedule: Schedule | None,
-    attention: AttentionWork | None,
+    attention: tuple[AttentionWork, ...],
     experts: ExpertWork | None,
 ) -> DeviceBatch:
     """What one device gets of a batch.
@@ -190,7 +190,9 @@ def device_batch(
         check_sequence(workload.sequence_length, degrees, axes)
     shards, microbatches = batch_shards(degrees), microbatches_of(config)
     scaled = config.precision.policy == "fp8"
-    return DeviceBatch(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
+    rows = workload.rows / shards / microbatches
+    first = attention[0] if attention else None
+    return DeviceBatch(microbatches, rows, degrees, first, scaled, experts, attention[1:])
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:

@@ -4,17 +4,27 @@ import functools
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.data import (
+    DOCSTRING_PACKAGES,
     CalledData,
     DigitsData,
     ImageFolderData,
+    JsonlData,
+    LabelledTextData,
+    MixtureData,
+    SpanCorruption,
     SyntheticData,
     TableData,
+    TaggedTextData,
+    TextData,
+    TextPairData,
     TokenData,
     TokenizerConfig,
 )
 from jaxtrain.config.kinds import check_kinds, gives_tokens
 from jaxtrain.config.models import CalledModel, MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.span_sizes import span_sizes
+from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
@@ -25,9 +35,15 @@ _IMAGENET_CLASSES = 1000
 _BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
 
 
-def _vocabulary(tokenizer: TokenizerConfig) -> tuple[int | None, str]:
+def _vocabulary(tokenizer: TokenizerConfig, num_added: int) -> tuple[int | None, str]:
+    """The ids of a tokenizer and a note; None: only its file knows them.
+
+    Args:
+        tokenizer: which one.
+        num_added: special tokens that the rows take.
+    """
     if tokenizer.kind == "byte":
-        return 256, ""
+        return 256 + num_added, ""
     if tokenizer.kind == "bpe":
         return tokenizer.vocab_size, f"a full vocabulary of {tokenizer.vocab_size:,} token ids"
     return None, ""
@@ -43,6 +59,8 @@ class RowSizes:
         num_outputs: its classes or targets.
         notes: what was assumed.
         unit: tokens or examples; None: those of the config's data.
+        decoder_length: tokens of a row of a decoder beside an encoder; None: rows have none.
+        numbers: 32-bit numbers of a row, targets included; None: tokens and targets, or inputs and a target.
     """
 
     input_shape: tuple[int, ...]
@@ -50,6 +68,8 @@ class RowSizes:
     num_outputs: int | None
     notes: tuple[str, ...] = ()
     unit: str | None = None
+    decoder_length: int | None = None
+    numbers: int | None = None
 
 
 def _sizes_of_config(config: Config) -> RowSizes:
@@ -84,28 +104,54 @@ def _sizes_of_config(config: Config) -> RowSizes:
         case SyntheticData(task="table"):
             input_shape, num_outputs = (data.num_columns,), data.num_classes
         case _:
-            assert isinstance(model, TransformerConfig | CalledModel), "check_kinds refuses another model of tokens"
             length = data.sequence_length or getattr(model, "max_sequence_length", None)
             if length is None:
                 raise ConfigError("data.sequence_length is null and model.call says nothing of it; set it, such as 256")
             input_shape = (length,)
             match data:
                 case SyntheticData():
-                    vocab_size, note = data.vocab_size, ""
+                    vocab_size, note = data.vocab_size + len(added_tokens(data)), ""
                 case TokenData():
                     vocab_size, note = None, ""
                 case _:
-                    vocab_size, note = _vocabulary(data.tokenizer)
+                    vocab_size, note = _vocabulary(data.tokenizer, len(added_tokens(data)))
+            decoder_length, numbers = _numbers_of_text(config, length)
+            if isinstance(data, LabelledTextData) and data.path is None:
+                num_outputs = 1 if config.task == "regression" else len(DOCSTRING_PACKAGES)
             if isinstance(model, CalledModel):
-                return RowSizes(input_shape, vocab_size, None, (note,) if note else (), "tokens")
-            if model.vocab_size is None and vocab_size is None:
+                notes = [note] if note else []
+                return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes), "tokens", decoder_length, numbers)
+            if getattr(model, "vocab_size", None) is None and vocab_size is None:
                 raise ConfigError(
                     "a plan does not open the data, and model.vocab_size is not set; set model.vocab_size to the "
                     "vocabulary of the tokenizer"
                 )
-            if model.vocab_size is None and note:
+            if getattr(model, "vocab_size", None) is None and note:
                 notes.append(note)
+            return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes), None, decoder_length, numbers)
     return RowSizes(input_shape, vocab_size, num_outputs, tuple(notes))
+
+
+def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
+    """The tokens of a decoder in a row of text, and the 32-bit numbers of the row; None: there is no decoder.
+
+    Args:
+        config: the run.
+        length: tokens of the inputs.
+    """
+    match config.data:
+        case TextPairData() as pairs:
+            decoder_length = pairs.target_length or length
+            return decoder_length, 2 * length + 3 * decoder_length
+        case LabelledTextData() as labelled:
+            return None, (3 if labelled.second_text else 2) * length + 1
+        case TaggedTextData():
+            return None, 3 * length
+        case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData() as stream:
+            if isinstance(stream.corruption, SpanCorruption):
+                decoder_length = span_sizes(stream.corruption, length).targets_length
+                return decoder_length, length + 2 * decoder_length
+    return None, 2 * length
 
 
 @functools.lru_cache(maxsize=4)
@@ -118,7 +164,8 @@ def _opened_sizes(config: str) -> RowSizes:
     from jaxtrain.train.assemble import open_run_data
 
     data = open_run_data(Config.model_validate_json(config))
-    return RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit)
+    length = data.decoder_length
+    return RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit, decoder_length=length)
 
 
 def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload:
@@ -143,11 +190,18 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
     if isinstance(model, CalledModel):
         unit = sizes.unit or ("tokens" if gives_tokens(config) else "examples")
-        return Workload(unit, input_shape, vocab_size, num_outputs, config.train.global_batch_size, None, sizes.notes)
+        rows = config.train.global_batch_size
+        return Workload(
+            unit, input_shape, vocab_size, num_outputs, rows, None, sizes.notes, sizes.decoder_length, sizes.numbers
+        )
     if isinstance(model, TransformerConfig):
         vocab_size = model.vocab_size or vocab_size
         if vocab_size is None:
             raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
+        if model.head is not None and model.head.has_labels:
+            num_outputs = model.head.num_labels or num_outputs
+            if num_outputs is None:
+                raise ConfigError(f"a plan does not open {source}; set model.head.num_labels to its classes")
     elif isinstance(model, ResNetConfig):
         if len(input_shape) != 3:
             raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
@@ -159,7 +213,9 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
     unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
     rows = config.train.global_batch_size
-    workload = Workload(unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes)
+    workload = Workload(
+        unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers
+    )
     flops = model_flops_per_row(
         model,
         sequence_length=workload.sequence_length,

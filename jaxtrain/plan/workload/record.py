@@ -17,6 +17,8 @@ class Workload:
         flops_per_row: model FLOPs, forward and the backward that the trained parameters need (`metrics/flops.py`);
             None: those of a model of the user's own, which are not known.
         notes: what was assumed because the config leaves it to the data.
+        decoder_length: tokens of a row of a decoder beside an encoder; None: rows have none.
+        numbers: 32-bit numbers of a row, targets included; None: tokens and targets, or inputs and a target.
     """
 
     unit: str
@@ -26,6 +28,8 @@ class Workload:
     rows: int
     flops_per_row: float | None
     notes: tuple[str, ...] = ()
+    decoder_length: int | None = None
+    numbers: int | None = None
 
     @property
     def sequence_length(self) -> int | None:
@@ -35,9 +39,16 @@ class Workload:
     @property
     def tokens(self) -> int | None:
         """Tokens a step, of tokens."""
-        return None if self.sequence_length is None else self.rows * self.sequence_length
+        if self.sequence_length is None:
+            return None
+        return self.rows * (self.sequence_length + (self.decoder_length or 0))
 
     @property
     def row_bytes(self) -> int:
         """Of one row on the device: int32 tokens and targets, or float32 inputs and a target."""
+        if self.numbers is not None:
+            return 4 * self.numbers
+        # Of an encoder-decoder, tokens and segments of the input, and tokens, segments and targets of the output.
+        if self.decoder_length is not None:
+            return 4 * (2 * math.prod(self.input_shape) + 3 * self.decoder_length)
         return 4 * (2 * math.prod(self.input_shape) if self.unit == "tokens" else math.prod(self.input_shape) + 1)

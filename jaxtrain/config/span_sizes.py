@@ -41,7 +41,7 @@ def span_sizes(corruption: SpanCorruption, sequence_length: int) -> SpanSizes:
     while (sizes := _sizes(corruption, tokens)).inputs_length <= sequence_length:
         found, tokens = sizes, tokens + 1
     if found is None or found.inputs_length != sequence_length:
-        near = "at least 4" if found is None else str(found.inputs_length)
+        near = "at least 3" if found is None else str(found.inputs_length)
         raise DataError(
             f"data.sequence_length={sequence_length} cannot be filled with spans of data.corruption; set it to {near}"
         )

@@ -1,0 +1,190 @@
+"""Masks and spans are those of the papers, never touch special tokens, and depend on seed and row number alone."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxtrain.config.data import MaskCorruption, SpanCorruption
+from jaxtrain.config.span_sizes import span_sizes
+from jaxtrain.data import Batches, open_data
+from jaxtrain.data.rows import ConcatenatedRows, SelectedRows
+from jaxtrain.errors import ConfigError, DataError
+
+VOCABULARY = 256
+MASK, FIRST_SPECIAL = 259, 256  # of synthetic tokens: [PAD] [CLS] [SEP] [MASK] above the ids of the data
+
+
+def opened(corruption, *, seed=0, length=64, **more):
+    config = {"kind": "synthetic", "num_rows": 2000, "vocab_size": VOCABULARY, "corruption": corruption, **more}
+    return open_data(config, sequence_length=length, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def masked():
+    return opened({"kind": "mask"})
+
+
+@pytest.fixture(scope="module")
+def spans():
+    return opened({"kind": "spans"}, vocab_size=512)
+
+
+def binomial(count, chance):
+    """Five standard deviations of a binomial fraction: a right draw fails one time in two million."""
+    return 5 * np.sqrt(chance * (1 - chance) / count)
+
+
+def test_fractions_of_masks(masked):
+    plain = opened(None, length=62)
+    rows, tokens = masked.train.gather(np.arange(2000)), plain.train.gather(np.arange(2000))["inputs"]
+    seen, targets = rows["inputs"]["tokens"], rows["targets"]
+    inner, chosen = seen[:, 1:-1], targets[:, 1:-1] >= 0
+    # [CLS] first and [SEP] last, neither ever chosen.
+    assert set(seen[:, 0]) == {257}
+    assert set(seen[:, -1]) == {258}
+    assert (targets[:, [0, -1]] == -100).all()
+    np.testing.assert_array_equal(targets[:, 1:-1][chosen], tokens[chosen])
+    np.testing.assert_array_equal(inner[~chosen], tokens[~chosen])
+    assert abs(chosen.mean() - 0.15) < binomial(chosen.size, 0.15)
+    count, is_mask, same = chosen.sum(), inner[chosen] == MASK, inner[chosen] == tokens[chosen]
+    assert abs(is_mask.mean() - 0.8) < binomial(count, 0.8)
+    # A random token is one time in 256 the token itself.
+    unchanged = 0.1 + 0.1 / VOCABULARY
+    assert abs(same.mean() - unchanged) < binomial(count, unchanged)
+    random = inner[chosen][~is_mask & ~same]
+    assert random.max() < FIRST_SPECIAL
+    # Every position, and every id as a replacement, has its share: six deviations, of 62 and of 256 tries.
+    assert abs(chosen.mean(axis=0) - 0.15).max() < binomial(2000, 0.15) * 6 / 5
+    expected = len(random) / VOCABULARY
+    assert abs(np.bincount(random, minlength=VOCABULARY) - expected).max() < 6 * np.sqrt(expected)
+
+
+@pytest.mark.parametrize("settings", [{"mask_fraction": 1.0, "random_fraction": 0.0}, {"probability": 1.0}], ids=str)
+def test_settings_of_masks(settings):
+    rows = opened({"kind": "mask", **settings}).train.gather(np.arange(50))
+    chosen = rows["targets"] >= 0
+    if "probability" in settings:
+        assert chosen[:, 1:-1].all()
+    else:
+        assert set(rows["inputs"]["tokens"][chosen]) == {MASK}
+
+
+@pytest.mark.parametrize("name", ["masked", "spans"])
+def test_what_is_hidden_depends_on_seed_row_and_epoch_alone(name, request):
+    data = request.getfixturevalue(name)
+    rows, whole = data.train, data.train.gather(np.arange(40))
+    some = rows.gather(np.array([7, 3]))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[[7, 3]], b), whole, some)
+    again = rows.gather(np.arange(40) + len(rows))
+    assert (whole["inputs"]["tokens"] != again["inputs"]["tokens"]).mean() > 0.05
+    kind = "mask" if name == "masked" else "spans"
+    other = opened({"kind": kind}, seed=1, vocab_size=data.vocab_size - (4 if kind == "mask" else 102))
+    assert (other.train.gather(np.arange(40))["targets"] != whole["targets"]).mean() > 0.05
+    # What is hidden for evaluation is the same in every run.
+    np.testing.assert_array_equal(other.validation[3]["targets"], data.validation[3]["targets"])
+
+
+def test_parts_of_hidden_rows_keep_their_epochs(masked):
+    rows = masked.train
+    chosen = SelectedRows(rows, np.arange(5))
+    joined = ConcatenatedRows([chosen, SelectedRows(rows, np.arange(5, 8))])
+    for part, count in ((chosen, 5), (joined, 8)):
+        for epoch in (0, 2):
+            want = rows.gather(np.arange(count) + epoch * len(rows))["targets"]
+            np.testing.assert_array_equal(part.gather(np.arange(count) + epoch * count)["targets"], want)
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "targets"),
+    [(512, 568, 114), (1024, 1137, 229), (64, 70, 14)],
+    ids=["T5", "twice T5's row", "a short row"],
+)
+def test_sizes_of_spans_are_those_of_the_paper(length, tokens, targets):
+    """T5's own code makes 568 tokens and 114 targets of rows of 512; the others follow from the same formula."""
+    sizes = span_sizes(SpanCorruption(), length)
+    assert (sizes.num_tokens, sizes.inputs_length, sizes.targets_length) == (tokens, length, targets)
+
+
+def test_every_length_from_three_is_filled():
+    assert [span_sizes(SpanCorruption(), length).inputs_length for length in range(3, 300)] == [*range(3, 300)]
+
+
+def test_inputs_and_targets_of_spans_make_the_text_again(spans):
+    sizes = span_sizes(SpanCorruption(), 64)
+    plain = opened(None, length=sizes.num_tokens, vocab_size=512).train.gather(np.arange(300))["inputs"]
+    rows = spans.train.gather(np.arange(300))
+    inputs, targets = rows["inputs"]["tokens"], rows["targets"]
+    assert inputs.shape == (300, 64)
+    assert targets.shape == (300, sizes.targets_length)
+    end, first_sentinel = 513, 512 + 2 + 99  # <pad> and </s>, then the sentinels, the highest id first
+    assert (inputs[:, -1] == end).all()
+    assert (targets[:, -1] == end).all()
+    decoder = rows["inputs"]["decoder_tokens"]
+    assert (decoder[:, 0] == 0).all()
+    np.testing.assert_array_equal(decoder[:, 1:], targets[:, :-1])
+    spans_of = [np.split(row[:-1], np.flatnonzero(row[:-1] > end)) for row in targets]
+    for row, pieces, text in zip(inputs, spans_of, plain, strict=True):
+        hidden = {int(piece[0]): piece[1:] for piece in pieces if len(piece)}
+        assert list(hidden) == [first_sentinel - k for k in range(sizes.num_spans)]
+        made = np.concatenate([hidden.get(int(token), np.array([token])) for token in row[:-1]])
+        np.testing.assert_array_equal(made, text)
+
+
+def test_spans_begin_at_random(spans):
+    rows = spans.train.gather(np.arange(2000))
+    first = (rows["inputs"]["tokens"][:, 1] > 513).mean()
+    # The first piece that is kept has one token where one of the cuts between pieces is after the first token.
+    sizes = span_sizes(SpanCorruption(), 64)
+    kept = sizes.num_tokens - sizes.num_noise
+    chance = (sizes.num_spans - 1) / (kept - 1)
+    assert abs(first - chance) < binomial(2000, chance)
+
+
+@pytest.mark.parametrize("kind", ["masked", "spans"])
+@pytest.mark.parametrize("shuffle", [True, False], ids=["train", "evaluate"])
+def test_every_layout_and_start_holds_the_same_batch(kind, shuffle, request):
+    rows = request.getfixturevalue(kind).train
+    batches = Batches(SelectedRows(rows, np.arange(50)), 16, seed=3, shuffle=shuffle)
+    spec = batches.spec()
+    one = batches.load(3, dict.fromkeys(spec, SingleDeviceSharding(jax.devices()[0])))
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"))
+    # A process that begins here has loaded no batch before.
+    fresh = Batches(SelectedRows(rows, np.arange(50)), 16, seed=3, shuffle=shuffle)
+    many = fresh.load(3, dict.fromkeys(spec, NamedSharding(mesh, PartitionSpec("data"))))
+    jax.tree.map(np.testing.assert_array_equal, one, many)
+    # Rows of a part of the batch, as a process of two reads them.
+    half = fresh._load_rows(3, np.arange(8, 16))
+    jax.tree.map(lambda part, whole: np.testing.assert_array_equal(part, whole[8:]), half, one)
+
+
+# id: (config, length, what is said)
+REFUSED = {
+    "no room": ({"corruption": {"kind": "mask"}}, 2, "data.sequence_length=2 has no room beside 2 special tokens"),
+    "short spans": ({"corruption": {"kind": "spans"}}, 2, "cannot be filled with spans"),
+    "many spans": (
+        {"corruption": {"kind": "spans", "mean_span_length": 1.0}},
+        1024,
+        "the tokenizer has 100 sentinels",
+    ),
+    "fractions": (
+        {"corruption": {"kind": "mask", "mask_fraction": 0.8, "random_fraction": 0.3}},
+        16,
+        "mask_fraction \\+ random_fraction is 1.1; let them sum to at most 1",
+    ),
+    "no kind": ({"corruption": {"kind": "masks"}}, 16, "masks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_hidden_is_one_line(name):
+    config, length, said = REFUSED[name]
+    with pytest.raises((DataError, ConfigError), match=said) as caught:
+        open_data({"kind": "synthetic", **config}, sequence_length=length)
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_are_those_of_the_papers():
+    mask, span = MaskCorruption(), SpanCorruption()
+    assert (mask.probability, mask.mask_fraction, mask.random_fraction) == (0.15, 0.8, 0.1)
+    assert (span.noise_density, span.mean_span_length) == (0.15, 3.0)

@@ -1,0 +1,267 @@
+"""Labelled, tagged and paired texts: special tokens, padding, classes, truncation, and files of three formats."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from jaxtrain.data import open_data
+from jaxtrain.data.text.frame import Frame, fill_frame
+from jaxtrain.errors import DataError
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "man", "eats", "bread", "##s", "the", "dog", "sleep"]
+CLS, SEP, PAD = 2, 3, 0
+
+
+def write_bert(folder, *, post_processor=True):
+    """A tokenizer.json as BERT's: WordPiece, [CLS] A [SEP] B [SEP]."""
+    model = Tokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    model.normalizer = normalizers.BertNormalizer(lowercase=True)
+    model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    model.add_special_tokens(WORDS[:5])
+    if post_processor:
+        model.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
+        )
+    path = folder / "tokenizer.json"
+    model.save(str(path))
+    return {"kind": "file", "path": str(path)}
+
+
+def write_rows(folder, suffix, rows):
+    """Rows (dicts) as a file of one format."""
+    path = folder / f"rows{suffix}"
+    if suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            joined = ({k: " ".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows)
+            writer.writerows(joined)
+    elif suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+PAIRS = [
+    {"text": "A man eats", "other": "the dogs", "label": "yes"},
+    {"text": "the dog sleeps", "other": "a man", "label": "no"},
+    {"text": "bread, with\na comma", "other": "eats", "label": "maybe"},
+    {"text": "", "other": "dog", "label": "yes"},
+]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("post_processor", [True, False], ids=["the file's frame", "the usual frame"])
+def test_pairs_are_framed_and_padded(suffix, post_processor, tmp_path):
+    config = {
+        "kind": "labelled_text",
+        "path": write_rows(tmp_path, suffix, PAIRS),
+        "second_text": "other",
+        "tokenizer": write_bert(tmp_path, post_processor=post_processor),
+        "validation_fraction": 0.0,
+    }
+    data = open_data(config, sequence_length=10)
+    rows = data.train.gather(np.argsort(data.train._numbers))  # in the order of the file
+    inputs, targets = rows["inputs"], rows["targets"]
+    assert inputs["tokens"][0].tolist() == [CLS, 5, 6, 7, SEP, 10, 11, 9, SEP, PAD]
+    assert inputs["segments"][0].tolist() == [1] * 9 + [0]
+    assert inputs["token_types"][0].tolist() == [0] * 5 + [1] * 4 + [0]
+    assert inputs["tokens"][3].tolist() == [CLS, SEP, 11, SEP] + [PAD] * 6
+    assert all(column.dtype == np.int32 for column in inputs.values())
+    assert data.reading == {"kind": "labelled_text", "classes": ["maybe", "no", "yes"]}
+    assert (targets.tolist(), targets.dtype, data.num_outputs) == ([2, 1, 0, 2], np.int32, 3)
+    assert (data.vocab_size, data.input_shape, data.unit, data.validation) == (len(WORDS), (10,), "tokens", None)
+    # The second row has 3 + 1 + 2 tokens and 3 special ones; the third one more than fit.
+    assert "1 of 4 texts are longer than 10 tokens and truncated" not in data.description
+
+
+@pytest.mark.parametrize(
+    ("texts", "length", "kept", "cut"),
+    [
+        ([[1, 2, 3]], 5, [8, 1, 2, 3, 9], False),
+        ([[1, 2, 3, 4]], 5, [8, 1, 2, 3, 9], True),
+        ([[1, 2, 3, 4], [5]], 6, [8, 1, 2, 9, 5, 9], True),
+        ([[1], [2, 3, 4, 5]], 6, [8, 1, 9, 2, 3, 9], True),
+        ([[1, 2, 3], [4, 5, 6]], 8, [8, 1, 2, 3, 9, 4, 5, 9], True),
+        ([[1, 2, 3], [4, 5, 6]], 9, [8, 1, 2, 3, 9, 4, 5, 6, 9], False),
+    ],
+    ids=["fits", "one text", "a long first", "a long second", "equal", "a pair that fits"],
+)
+def test_the_longer_text_gives_way(texts, length, kept, cut):
+    single = ((8, 0), ("first", 0), (9, 0))
+    frame = Frame((*single, ("second", 1), (9, 1)) if len(texts) > 1 else single)
+    ids, types, was_cut = fill_frame(frame, texts, length)
+    assert (ids, len(types), was_cut) == (kept, len(kept), cut)
+
+
+def labelled(folder, rows, *, task=None, reading=None, length=16, **more):
+    config = {"kind": "labelled_text", "path": write_rows(folder, ".jsonl", rows), "validation_fraction": 0.0, **more}
+    return open_data(config, sequence_length=length, task=task, reading=reading)
+
+
+def in_file_order(data):
+    return data.train.gather(np.argsort(data.train._numbers))
+
+
+def test_a_tokenizer_of_bytes_gets_the_special_tokens(tmp_path):
+    data = labelled(tmp_path, [{"text": "ab", "label": 0}, {"text": "é", "label": 1}], length=6)
+    assert in_file_order(data)["inputs"]["tokens"].tolist() == [
+        [257, 97, 98, 258, 256, 256],
+        [257, 0xC3, 0xA9, 258, 256, 256],
+    ]
+    assert data.tokenizer.decode([257, 97, 98, 258, 256]) == "[CLS]ab[SEP][PAD]"
+    data.tokenizer.save(tmp_path / "tokenizer.json")
+    again = labelled(
+        tmp_path,
+        [{"text": "ab", "label": 0}, {"text": "é", "label": 1}],
+        length=6,
+        tokenizer={"kind": "file", "path": str(tmp_path / "tokenizer.json")},
+    )
+    assert again.fingerprint == data.fingerprint
+
+
+def test_labels_are_numbered_by_value_and_as_the_run_did(tmp_path):
+    rows = [{"text": "x", "label": label} for label in (10, 2, 2, True)]
+    assert labelled(tmp_path, rows[:3]).reading["classes"] == ["2", "10"]
+    rows = [{"text": "x", "label": "b"}, {"text": "y", "label": "c"}]
+    known = {"kind": "labelled_text", "classes": ["a", "c", "b"]}
+    assert in_file_order(labelled(tmp_path, rows, reading=known))["targets"].tolist() == [2, 1]
+    with pytest.raises(DataError, match="has class 'd', which the run was not trained on"):
+        labelled(tmp_path, [{"text": "x", "label": "d"}], reading=known)
+
+
+def test_numbers_under_regression(tmp_path):
+    data = labelled(tmp_path, [{"text": "x", "label": 0.5}, {"text": "y", "label": "-2"}], task="regression")
+    targets = in_file_order(data)["targets"]
+    assert (targets.tolist(), targets.dtype, data.num_outputs) == ([[0.5], [-2.0]], np.float32, 1)
+    assert data.reading == {"kind": "labelled_text", "classes": None}
+
+
+def test_truncation_is_told(tmp_path):
+    data = labelled(tmp_path, [{"text": "abcdefgh", "label": 0}, {"text": "ab", "label": 1}], length=8)
+    assert "1 of 2 texts are longer than 8 tokens and truncated" in data.description
+    assert in_file_order(data)["inputs"]["tokens"][0, -1] == 258
+
+
+def test_a_file_of_its_own_for_evaluation(tmp_path):
+    (tmp_path / "dev").mkdir()
+    dev = write_rows(tmp_path / "dev", ".csv", [{"text": "x", "label": "b"}])
+    data = labelled(tmp_path, [{"text": "x", "label": "a"}] * 3, validation_path=dev)
+    assert (len(data.train), len(data.validation), data.reading["classes"]) == (3, 1, ["a", "b"])
+    assert data.validation[0]["targets"] == 1
+
+
+TAGGED = [
+    {"words": ["the", "dogs", "sleep"], "tags": ["O", "B", "O"]},
+    {"words": ["bread"], "tags": ["B"]},
+]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_the_first_token_of_a_word_has_its_tag(suffix, tmp_path):
+    config = {
+        "kind": "tagged_text",
+        "path": write_rows(tmp_path, suffix, TAGGED),
+        "tokenizer": write_bert(tmp_path),
+        "validation_fraction": 0.0,
+    }
+    data = open_data(config, sequence_length=7)
+    rows = in_file_order(data)
+    assert rows["inputs"]["tokens"].tolist() == [[CLS, 10, 11, 9, 12, SEP, PAD], [CLS, 8, SEP, PAD, PAD, PAD, PAD]]
+    assert rows["targets"].tolist() == [[-100, 1, 0, -100, 1, -100, -100], [-100, 0] + [-100] * 5]
+    assert (data.num_outputs, data.reading["classes"]) == (2, ["B", "O"])
+    short = open_data(config, sequence_length=4)
+    assert in_file_order(short)["targets"][0].tolist() == [-100, 1, 0, -100]
+    assert "1 of 2 rows are longer than 4 tokens and truncated" in short.description
+
+
+def test_pairs_of_texts_for_a_decoder(tmp_path):
+    config = {
+        "kind": "text_pairs",
+        "path": write_rows(tmp_path, ".jsonl", [{"source": "abc", "target": "xy"}, {"source": "a", "target": "xyz"}]),
+        "target_length": 4,
+        "validation_fraction": 0.0,
+    }
+    data = open_data(config, sequence_length=6)
+    rows = in_file_order(data)
+    pad, end = 256, 257
+    assert rows["inputs"]["tokens"].tolist() == [[97, 98, 99, end, pad, pad], [97, end, pad, pad, pad, pad]]
+    assert rows["targets"].tolist() == [[120, 121, end, -100], [120, 121, 122, end]]
+    assert rows["inputs"]["decoder_tokens"].tolist() == [[0, 120, 121, pad], [0, 120, 121, 122]]
+    assert rows["inputs"]["decoder_segments"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert (data.decoder_length, data.units_per_row, data.vocab_size) == (4, 10, 256 + 102)
+
+
+# id: (file name, its content, more keys, what is said)
+WRONG = {
+    "no column": (
+        "a.csv",
+        "text,tag\nx,1\n",
+        {},
+        r"a.csv:1 has no column 'label' \(it has: text, tag\); set data.label",
+    ),
+    "no field": ("a.jsonl", '{"text": "x"}\n', {}, r"a.jsonl:1 has no column 'label'"),
+    "no text": ("a.jsonl", '{"text": 3, "label": 1}\n', {}, r"a.jsonl:1 column 'text' holds a value of type int"),
+    "no label": ("a.csv", "text,label\nx,\n", {}, r"a.csv:2 column 'label' has no value"),
+    "a list as label": ("a.jsonl", '{"text": "x", "label": [1]}\n', {}, r"is \[1\], which is no class"),
+    "not JSON": ("a.jsonl", "{\n", {}, r"a.jsonl:1 is not JSON"),
+    "no object": ("a.jsonl", "[1]\n", {}, r"holds a value of type list, not an object"),
+    "a short line": ("a.csv", "text,label\nx\n", {}, r"a.csv:2 has 1 fields, the header has 2"),
+    "a column twice": ("a.csv", "text,text\nx,1\n", {}, r"names column 'text' twice"),
+    "no rows": ("a.csv", "text,label\n", {}, r"a.csv has no rows"),
+    "another format": ("a.txt", "x\n", {}, r"is no .csv, .jsonl or .parquet file"),
+    "no Parquet": ("a.parquet", "x\n", {}, r"is no Parquet file"),
+    "no number": (
+        "a.csv",
+        "text,label\nx,abc\n",
+        {"task": "regression"},
+        r"column 'label' is 'abc', not a number",
+    ),
+    "an unknown name": (
+        "a.csv",
+        "text,label\nx,1\n",
+        {"tokenizer": {"padding": "<none>"}},
+        r"data.tokenizer.padding='<none>' is no token of the tokenizer",
+    ),
+    "no room": ("a.csv", "text,label\nx,1\n", {"sequence_length": 2}, r"has no room beside 2 special tokens"),
+    "one row": ("a.csv", "text,label\nx,1\n", {"validation_fraction": 0.5}, r"too few rows"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_in_a_file_is_one_line(name, tmp_path):
+    if name == "no Parquet":
+        pytest.importorskip("pyarrow")
+    file, content, more, said = WRONG[name]
+    (tmp_path / file).write_text(content)
+    task = more.get("task")
+    more = {key: value for key, value in more.items() if key != "task"}
+    config = {"kind": "labelled_text", "path": str(tmp_path / file), "validation_fraction": 0.0, **more}
+    with pytest.raises(DataError, match=said) as caught:
+        open_data(config, sequence_length=16, task=task)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_path_and_wrong_counts_are_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"data.path is null; set data.path .* or data.builtin=python_docstrings"):
+        open_data({"kind": "labelled_text"}, sequence_length=16)
+    path = write_rows(tmp_path, ".jsonl", [{"words": ["a", "b"], "tags": ["O"]}])
+    with pytest.raises(DataError, match=r"rows.jsonl:1 has 2 words in column 'words' and 1 classes in column 'tags'"):
+        open_data({"kind": "tagged_text", "path": path, "validation_fraction": 0.0}, sequence_length=16)
+
+
+def test_built_in_docstrings():
+    data = open_data({"kind": "labelled_text", "builtin": "python_docstrings"}, sequence_length=128)
+    assert data.reading["classes"] == ["asyncio", "email", "importlib", "logging", "tkinter", "unittest", "xml"]
+    assert len(data.train) > 1000
+    pairs = open_data({"kind": "text_pairs", "builtin": "python_docstrings"}, sequence_length=128)
+    assert len(pairs.train) > 2500

@@ -1,0 +1,135 @@
+"""Every published family: logits, gradient and answers of transformers, and a folder that is the same again.
+
+The fixtures are tiny checkpoints written by transformers, with what it computed from them (expected.npz; their making is
+described in scripts/published_fixtures/fixture.py). One row a fixture; a family is added with the row of its fixture.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import load_pretrained, save_pretrained
+from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.interop.load import by_path
+from jaxtrain.interop.save import assemble_tensor
+from jaxtrain.interop.settings import settings_of
+from jaxtrain.published.folder import open_folder
+
+PUBLISHED = Path(__file__).parent / "published"
+# float32 here and there; sums of a few dozen products in another order.
+TOLERANCE = 1e-4
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of a fixture.
+
+    Attributes:
+        inputs: entries of expected.npz that are inputs -> how our model calls them; one entry: an array alone.
+        generates: whether answers of transformers are compared.
+    """
+
+    inputs: tuple[tuple[str, str], ...] = (("tokens", "tokens"),)
+    generates: bool = True
+
+
+ENCODER = (("tokens", "tokens"), ("attention_mask", "segments"), ("token_type_ids", "token_types"))
+ROWS = {
+    "llama": Row(),
+    "llama31": Row(),
+    "smollm2": Row(),
+    **{name: Row() for name in ("mistral", "mixtral", "qwen2", "qwen2_window", "qwen2_yarn", "qwen3", "qwen3_moe")},
+    **{name: Row() for name in ("gemma2", "gemma3_text", "phi3", "phi3_longrope", "gpt2", "gpt_neox")},
+    **{name: Row(ENCODER, generates=False) for name in ("bert_mlm", "bert_sequence", "bert_token")},
+    **{name: Row(ENCODER, generates=False) for name in ("roberta_mlm", "roberta_sequence")},
+    **{name: Row(ENCODER, generates=False) for name in ("distilbert_mlm", "distilbert_sequence", "llama_sequence")},
+}
+
+
+@cache
+def opened(name):
+    return load_pretrained(PUBLISHED / name)
+
+
+@cache
+def expected(name):
+    return dict(np.load(PUBLISHED / name / "expected.npz"))
+
+
+def inputs_of(name):
+    arrays, row = expected(name), ROWS[name]
+    given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in row.inputs if theirs in arrays}
+    return given["tokens"] if len(given) == 1 else given
+
+
+def loss_of(model, inputs, labels):
+    """params -> sum of the cross-entropies of the labels that count, and the logits."""
+
+    def loss(params, state):
+        logits, _ = model.apply(params, state, inputs, key=None, train=False)
+        scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+        chosen = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        return -jnp.sum(jnp.where(labels == IGNORED, 0.0, chosen)), logits
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_logits_and_gradient(name):
+    pretrained, wanted = opened(name), expected(name)
+    compute = loss_of(pretrained.model, inputs_of(name), jnp.asarray(wanted["labels"], jnp.int32))
+    (loss, logits), gradient = compute(pretrained.params, pretrained.model_state)
+    # What stands at padding is nobody's answer, and the two differ in what padding sees.
+    real = wanted["attention_mask"] == 1 if wanted["logits"].ndim == 3 and "attention_mask" in wanted else ...
+    atol = TOLERANCE * np.ptp(wanted["logits"])
+    np.testing.assert_allclose(np.asarray(logits)[real], wanted["logits"][real], rtol=0, atol=atol)
+    if "loss" in wanted:
+        np.testing.assert_allclose(loss, wanted["loss"], rtol=TOLERANCE)
+    family, settings = pretrained.published.family, settings_of(pretrained.config)
+    held = {False: by_path(gradient), True: {}}
+    for key in [key for key in wanted if key.startswith("grad:")]:
+        found = assemble_tensor(family.tensors(settings), key.removeprefix("grad:"), held)
+        np.testing.assert_allclose(found, wanted[key], rtol=0, atol=TOLERANCE * np.ptp(wanted[key]), err_msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.generates])
+def test_answers_token_for_token(name):
+    pretrained, wanted = opened(name), expected(name)
+    prompt, generated = wanted["prompt"], wanted["generated"]
+    new = generated.shape[1] - prompt.shape[1]
+    generate = make_generator(pretrained.model, new_tokens=new, sampling=Sampling(temperature=0))
+    lengths = np.full(len(prompt), prompt.shape[1], np.int32)
+    found = generate(pretrained.params, prompt.astype(np.int32), lengths, jax.random.key(0))
+    np.testing.assert_array_equal(found, generated[:, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_comes_out_as_it_came_in(name, tmp_path):
+    pretrained, folder = opened(name), tmp_path / "out"
+    save_pretrained(folder, pretrained.params, model=pretrained, model_state=pretrained.model_state)
+    before, after = open_folder(PUBLISHED / name), open_folder(folder)
+    assert after.tensors == before.tensors
+    for tensor in before.tensors:
+        assert after.read(tensor).tobytes() == before.read(tensor).tobytes(), tensor
+    # What was there stays; beside it stand the forms of other versions of transformers.
+    assert {key: after.config.get(key) for key in before.config} == dict(before.config)
+    assert after.config["torch_dtype"] == after.config["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_config_says_the_same_in_every_form(name):
+    family = opened(name).published.family
+    config = json.loads((PUBLISHED / name / "config.json").read_text())
+    settings = family.from_published(config)
+    written = family.to_published(settings_of(opened(name).config))
+    assert family.from_published(written) == settings
+    old = PUBLISHED / name / "config_old.json"
+    if old.is_file():
+        assert family.from_published(json.loads(old.read_text())) == settings
