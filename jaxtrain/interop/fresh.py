@@ -1,9 +1,9 @@
 """Which parameters of a model are drawn although it starts from a published one: those of another head. No jax here."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.published import published_from, published_settings
 
 # Kind of model whose last layer follows from `num_classes` -> patterns of that layer's parameters.
@@ -24,8 +24,9 @@ def fresh_parts(model: Group) -> list[str]:
         classes = settings["num_classes"]
         same = classes is not None and classes == getattr(model, "num_classes", None)
         return [] if same else _CLASSIFIERS[settings["kind"]]
-    head = getattr(model, "head", None)
-    ours, theirs = _plain({} if head is None else head.model_dump()), _plain(settings.get("head"))
+    published = settings.get("head")
+    theirs = _plain(None if published is None else HeadConfig(**published))
+    ours = _plain(getattr(model, "head", None))
     if ours == theirs:
         return []
     # A layer over the pooled token has the same place in every head that has it.
@@ -58,8 +59,8 @@ def fresh_notes(model: Group) -> list[str]:
     ]
 
 
-def _plain(head: Mapping[str, Any] | None) -> dict[str, Any]:
+def _plain(head: HeadConfig | None) -> dict[str, Any]:
     """What decides the shapes of a head."""
-    found = head if isinstance(head, Mapping) else {}
+    found = {} if head is None else head.model_dump()
     kept = ("kind", "num_labels", "hidden", "bias")
     return {"kind": "language_model", **{key: found[key] for key in kept if found.get(key) is not None}}

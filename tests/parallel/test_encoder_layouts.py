@@ -1,5 +1,6 @@
 """Layout equality of encoders with heads and of the vision transformer: every mesh gives the numbers of one device."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -113,7 +114,8 @@ def run(name: str, where: Layout, remat: str = "none", start: Any = None) -> tup
     step.compile(batches[0])
     state, losses = step.init(0) if start is None else jax.device_put(start, step.state_shardings), []
     # The step donates its state.
-    first = jax.tree.map(lambda leaf: leaf.copy(), state) if start is None else start
+    first = jax.device_get(dataclasses.replace(state, key=0))
+    first = dataclasses.replace(first, key=jax.random.wrap_key_data(jax.device_get(jax.random.key_data(state.key))))
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
