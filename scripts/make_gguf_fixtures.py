@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import gguf
+import gguf  # pyright: ignore[reportMissingImports]
 import numpy as np
-import sentencepiece
+import sentencepiece  # pyright: ignore[reportMissingImports]
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 BLOCKS = 3

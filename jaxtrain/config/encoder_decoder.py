@@ -71,6 +71,21 @@ class EncoderDecoderConfig(Published):
         return self.num_decoder_layers or self.num_layers
 
     @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default of `num_kv_heads` filled in."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, with the default of `head_dim` filled in."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP, with the default of `mlp_dim` filled in."""
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @property
     def encoder_stack(self) -> TransformerConfig:
         """The blocks of the encoder, as those of a transformer."""
         return self._stack(self.num_layers, causal=False)

@@ -253,6 +253,13 @@ def _room(decoder: Decoder, longest: int, new_tokens: int) -> int:
     return limit
 
 
+def room_for_new_tokens(decoder: Decoder, prompt_length: int) -> int:
+    """How many tokens can follow a prompt; the outputs of a model with an encoder have all positions for themselves."""
+    if decoder.encode is None:
+        return decoder.max_length - prompt_length
+    return decoder.max_length if prompt_length <= decoder.max_length else 0
+
+
 def _check_call(step: Any, params: Any, tokenizer: Any, prompts: Any, sampling: Any, seed: Any) -> None:
     """Raise where an argument of `generate_text` is of another type."""
     write = "generate_text(step, ...), or generate_text(shard_model(model), ...)"

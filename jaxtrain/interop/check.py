@@ -31,8 +31,8 @@ def import_transformers() -> tuple[Any, Any]:
         ConfigError: They are not installed.
     """
     try:
-        import torch
-        import transformers
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         missing = error.name or "transformers"
         raise ConfigError(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
@@ -22,7 +23,9 @@ def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any
         vocab_size: Vocabulary of the data, where the config leaves it to the data.
     """
     settings = model.model_dump()
-    if isinstance(model, TransformerConfig):
+    if isinstance(model, EncoderDecoderConfig):
+        settings |= dict(num_decoder_layers=model.decoder_layers)
+    if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width)
     if isinstance(model, ViTConfig):
         settings |= dict(mlp_dim=model.mlp_width)

@@ -1,6 +1,6 @@
 """Every published family: logits, gradient and answers of transformers, and a folder that is the same again.
 
-The fixtures are tiny checkpoints written by transformers, with what it computed from them (expected.npz; their making is
+The fixtures are tiny checkpoints written by transformers, with what it computed from them (expected.npz, made as
 described in scripts/published_fixtures/fixture.py). One row a fixture; a family is added with the row of its fixture.
 """
 

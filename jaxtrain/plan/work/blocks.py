@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxtrain.config.models import CalledModel, MLPConfig, ResNetConfig
+from jaxtrain.config.models import MLPConfig, ResNetConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.metrics.flops import (
     Product,
@@ -89,7 +89,7 @@ def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
             products = mlp_products(model, workload.input_shape, workload.num_outputs or 0)
             names = [*(f"layer {number}" for number in range(len(model.hidden_dims))), "output"]
             return {name: mean([product]) for name, product in zip(names, products, strict=True)}
-        case CalledModel():
+        case _:
             raise AssertionError("the blocks of a model of the user's own are not known")
 
 
