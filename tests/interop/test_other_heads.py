@@ -1,6 +1,7 @@
 """A published encoder with another head: what is read, what is drawn, and what is said of it; names of torchvision."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -98,3 +99,31 @@ def test_old_names_of_norms_are_read():
     names = {name for row in FAMILY.tensors(full) for name in getattr(row, "names", ())}
     assert "embeddings.LayerNorm.gamma" in names
     assert "bert.encoder.layer.{layer}.output.LayerNorm.beta" in names
+
+
+def torchvision_name(name):
+    """The name that torchvision gives a tensor of transformers' ResNet."""
+    block = re.fullmatch(
+        r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)\.(.*)\.(convolution|normalization)\.(\w+)", name
+    )
+    if block is None:
+        stem = name.replace("resnet.embedder.embedder.convolution", "conv1").replace("classifier.1", "fc")
+        return stem.replace("resnet.embedder.embedder.normalization", "bn1")
+    stage, layer, part, kind, word = block.groups()
+    if part == "shortcut":
+        inner = f"downsample.{int(kind == 'normalization')}"
+    else:
+        inner = f"{'conv' if kind == 'convolution' else 'bn'}{int(part.removeprefix('layer.')) + 1}"
+    return f"layer{int(stage) + 1}.{layer}.{inner}.{word}"
+
+
+@pytest.mark.parametrize("name", ["resnet_basic", "resnet_bottleneck"])
+def test_names_of_torchvision_need_no_config(name, tmp_path):
+    content = (PUBLISHED / name / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    renamed = json.dumps({torchvision_name(key): value for key, value in header.items()}).encode()
+    (tmp_path / "resnet.safetensors").write_bytes(len(renamed).to_bytes(8, "little") + renamed + content[8 + size :])
+    found, wanted = load_pretrained(tmp_path), load_pretrained(PUBLISHED / name)
+    for one, other in ((found.params, wanted.params), (found.model_state, wanted.model_state)):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
