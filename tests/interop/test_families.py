@@ -42,6 +42,7 @@ class Row:
 
 TO_TEXT = (("tokens", "tokens"), ("attention_mask", "segments"), ("decoder_tokens", "decoder_tokens"))
 ENCODER = (("tokens", "tokens"), ("attention_mask", "segments"), ("token_type_ids", "token_types"))
+IMAGES = (("pixel_values", "images"),)
 ROWS = {
     "llama": Row(),
     "llama31": Row(),
@@ -50,6 +51,7 @@ ROWS = {
     **{name: Row() for name in ("gemma2", "gemma3_text", "phi3", "phi3_longrope", "gpt2", "gpt_neox")},
     **{name: Row(ENCODER, generates=False) for name in ("bert_mlm", "bert_sequence", "bert_token")},
     **{name: Row(ENCODER, generates=False) for name in ("roberta_mlm", "roberta_sequence")},
+    **{name: Row(IMAGES, generates=False) for name in ("vit_classification", "resnet_basic", "resnet_bottleneck")},
     **{name: Row(ENCODER, generates=False) for name in ("distilbert_mlm", "distilbert_sequence", "llama_sequence")},
     **{name: Row(TO_TEXT) for name in ("t5", "t5_v11")},
 }
@@ -73,6 +75,8 @@ def expected(name):
 
 def inputs_of(name):
     arrays, row = expected(name), ROWS[name]
+    if row.inputs == IMAGES:
+        return jnp.asarray(arrays["pixel_values"].transpose(0, 2, 3, 1))  # [B, C, H, W] there
     given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in row.inputs if theirs in arrays}
     return given["tokens"] if len(given) == 1 else given
 

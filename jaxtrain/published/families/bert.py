@@ -91,9 +91,11 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_label_dropout(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the key of the dropout rate before the layer that classifies, where a model has such a layer."""
-    labels = head_kind(model) in ("sequence", "token", "regression")
-    return dict(classifier_dropout=model["head"]["dropout"]) if labels else {}
+    """Returns the key of the dropout rate before the layer that classifies, where it differs from the others."""
+    if head_kind(model) not in ("sequence", "token", "regression"):
+        return {}
+    rate = model["head"]["dropout"]
+    return {} if rate == model["dropout"] else dict(classifier_dropout=rate)
 
 
 def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
