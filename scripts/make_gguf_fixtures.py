@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import gguf
+import gguf  # pyright: ignore[reportMissingImports]
 import numpy as np
-import sentencepiece
+import sentencepiece  # pyright: ignore[reportMissingImports]
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 BLOCKS = 3
@@ -83,7 +83,7 @@ def pieces(text: Path) -> dict:
 
 def main() -> None:
     text, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    np.savez_compressed(folder / "gguf_blocks.npz", **blocks())
+    np.savez_compressed(folder / "gguf_blocks.npz", allow_pickle=False, **blocks())
     written = json.dumps(pieces(text), ensure_ascii=False, separators=(",", ":"))
     (folder / "gguf_pieces.json").write_text(written + "\n", encoding="utf-8")
 

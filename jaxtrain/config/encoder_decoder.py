@@ -61,7 +61,7 @@ class EncoderDecoderConfig(Published):
     dropout: Fraction = 0.0
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     start_token: Annotated[int, Field(ge=0)] = 0
-    """Token before the first one of an output, from which the decoder starts (T5: its padding, 0)."""
+    """Token before the first one that the decoder writes (T5: 0, its padding); that of the data (decoder_start)."""
     attention: Literal["auto", "cudnn", "splash", "blockwise", "reference"] = "auto"
     """Implementation of self-attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""  # noqa: E501
 
@@ -69,6 +69,21 @@ class EncoderDecoderConfig(Published):
     def decoder_layers(self) -> int:
         """Blocks of the decoder, with the default of `num_decoder_layers` filled in."""
         return self.num_decoder_layers or self.num_layers
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default of `num_kv_heads` filled in."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, with the default of `head_dim` filled in."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP, with the default of `mlp_dim` filled in."""
+        return self.mlp_dim or 4 * self.embed_dim
 
     @property
     def encoder_stack(self) -> TransformerConfig:

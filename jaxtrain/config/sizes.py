@@ -34,16 +34,7 @@ TRANSFORMER_SIZES: dict[str, Size] = {
 }
 
 VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
-
-# Source: He et al. 2015, table 1; models of 50 layers or more have bottleneck blocks.
-RESNET_SIZES: dict[str, Size] = {
-    "resnet18": dict(stage_blocks=[2, 2, 2, 2], bottleneck=False),
-    "resnet34": dict(stage_blocks=[3, 4, 6, 3], bottleneck=False),
-    "resnet50": dict(stage_blocks=[3, 4, 6, 3], bottleneck=True),
-    "resnet101": dict(stage_blocks=[3, 4, 23, 3], bottleneck=True),
-    "resnet152": dict(stage_blocks=[3, 8, 36, 3], bottleneck=True),
-}
-
+RESNET_SIZES: dict[str, Size] = dict(sizes_of("resnet"))
 ALL_SIZES: dict[str, Size] = {**TRANSFORMER_SIZES, **VIT_SIZES, **RESNET_SIZES}
 
 

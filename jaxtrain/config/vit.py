@@ -4,15 +4,15 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from jaxtrain.config.base import Group
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.numbers import Fraction, PositiveFloat, PositiveInt
+from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import VIT_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.errors import ConfigError
 
 
-class ViTConfig(Group):
+class ViTConfig(Published):
     """A vision transformer, which classifies images (Dosovitskiy et al. 2020)."""
 
     kind: Literal["vit"] = "vit"

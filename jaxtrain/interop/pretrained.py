@@ -196,7 +196,7 @@ def _input_shape(settings: Mapping[str, Any]) -> tuple[int, ...]:
     if "max_sequence_length" in settings:
         return (settings["max_sequence_length"],)
     size = settings.get("image_size", 224)
-    return (size, size, settings.get("num_channels", 3))
+    return (size, size, settings.get("channels", 3))
 
 
 def _filled(pretrained: Pretrained, tree: Any, places: Mapping[str, Any]) -> Any:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.families.table import FAMILIES
 from jaxtrain.published.family import Family
@@ -22,8 +24,12 @@ def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any
         vocab_size: Vocabulary of the data, where the config leaves it to the data.
     """
     settings = model.model_dump()
-    if isinstance(model, TransformerConfig):
+    if isinstance(model, EncoderDecoderConfig):
+        settings |= dict(num_decoder_layers=model.decoder_layers)
+    if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width)
+    if isinstance(model, ViTConfig):
+        settings |= dict(mlp_dim=model.mlp_width)
     if "vocab_size" in settings and settings["vocab_size"] is None:
         settings["vocab_size"] = vocab_size
     return settings
@@ -45,10 +51,14 @@ def unsaid(family: Family, settings: Mapping[str, Any]) -> str | None:
         family: The family.
         settings: From `settings_of`.
     """
+    from pydantic import ValidationError
+
     try:
         again = settings_of(parse_settings(family.from_published(family.to_published(settings))))
     except (ConfigError, KeyError) as error:
         return str(error)
+    except ValidationError as error:  # what it can say of the model does not fit together
+        return str(error.errors()[0]["msg"])
     for key, value in settings.items():
         if key not in _NOT_COMPARED and (key not in again or again[key] != value):
             return f"model.{key}={value}"

@@ -8,9 +8,10 @@ attention is counted at half, and a sliding window of W of T tokens at W T - W^2
 Figures that count causal attention in full are higher, by 4 to 12 % at usual sizes, and do not compare.
 
 Of frozen parameters the backward pass has no gradient of the weights, and below the lowest block with a trained
-parameter it has none of the inputs: such a block counts its forward pass alone. Blocks are the embedding, the stack of
-layers as a whole, the output norm, the output layer (transformer); stem, first and other blocks of a stage, head
-(ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is trained, as published counts do.
+parameter it has none of the inputs: such a block counts its forward pass alone. Blocks are the embedding, each stack of
+layers as a whole, the output norm, the head (models of transformer blocks); stem, first and other blocks of a stage,
+head (ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is trained, as published counts
+do.
 """
 
 import itertools
@@ -18,7 +19,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
     attention_shapes,
@@ -28,16 +31,19 @@ from jaxtrain.models.shipped.shapes import (
     router_shape,
     stem_shape,
 )
+from jaxtrain.models.shipped.structure import OuterLayer, Stack, Structure, structure_of
 from jaxtrain.ops.attention.blocks import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
-# Top-level path of a transformer -> number of its block, counted from the input. The table of relative positions is
-# used in every layer.
+_HEAD = 3
+# Top-level path of a model of transformer blocks -> number of its block, counted from the input. The table of relative
+# positions is used in every layer.
 _TRANSFORMER_BLOCKS = {
     **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm"), 0),
-    **dict.fromkeys(("relative_positions", "blocks"), 1),
-    "output_norm": 2,
-    **dict.fromkeys(("head", "output"), 3),
+    **dict.fromkeys(("patches", "class_token"), 0),
+    **dict.fromkeys(("relative_positions", "blocks", "encoder"), 1),
+    **dict.fromkeys(("output_norm", "decoder"), 2),
+    **dict.fromkeys(("head", "output"), _HEAD),
 }
 
 
@@ -65,6 +71,7 @@ def model_flops_per_row(
     input_shape: Sequence[int] | None,
     num_outputs: int | None,
     vocab_size: int | None,
+    decoder_length: int | None = None,
     trained: Collection[str] | None = None,
 ) -> float | None:
     """FLOPs of one forward and backward pass of one row (a sequence, an image, a record).
@@ -78,27 +85,35 @@ def model_flops_per_row(
     not; with E experts of which a token takes K, the weights are those it meets, K m d f and d E of the router;
     the second is the attention scores and their product with the values over the P visible pairs of a query and a
     key: T^2, halved for causality, fewer with a window, and the mean over layers where only some have one. Norms,
-    positions of any kind, scales and softcaps count nothing, as all that is no matmul.
+    positions of any kind, scales and softcaps count nothing, as all that is no matmul. Another head counts its layers,
+    and where it has one output per text, for one position.
+    A vision transformer has the same for its T patches and class token, without order between them, 6 (T - 1) p^2 c d
+    for patches of p x p pixels of c channels (6 T p^2 c d without class token), and 6 d per class.
+    An encoder-decoder takes that of its encoder for an input of S tokens and that of its decoder for an output of T,
+    with order in the output alone, and for each layer of the decoder 12 d h k T + 12 d g k S + 12 h k S T of
+    cross-attention; the output layer counts for the T tokens of the output.
     A convolution of kernel n x n takes n^2 c_in c_out multiply-adds a pixel of its output.
 
     Args:
         model_config: the model; sizes it leaves open come from the arguments below.
-        sequence_length: tokens a row (transformer).
-        input_shape: shape of one row without the batch: height, width, channels (ResNet), or any (MLP).
+        sequence_length: tokens a row (transformer, and the input of an encoder-decoder).
+        input_shape: shape of one row without the batch: height, width, channels (ResNet, ViT), or any (MLP).
         num_outputs: classes or targets of the data, where the model names none.
         vocab_size: vocabulary of the data, where the model names none.
+        decoder_length: tokens of a row of an encoder-decoder's output; None: as many as the input has.
         trained: paths of the parameters that are trained; None: all are.
 
     Returns:
         FLOPs as a float, or None where a size that the model needs is not known, and for a model of the user's own.
     """
     match model_config:
-        case TransformerConfig():
-            vocab_size = model_config.vocab_size or vocab_size
-            if sequence_length is None or vocab_size is None:
+        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
+            known = _known_structure(
+                model_config, sequence_length, input_shape, num_outputs, vocab_size, decoder_length
+            )
+            if known is None:
                 return None
-            groups = transformer_products(model_config, sequence_length, vocab_size)
-            products = list(itertools.chain(*groups.values()))
+            products = list(itertools.chain(*structure_products(known).values()))
         case ResNetConfig():
             num_classes = model_config.num_classes or num_outputs
             if input_shape is None or len(input_shape) != 3 or num_classes is None:
@@ -114,6 +129,34 @@ def model_flops_per_row(
     lowest = lowest_trained_block(model_config, trained)
     passes = (one.multiply_adds * (1 + backward_passes(one, trained, lowest)) for one in products)
     return float(_FLOPS_PER_MULTIPLY_ADD * sum(passes))
+
+
+def _known_structure(
+    config: TransformerConfig | EncoderDecoderConfig | ViTConfig,
+    sequence_length: int | None,
+    input_shape: Sequence[int] | None,
+    num_outputs: int | None,
+    vocab_size: int | None,
+    decoder_length: int | None,
+) -> Structure | None:
+    """The structure of a model; None where a size that it needs is not known."""
+    if isinstance(config, ViTConfig):
+        if input_shape is None or (config.num_classes or num_outputs) is None:
+            return None
+        return structure_of(config, input_shape=tuple(input_shape), vocab_size=None, num_outputs=num_outputs)
+    vocab_size = config.vocab_size or vocab_size
+    if sequence_length is None or vocab_size is None:
+        return None
+    head = config.head if isinstance(config, TransformerConfig) else None
+    if head is not None and head.has_labels and (head.num_labels or num_outputs) is None:
+        return None
+    return structure_of(
+        config,
+        input_shape=(sequence_length,),
+        vocab_size=vocab_size,
+        num_outputs=num_outputs,
+        decoder_length=decoder_length,
+    )
 
 
 def lowest_trained_block(config: ModelConfig, trained: Collection[str] | None) -> int:
@@ -145,8 +188,8 @@ def block_number(config: ModelConfig, path: str) -> int:
     """Number of the block that a parameter is in, counted from the input."""
     name, _, rest = path.partition("/")
     match config:
-        case TransformerConfig():
-            return _TRANSFORMER_BLOCKS[name]
+        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
+            return structure_block(path)
         case ResNetConfig():
             if name.startswith("stem"):
                 return 0
@@ -160,12 +203,35 @@ def block_number(config: ModelConfig, path: str) -> int:
             raise AssertionError("a model of the user's own has no numbered blocks")
 
 
-def transformer_products(config: TransformerConfig, sequence_length: int, vocab_size: int) -> dict[str, list[Product]]:
-    """The products of one sequence: attention's projections, its scores, the MLP or experts, and the output layer."""
-    layers, width, length = config.num_layers, config.embed_dim, sequence_length
+def structure_block(path: str) -> int:
+    """Number of the block that a parameter of a model of transformer blocks is in, counted from the input."""
+    return _TRANSFORMER_BLOCKS[path.partition("/")[0]]
 
-    def matmul(name: str, weights: float) -> Product:
-        return Product(f"blocks/{name}/kernel", layers * weights * length, 1)
+
+def structure_products(structure: Structure) -> dict[str, list[Product]]:
+    """The products of one row of a model of transformer blocks, by what they are.
+
+    For each stack, with its label before the name, there are `projections`, `scores` and `mlp` (the MLP or experts),
+    and where it attends to another stack `cross projections` and `cross scores`; besides there are `entry` and
+    `output`.
+    """
+    found: dict[str, list[Product]] = {}
+    for stack in structure.stacks:
+        found |= {f"{stack.label}{name}": products for name, products in _stack_products(stack).items()}
+
+    def outer(layers: Sequence[OuterLayer], block: int) -> list[Product]:
+        alone = len(layers) == 1
+        return [Product(one.path, one.inputs * one.outputs * one.positions, block, alone=alone) for one in layers]
+
+    return {**found, "entry": outer(structure.entry, 0), "output": outer(structure.head, _HEAD)}
+
+
+def _stack_products(stack: Stack) -> dict[str, list[Product]]:
+    config, layers, length = stack.blocks, stack.blocks.num_layers, stack.length
+    block = structure_block(stack.path)
+
+    def matmul(name: str, weights: float, positions: int = length) -> Product:
+        return Product(f"{stack.path}/{name}/kernel", layers * weights * positions, block)
 
     chosen = 1 if config.experts is None else config.experts.experts_per_token
     router = () if config.experts is None else (matmul("mlp/router", math.prod(router_shape(config).kernel)),)
@@ -174,12 +240,19 @@ def transformer_products(config: TransformerConfig, sequence_length: int, vocab_
     query_dim = math.prod(attention["query"].outputs)
     # Scores and values are one product each over the pairs.
     pairs = sum(visible_pairs(length, causal=config.causal, window=window) for window in config.windows)
-    output = "embedding" if config.tie_embeddings else "output"
-    return {
+    found = {
         "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
-        "scores": [Product(None, 2 * query_dim * pairs, 1)],
+        "scores": [Product(None, 2 * query_dim * pairs, block)],
         "mlp": [*mlp, *router],
-        "output": [Product(output, width * vocab_size * length, 3, alone=True)],
+    }
+    if stack.memory_length is None:
+        return found
+    positions = {"query": length, "output": length, "key": stack.memory_length, "value": stack.memory_length}
+    return found | {
+        "cross projections": [
+            matmul(f"cross_attention/{name}", math.prod(one.kernel), positions[name]) for name, one in attention.items()
+        ],
+        "cross scores": [Product(None, layers * 2 * query_dim * length * stack.memory_length, block)],
     }
 
 

@@ -48,13 +48,6 @@ class Decoder:
     start_token: int = 0
 
 
-def room_for_new_tokens(decoder: Decoder, prompt_length: int) -> int:
-    """How many tokens can follow a prompt; the outputs of a model with an encoder have all positions for themselves."""
-    if decoder.encode is None:
-        return decoder.max_length - prompt_length
-    return decoder.max_length if prompt_length <= decoder.max_length else 0
-
-
 class Embed(Protocol):
     """`embed(params, inputs, *, key, train) -> carry`: what the first layer takes; `params` without the stack."""
 

@@ -17,6 +17,7 @@ def step_flops(run: Run) -> float | None:
         input_shape=data.input_shape,
         num_outputs=data.num_outputs,
         vocab_size=data.vocab_size,
+        decoder_length=data.decoder_length,
         trained=None if is_trained is None else [path for path in paths if is_trained(path)],
     )
     return None if flops is None else flops * config.train.global_batch_size

@@ -344,8 +344,7 @@ class OpenedRun:
         Raises:
             ConfigError: the run was not trained on text, or an option is out of range.
         """
-        from jaxtrain.inference.generate import Sampling, generate_text
-        from jaxtrain.models.model import room_for_new_tokens
+        from jaxtrain.inference.generate import Sampling, generate_text, room_for_new_tokens
 
         sampling = Sampling(temperature, top_k, top_p)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)

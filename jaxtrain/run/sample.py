@@ -1,7 +1,6 @@
 """The text that a run generates at its end."""
 
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.models.model import room_for_new_tokens
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 
@@ -18,7 +17,7 @@ def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
     prompt = settings.sample_prompt
     if prompt is None or tokenizer is None or decoder is None:
         return None
-    from jaxtrain.inference.generate import Sampling, generate_text
+    from jaxtrain.inference.generate import Sampling, generate_text, room_for_new_tokens
 
     length, limit = max(len(tokenizer.encode(prompt)), 1), decoder.max_length
     room = room_for_new_tokens(decoder, length)

@@ -40,7 +40,9 @@ class Row:
     generates: bool = True
 
 
+TO_TEXT = (("tokens", "tokens"), ("attention_mask", "segments"), ("decoder_tokens", "decoder_tokens"))
 ENCODER = (("tokens", "tokens"), ("attention_mask", "segments"), ("token_type_ids", "token_types"))
+IMAGES = (("pixel_values", "images"),)
 ROWS = {
     "llama": Row(),
     "llama31": Row(),
@@ -49,7 +51,9 @@ ROWS = {
     **{name: Row() for name in ("gemma2", "gemma3_text", "phi3", "phi3_longrope", "gpt2", "gpt_neox")},
     **{name: Row(ENCODER, generates=False) for name in ("bert_mlm", "bert_sequence", "bert_token")},
     **{name: Row(ENCODER, generates=False) for name in ("roberta_mlm", "roberta_sequence")},
+    **{name: Row(IMAGES, generates=False) for name in ("vit_classification", "resnet_basic", "resnet_bottleneck")},
     **{name: Row(ENCODER, generates=False) for name in ("distilbert_mlm", "distilbert_sequence", "llama_sequence")},
+    **{name: Row(TO_TEXT) for name in ("t5", "t5_v11")},
 }
 # Plain pytest proves the machinery with one family.
 PLAIN = ("llama",)
@@ -71,6 +75,8 @@ def expected(name):
 
 def inputs_of(name):
     arrays, row = expected(name), ROWS[name]
+    if row.inputs == IMAGES:
+        return jnp.asarray(arrays["pixel_values"].transpose(0, 2, 3, 1))  # [B, C, H, W] there
     given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in row.inputs if theirs in arrays}
     return given["tokens"] if len(given) == 1 else given
 
@@ -94,7 +100,8 @@ def test_logits_and_gradient(name):
     compute = loss_of(pretrained.model, inputs_of(name), jnp.asarray(wanted["labels"], jnp.int32))
     (loss, logits), gradient = compute(pretrained.params, pretrained.model_state)
     # What stands at padding is nobody's answer, and the two differ in what padding sees.
-    real = wanted["attention_mask"] == 1 if wanted["logits"].ndim == 3 and "attention_mask" in wanted else ...
+    mask = wanted.get("attention_mask", np.zeros(0))
+    real = mask == 1 if mask.shape == wanted["logits"].shape[:2] else ...
     atol = TOLERANCE * np.ptp(wanted["logits"])
     np.testing.assert_allclose(np.asarray(logits)[real], wanted["logits"][real], rtol=0, atol=atol)
     if "loss" in wanted:
@@ -109,12 +116,17 @@ def test_logits_and_gradient(name):
 @pytest.mark.parametrize("name", rows(name for name, row in ROWS.items() if row.generates))
 def test_answers_token_for_token(name):
     pretrained, wanted = opened(name), expected(name)
-    prompt, generated = wanted["prompt"], wanted["generated"]
-    new = generated.shape[1] - prompt.shape[1]
+    generated = wanted["generated"]
+    if pretrained.model.decoder.encode is None:
+        prompt, lengths = wanted["prompt"], np.full(len(wanted["prompt"]), wanted["prompt"].shape[1], np.int32)
+        generated = generated[:, prompt.shape[1] :]
+    else:  # the encoder reads the prompt, and what is written begins with the start token
+        prompt, lengths = wanted["tokens"], wanted["attention_mask"].sum(1).astype(np.int32)
+        generated = generated[:, 1:]
+    new = generated.shape[1]
     generate = make_generator(pretrained.model, new_tokens=new, sampling=Sampling(temperature=0))
-    lengths = np.full(len(prompt), prompt.shape[1], np.int32)
     found = generate(pretrained.params, prompt.astype(np.int32), lengths, jax.random.key(0))
-    np.testing.assert_array_equal(found, generated[:, prompt.shape[1] :])
+    np.testing.assert_array_equal(found, generated)
 
 
 @pytest.mark.parametrize("name", rows(ROWS))

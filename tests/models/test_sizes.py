@@ -2,11 +2,13 @@
 
 import pytest
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import count_parameters
 from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.shipped.shapes import model_tensors
 
 TRANSFORMERS = {
     # Radford et al. 2019, as released (tied embedding counted once).
@@ -24,6 +26,19 @@ TRANSFORMERS = {
     "llama3.1_405b": 405_853_388_800,
     "llama3.2_1b": 1_235_814_400,
     "llama3.2_3b": 3_212_749_824,
+}
+# The safetensors index published with each model (the embedding counted once).
+ENCODER_DECODERS = {
+    "t5_small": 60_506_624,
+    "t5_base": 222_903_552,
+    "t5_large": 737_668_096,
+    "t5_3b": 2_851_598_336,
+    "t5_11b": 11_307_321_344,
+    "flan_t5_small": 76_961_152,
+    "flan_t5_base": 247_577_856,
+    "flan_t5_large": 783_150_080,
+    "flan_t5_xl": 2_849_757_184,
+    "flan_t5_xxl": 11_135_332_352,
 }
 # The config.json and the safetensors file published with each model, with the head that its size names.
 ENCODERS = {
@@ -51,6 +66,14 @@ RESNETS = {
 @pytest.mark.parametrize(("size", "count"), [*TRANSFORMERS.items(), *ENCODERS.items()], ids=[*TRANSFORMERS, *ENCODERS])
 def test_transformers_have_the_published_counts(size, count):
     assert count_parameters(build_model(TransformerConfig(size=size), input_shape=(8,))) == count
+
+
+@pytest.mark.parametrize(("size", "count"), ENCODER_DECODERS.items(), ids=ENCODER_DECODERS)
+def test_encoder_decoders_have_the_published_counts(size, count):
+    """Counted without building them: tests/plan/test_parameters.py holds these shapes to those of the models."""
+    config = EncoderDecoderConfig(size=size)
+    shapes = model_tensors(config, input_shape=(8,), vocab_size=config.vocab_size, num_outputs=None)
+    assert shapes.num_parameters == count
 
 
 @pytest.mark.parametrize(("size", "count"), VITS.items(), ids=VITS)

@@ -16,6 +16,7 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.make_step import make_train_step
+from jaxtrain.train.step import TrainStep
 from tests.parallel.layouts import COMPILER, ONE, Layout, distance, layout
 
 STEPS, ROWS, INPUT, OUTPUT, VOCABULARY = 8, 8, 24, 16, 48
@@ -52,11 +53,9 @@ def _batches(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _run(
-    name: str, where: Layout, *, accumulation: int = 1, remat: str = "none", policy: str = "fp32"
-) -> tuple[np.ndarray, Any]:
+def _step(name: str, where: Layout, *, accumulation: int = 1, remat: str = "none", policy: str = "fp32") -> TrainStep:
     mesh = make_mesh(**{"data": 1, **where.degrees}, devices=jax.devices()[: math.prod(where.degrees.values())])
-    step = make_train_step(
+    return make_train_step(
         _model(name, remat),
         language_modeling(),
         optax.adamw(3e-3),
@@ -66,6 +65,10 @@ def _run(
         parallelism=where.options,
         compiler_options=COMPILER,
     )
+
+
+def _run(name: str, where: Layout, **options: Any) -> tuple[np.ndarray, Any]:
+    step = _step(name, where, **options)
     state, losses = step.init(0), []
     for batch in _batches(name):
         state, metrics = step(state, batch)
@@ -121,5 +124,5 @@ def test_an_encoder_decoder_trains_in_fp8():
 )
 def test_an_axis_that_two_stacks_cannot_use_is_refused_in_one_line(degrees, line):
     with pytest.raises(ConfigError, match=line) as error:
-        _run("encoder_decoder", layout(**degrees))
+        _step("encoder_decoder", layout(**degrees)).lower(_batches("encoder_decoder")[0])
     assert "\n" not in str(error.value)

@@ -14,7 +14,8 @@ from jaxtrain.plan.catalogue.hardware import find, target_of
 from jaxtrain.plan.cost.steps import steps_for
 from jaxtrain.plan.search.analyse import analyse
 from jaxtrain.plan.work.attention import attention_work
-from jaxtrain.plan.work.blocks import DeviceBatch, step_blocks
+from jaxtrain.plan.work.block import DeviceBatch
+from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.state import shard_parameters, state_bytes
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.plan.workload.parameters import model_tensors

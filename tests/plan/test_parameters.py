@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.axes import model_axes
@@ -18,6 +19,12 @@ MODELS = {
     **{size: (TransformerConfig(size=size), TOKENS) for size in SIZES},
     "default": (TransformerConfig(), TOKENS),
     "own head dim, biases, layernorm": (TransformerConfig(head_dim=32, bias=True, norm="layernorm"), TOKENS),
+    "relative positions": (TransformerConfig(position="relative"), TOKENS),
+    **{size: (EncoderDecoderConfig(size=size), TOKENS) for size in ("t5_small", "flan_t5_small")},
+    "encoder_decoder with biases": (
+        EncoderDecoderConfig(num_decoder_layers=2, position="none", norm="layernorm", bias=True, num_kv_heads=2),
+        TOKENS,
+    ),
     "sandwich, norms of heads, biases of queries, keys and values": (
         TransformerConfig(block="sandwich", qk_norm=True, bias="qkv", activation="geglu"),
         TOKENS,

@@ -159,7 +159,7 @@ class EncoderDecoder(nnx.Module):
         bias_HW = relative_bias(self.decoder.relative_positions, self.config.decoder_stack, length - 1)
 
         def call(block: DecoderBlock, x_BTD: jax.Array, key: jax.Array | None, _: None) -> tuple[jax.Array, None]:
-            x_BTD, _ = block.run(
+            x_BTD, _cache = block.run(
                 x_BTD,
                 memory=block.cross_attention.memory(memory_BSD),
                 memory_mask_BTS=mask_BTS,

@@ -42,3 +42,17 @@ class Memory:
         if self.total_bytes > self.usable_bytes:
             return False
         return True if self.is_complete else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes of one device that live inside a step, by what they are."""
+
+    kept: float
+    """Activations from the forward pass for the backward pass."""
+    block: float
+    """The most that one block needs at once in its backward pass."""
+    head: float
+    """Logits, or what the loss holds of them at once; the gradient of whole ones takes their place."""
+    moved: float = 0.0
+    """Activations that wait in the host's memory for the backward pass."""

@@ -6,41 +6,24 @@ layouts in `tests/plan/compiled.json`, which the model meets within 15 %.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import MLPConfig, ResNetConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.shipped.shapes import mlp_shapes
-from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
-from jaxtrain.plan.memory.record import Memory
-from jaxtrain.plan.work.blocks import DeviceBatch, logit_blocks_of
-from jaxtrain.plan.work.experts import ExpertWork
+from jaxtrain.plan.memory.record import Memory, Work
+from jaxtrain.plan.memory.transformer import transformer_work
+from jaxtrain.plan.work.block import DeviceBatch
 from jaxtrain.plan.work.offload import state_on_its_way
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
+from jaxtrain.plan.workload.parameters import model_structure
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
-from jaxtrain.remat.segments import segment_layers
 from jaxtrain.runtime.distributed import GPU_MEMORY_FRACTION
 
 _FP32 = 4
-
-
-@dataclass(frozen=True)
-class Work:
-    """Bytes of one device that live inside a step, by what they are."""
-
-    kept: float
-    """Activations from the forward pass for the backward pass."""
-    block: float
-    """The most that one block needs at once in its backward pass."""
-    head: float
-    """Logits, or what the loss holds of them at once; the gradient of whole ones takes their place."""
-    moved: float = 0.0
-    """Activations that wait in the host's memory for the backward pass."""
 
 
 def step_memory(
@@ -63,9 +46,10 @@ def step_memory(
         batch: what a device works on.
         schedule: of the pipeline.
     """
+    structure = model_structure(config.model, workload)
     match config.model:
-        case TransformerConfig():
-            work = _transformer(config.model, config, workload, batch, schedule, target.hardware.kind)
+        case _ if structure is not None:
+            work = transformer_work(structure, config, batch, schedule, target.hardware.kind)
         case ResNetConfig():
             work = _resnet(config.model, config, workload, batch)
         case MLPConfig():
@@ -141,100 +125,6 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
             layers = one.shape[0] // degrees["pipe"] if one.stacked else 1
             gathered += size * whole / layers * (3 if one.stacked else 1)
     return gradients, cast, gathered
-
-
-# Bytes for each score (a pair of a query and a key of one head) beside its weight in the compute dtype: float32 scores
-# and gradients in the backward pass of a block, and what remat "none" keeps of them from the forward pass. The TPU's
-# compiler fuses more.
-_SCORE_WORK = {"gpu": 9, "tpu": 4, "cpu": 9}
-_SCORE_KEPT = {"gpu": 9, "tpu": 6, "cpu": 9}
-# Tensors of the width of the residual stream that the backward pass of a block works on beside matmul results.
-_STREAMS = 6
-# And those that remat "none" keeps of each norm and the sum beside it. The two norms of a parallel block begin alike,
-# and count as one.
-_NORM_STREAMS = 4
-_NORMS = {"sandwich": 4, "parallel": 1}
-
-
-def _masked_copies(work: ExpertWork) -> float:
-    """Hidden rows for each token that are masked once for each local expert, in the backward pass of a layer.
-
-    Four copies are what CPU programs hold at once with several local experts (`tests/plan/compiled_counts.json`).
-    """
-    return 4 * work.multiplied if work.multiplied > work.rows else 0.0
-
-
-def _transformer(
-    model: TransformerConfig,
-    config: Config,
-    workload: Workload,
-    batch: DeviceBatch,
-    schedule: Schedule | None,
-    kind: str,
-) -> Work:
-    degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
-    tensor, context = degrees["tensor"], degrees["context"]
-    length = workload.input_shape[0]
-    t, d = batch.rows * length / context, model.embed_dim
-    heads, groups = model.num_heads, model.kv_heads
-    k = model.head_width
-    rows = 1.0 if batch.experts is None else batch.experts.rows
-    hidden = rows * model.mlp_width / tensor
-    matrices = len(mlp_shapes(model)) - 1
-    norms = _NORMS.get(model.block, 2)
-    residual = tensor if config.parallel.sequence_parallel else 1
-    layers = model.num_layers // degrees["pipe"]
-
-    stream = size * t * d / residual
-    queries = size * t * (heads + 2 * groups) * k / tensor
-    assert batch.attention is not None
-    scores = batch.rows * batch.attention.pairs_at_once * heads / tensor
-    kernel = batch.attention.name not in ("reference", "context")
-    # A kernel keeps row statistics of its softmax in place of scores; "dots" keeps the result beside them where a
-    # kernel names both.
-    statistics = _FP32 * t * heads / tensor if kernel else 0.0
-    named = size * t * heads * k / tensor + statistics if batch.attention.keeps_output else 0.0
-    outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
-    inner = size * t * (heads * k / tensor + 2 * hidden)
-    sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
-    widths = {name: width / tensor for name, width in sizes.items()}
-    widths |= {"attention_projection": d / residual, "mlp_hidden": hidden, "mlp_output": d / residual}
-    widths["block_input"] = d / residual
-    remat = config.remat
-    moved = size * t * sum(widths[name] for name in remat.offload)
-    match remat.policy:
-        case "full" | "sqrt":
-            kept = 0.0 if "block_input" in remat.offload else stream
-        case "dots":
-            kept = stream + outputs + named
-        case "names":
-            kept = (0.0 if "block_input" in remat.offload else stream) + size * t * sum(widths[n] for n in remat.names)
-        case _:
-            kept = (
-                _NORM_STREAMS * norms * stream
-                + outputs
-                + inner
-                + (statistics if kernel else (_SCORE_KEPT[kind] + size) * scores)
-            )
-    # What is not kept is computed again, all of one block at once.
-    again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
-    # Of what is offloaded, that of one layer is on its way.
-    # The norms of a sandwich block's outputs work on as much again as those of its inputs.
-    block = again + moved + (_STREAMS + 2 * max(0, norms - 2)) * stream + (_SCORE_WORK[kind] + size) * scores
-    if batch.experts is not None:
-        block += size * t * (4 * rows * d + _masked_copies(batch.experts) * model.mlp_width / tensor)
-    if batch.attention.name == "blockwise":
-        block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
-    chunk = layers // (1 if schedule is None else schedule.num_chunks)
-    moved *= chunk
-    kept *= segment_layers(chunk).live if remat.policy == "sqrt" else chunk
-    if schedule is not None:
-        # Stage inputs of the microbatches under way, beside all that one stage keeps while it runs backward.
-        kept += schedule.peak_live() * stream
-    assert workload.vocab_size is not None
-    vocabulary = workload.vocab_size / tensor
-    logit_blocks = logit_blocks_of(config, t, d, vocabulary)
-    return Work(kept, block, block_bytes(logit_blocks, math.ceil(t), d, math.ceil(vocabulary), itemsize=size), moved)
 
 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.kinds import task_name
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.remat import BLOCK_INPUT, check_remat
 from jaxtrain.config.schema import Config
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.layout.rules import check_replicated_share, entry_axes
@@ -29,12 +31,12 @@ from jaxtrain.plan.memory.step import step_memory
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.own_step import analyse_own, own_functions
 from jaxtrain.plan.time.step import has_fp8, step_time
-from jaxtrain.plan.work.attention import AttentionWork, attention_work
-from jaxtrain.plan.work.blocks import DeviceBatch
+from jaxtrain.plan.work.attention import AttentionWork, stack_attention
+from jaxtrain.plan.work.block import DeviceBatch
 from jaxtrain.plan.work.experts import ExpertWork, expert_work
 from jaxtrain.plan.work.state import Parameter, shard_parameters, state_bytes
 from jaxtrain.plan.workload.describe import RowSizes, describe_workload
-from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.plan.workload.parameters import model_structure, model_tensors
 from jaxtrain.plan.workload.record import Workload
 
 # What cloud disks and object stores take of one host. Saves are written while training goes on, so this is the most
@@ -103,7 +105,7 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
-    attention = attention_work(config, target, workload.input_shape[0])
+    attention = stack_attention(config, target, model_structure(config.model, workload))
     batch = device_batch(config, workload, schedule, attention, expert_work(config, target))
     placed = shard_parameters(config, tensors, degrees)
     _check_replicated(config, placed, degrees["fsdp"])
@@ -143,16 +145,15 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
         ConfigError: an axis that the model cannot use, or layers that do not divide.
     """
     model = config.model
-    transformer = isinstance(model, TransformerConfig)
     check_model_axes(
         degrees,
         model=model.kind,
         task=task_name(config),
-        has_parts=transformer,
-        has_sequence=transformer,
+        has_parts=isinstance(model, TransformerConfig | ViTConfig),
+        has_sequence=isinstance(model, TransformerConfig | EncoderDecoderConfig),
         has_experts=isinstance(model, TransformerConfig) and model.experts is not None,
     )
-    num_layers = model.num_layers if isinstance(model, TransformerConfig) else None
+    num_layers = model.num_layers if isinstance(model, TransformerConfig | ViTConfig) else None
     return pipeline_schedule(config.parallel, degrees["pipe"], num_layers, config.train.accumulation_steps)
 
 
@@ -175,7 +176,7 @@ def device_batch(
     config: Config,
     workload: Workload,
     schedule: Schedule | None,
-    attention: AttentionWork | None,
+    attention: tuple[AttentionWork, ...],
     experts: ExpertWork | None,
 ) -> DeviceBatch:
     """What one device gets of a batch.
@@ -190,7 +191,9 @@ def device_batch(
         check_sequence(workload.sequence_length, degrees, axes)
     shards, microbatches = batch_shards(degrees), microbatches_of(config)
     scaled = config.precision.policy == "fp8"
-    return DeviceBatch(microbatches, workload.rows / shards / microbatches, degrees, attention, scaled, experts)
+    rows = workload.rows / shards / microbatches
+    first = attention[0] if attention else None
+    return DeviceBatch(microbatches, rows, degrees, first, scaled, experts, attention[1:])
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:

@@ -1,7 +1,7 @@
 """Predicted time of a step: blocks on the roofline, traffic of each mesh axis over its link, the pipeline's bubble."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxtrain.config.models import TransformerConfig
@@ -9,15 +9,18 @@ from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.models.shipped.structure import Stack
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
 from jaxtrain.plan.work.attention import attention_forms, context_way
-from jaxtrain.plan.work.blocks import BlockWork, DeviceBatch, step_blocks
+from jaxtrain.plan.work.block import BlockWork, DeviceBatch
+from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.experts import exchanged_bytes
 from jaxtrain.plan.work.offload import host_bandwidth
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size, update_flops
+from jaxtrain.plan.workload.parameters import model_structure
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
@@ -120,32 +123,58 @@ def traffic(
         whole = [one for one in trained if not any(axis in entry_axes(entry) for entry in one.entries)]
         return 2 * batch.microbatches * size * sum(without(one) for one in whole) * share(axis)
 
-    model = config.model
-    if isinstance(model, TransformerConfig):
-        tokens = batch.rows * workload.input_shape[0] / degrees["context"]
-        stream = size * tokens * model.embed_dim
-        layers = model.num_layers / degrees["pipe"] * batch.microbatches
-        again = forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
-        if degrees["tensor"] > 1:
-            # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed.
-            count = 2 * again + 2
-            volume = layers * count * 2 * stream * share("tensor")
-            sent.append(Sent("tensor", volume, f"residual stream, {count} all-reduces a layer"))
-        if degrees["context"] > 1:
-            forms = attention_forms(model)
-            of_form = [
-                count * _attention_traffic(config, model, form, tokens * size, degrees, again)
-                for form, count in forms.items()
-            ]
-            volume = layers * sum(of_form) / model.num_layers
-            sent.append(Sent("context", volume + summed("context"), "keys, values, gradients of all parameters"))
-        if degrees["expert"] > 1 and model.experts is not None:
-            volume = layers * exchanged_bytes(config, model, tokens, size, degrees, forwards)
-            kind = "tokens to experts and back, gradients of other parameters"
-            sent.append(Sent("expert", volume + summed("expert"), kind))
-        if schedule is not None:
-            chunks = max(schedule.num_chunks, 1)
-            sent.append(Sent("pipe", 2 * batch.microbatches * chunks * stream, "activations, their gradients"))
+    structure = model_structure(config.model, workload)
+    for stack in () if structure is None else structure.stacks:
+        sent += _stack_traffic(stack, config, batch, schedule, summed)
+    return sent
+
+
+def _stack_traffic(
+    stack: Stack, config: Config, batch: DeviceBatch, schedule: Schedule | None, summed: Callable[[str], float]
+) -> list[Sent]:
+    """What one device sends for a stack of transformer blocks.
+
+    Args:
+        stack: the blocks.
+        config: the run.
+        batch: what a device works on.
+        schedule: of the pipeline.
+        summed: axis -> bytes of the sums over it of gradients of parameters that are not sharded over it.
+    """
+    degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
+    forwards = 1 if schedule is None else 2
+    sent: list[Sent] = []
+    model, label = stack.blocks, stack.label
+    tokens = batch.rows * stack.length / degrees["context"]
+    stream = size * tokens * model.embed_dim
+    layers = model.num_layers / degrees["pipe"] * batch.microbatches
+    again = forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
+    # Gradients of parameters are summed once, with the first stack.
+    gradients = 0.0 if label and not label.startswith("encoder") else 1.0
+    if degrees["tensor"] > 1:
+        # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed; one more
+        # after cross-attention.
+        sums = 3 if stack.memory_length is not None else 2
+        count = sums * again + sums
+        volume = layers * count * 2 * stream * (degrees["tensor"] - 1) / degrees["tensor"]
+        sent.append(Sent("tensor", volume, f"{label}residual stream, {count} all-reduces a layer"))
+    if degrees["context"] > 1:
+        forms = attention_forms(model)
+        of_form = [
+            count * _attention_traffic(config, model, form, tokens * size, degrees, again)
+            for form, count in forms.items()
+        ]
+        volume = layers * sum(of_form) / model.num_layers
+        sent.append(
+            Sent("context", volume + gradients * summed("context"), "keys, values, gradients of all parameters")
+        )
+    if degrees["expert"] > 1 and model.experts is not None:
+        volume = layers * exchanged_bytes(config, model, tokens, size, degrees, forwards)
+        kind = "tokens to experts and back, gradients of other parameters"
+        sent.append(Sent("expert", volume + summed("expert"), kind))
+    if schedule is not None:
+        chunks = max(schedule.num_chunks, 1)
+        sent.append(Sent("pipe", 2 * batch.microbatches * chunks * stream, "activations, their gradients"))
     return sent
 
 

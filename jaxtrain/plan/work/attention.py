@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.models.shipped.structure import Structure
 from jaxtrain.ops.attention.blocks import block_size, computed_share, pairs_at_once, visible_pairs
 from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
 from jaxtrain.ops.attention.form import AttentionForm
@@ -57,6 +58,33 @@ def attention_work(config: Config, target: Target, length: int) -> AttentionWork
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
+    return _of_blocks(config, model, target, length)
+
+
+def stack_attention(config: Config, target: Target, structure: Structure | None) -> tuple[AttentionWork, ...]:
+    """The attention of each stack of a model to itself, and after those that of a decoder to the encoder's output.
+
+    Args:
+        config: with degrees resolved.
+        target: hardware and count.
+        structure: of the model; None: it has no attention.
+
+    Raises:
+        ConfigError: attention that the step would refuse.
+    """
+    if structure is None:
+        return ()
+    found = [_of_blocks(config, stack.blocks, target, stack.length) for stack in structure.stacks]
+    for stack in structure.stacks:
+        if stack.memory_length is not None:  # the plain formula on every platform
+            pairs = stack.length * stack.memory_length / int(config.parallel.context)
+            score_bytes = _SCORE_BYTES.get(target.hardware.kind, _SCORE_BYTES_ELSEWHERE)
+            found.append(AttentionWork("reference", 1.0, pairs, score_bytes, False, again=0.0))
+    return tuple(found)
+
+
+def _of_blocks(config: Config, model: TransformerConfig, target: Target, length: int) -> AttentionWork:
+    """The attention of a stack of blocks to itself."""
     forms = attention_forms(model)
     return _mixed([(layers, _of_form(config, model, form, target, length)) for form, layers in forms.items()])
 

@@ -7,6 +7,7 @@ from jaxtrain.config.models import ModelConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.shipped import shapes
 from jaxtrain.models.shipped.shapes import Tensors
+from jaxtrain.models.shipped.structure import Structure, structure_of
 from jaxtrain.plan.workload.record import Workload
 
 
@@ -17,6 +18,17 @@ def model_tensors(config: ModelConfig, workload: Workload) -> Tensors:
         input_shape=workload.input_shape,
         vocab_size=workload.vocab_size,
         num_outputs=workload.num_outputs,
+    )
+
+
+def model_structure(config: ModelConfig, workload: Workload) -> Structure | None:
+    """The stacks of transformer blocks of a model and the layers around them, for the rows of a workload."""
+    return structure_of(
+        config,
+        input_shape=workload.input_shape,
+        vocab_size=workload.vocab_size,
+        num_outputs=workload.num_outputs,
+        decoder_length=workload.decoder_length,
     )
 
 

@@ -73,6 +73,8 @@ KEYS = (
 def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of our model group for a config.json of this family."""
     ours, file = read_keys(KEYS, config, family="llama")
+    if not isinstance(file["attention_bias"], bool):
+        raise ConfigError(f"config.json has attention_bias: {file['attention_bias']}; it takes true or false")
     if file["attention_bias"] != file["mlp_bias"]:
         raise ConfigError(
             f"config.json has attention_bias: {file['attention_bias']} and mlp_bias: {file['mlp_bias']}, which the "

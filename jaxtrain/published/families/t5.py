@@ -16,7 +16,6 @@ _FIXED = dict(
 )  # fmt: skip
 _COMMON = _FIXED | dict(
     vocab_size=32128, max_sequence_length=512, relative_buckets=32, relative_max_distance=128, norm_epsilon=1e-6,
-    start_token=0,
 )  # fmt: skip
 
 
@@ -96,7 +95,6 @@ def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a model group."""
-    model = {**model, "num_decoder_layers": model["num_decoder_layers"] or model["num_layers"]}
     return (
         dict(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True)
         | write_keys(KEYS, model)
@@ -108,7 +106,7 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
 def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     """Returns the name table of a model group."""
     D, V, N, H = (int(model[key]) for key in ("embed_dim", "vocab_size", "relative_buckets", "num_heads"))
-    layers = {"encoder": model["num_layers"], "decoder": model["num_decoder_layers"] or model["num_layers"]}
+    layers = {"encoder": model["num_layers"], "decoder": model["num_decoder_layers"]}
     rows: list[Row] = [
         Entry("embedding", "shared.weight", copy(V, D)),
         Tied("lm_head.weight", "embedding", copy(V, D))

@@ -17,6 +17,7 @@ from jaxtrain.published.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    resnet,
     roberta,
     t5,
     vit,
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "roberta": roberta.FAMILY,
     "distilbert": distilbert.FAMILY,
     "vit": vit.FAMILY,
+    "resnet": resnet.FAMILY,
     "t5": t5.FAMILY,
 }
 

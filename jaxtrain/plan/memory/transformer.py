@@ -1,0 +1,136 @@
+"""Activations of a model of transformer blocks on one device: what is kept, and what one block and the head need.
+
+The constants count what XLA keeps; they were fitted to what compilers said, see `step.py`.
+"""
+
+import math
+
+from jaxtrain.config.schema import Config
+from jaxtrain.models.shipped.shapes import mlp_shapes
+from jaxtrain.models.shipped.structure import Stack, Structure
+from jaxtrain.ops.loss.blocks import block_bytes
+from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.plan.memory.record import Work
+from jaxtrain.plan.work.block import DeviceBatch
+from jaxtrain.plan.work.experts import ExpertWork
+from jaxtrain.plan.work.transformer import logit_blocks_of
+from jaxtrain.precision.dtypes import POLICY_DTYPES
+from jaxtrain.remat.segments import segment_layers
+
+_FP32 = 4
+# Bytes for each score (a pair of a query and a key of one head) beside its weight in the compute dtype: float32 scores
+# and gradients in the backward pass of a block, and what remat "none" keeps of them from the forward pass. The TPU's
+# compiler fuses more.
+_SCORE_WORK = {"gpu": 9, "tpu": 4, "cpu": 9}
+_SCORE_KEPT = {"gpu": 9, "tpu": 6, "cpu": 9}
+# Tensors of the width of the residual stream that the backward pass of a block works on beside matmul results.
+_STREAMS = 6
+# And those that remat "none" keeps of each norm and the sum beside it. The two norms of a parallel block begin alike,
+# and count as one.
+_NORM_STREAMS = 4
+_NORMS = {"sandwich": 4, "parallel": 1}
+
+
+def _masked_copies(work: ExpertWork) -> float:
+    """Hidden rows for each token that are masked once for each local expert, in the backward pass of a layer.
+
+    Four copies are what CPU programs hold at once with several local experts (`tests/plan/compiled_counts.json`).
+    """
+    return 4 * work.multiplied if work.multiplied > work.rows else 0.0
+
+
+def transformer_work(
+    structure: Structure, config: Config, batch: DeviceBatch, schedule: Schedule | None, kind: str
+) -> Work:
+    """The activations of a step.
+
+    Args:
+        structure: of the model.
+        config: the run.
+        batch: what a device works on.
+        schedule: of the pipeline.
+        kind: of the hardware: cpu, gpu or tpu.
+    """
+    works = [_stack(stack, index, config, batch, schedule, kind) for index, stack in enumerate(structure.stacks)]
+    kept, moved = sum(one.kept for one in works), sum(one.moved for one in works)
+    block = max(one.block for one in works)
+    last, degrees = structure.stacks[-1], batch.degrees
+    if structure.vocabulary is None:
+        return Work(kept, block, 0.0, moved)
+    size, width = POLICY_DTYPES[config.precision.policy].compute_bytes, last.blocks.embed_dim
+    t, vocabulary = batch.rows * last.length / degrees["context"], structure.vocabulary / degrees["tensor"]
+    logit_blocks = logit_blocks_of(config, t, width, vocabulary)
+    head = block_bytes(logit_blocks, math.ceil(t), width, math.ceil(vocabulary), itemsize=size)
+    return Work(kept, block, head, moved)
+
+
+def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedule: Schedule | None, kind: str) -> Work:
+    """The activations of one stack, the `index`-th of the model, without those of a head."""
+    model = stack.blocks
+    degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
+    tensor, context = degrees["tensor"], degrees["context"]
+    t, d = batch.rows * stack.length / context, model.embed_dim
+    heads, groups = model.num_heads, model.kv_heads
+    k = model.head_width
+    rows = 1.0 if batch.experts is None else batch.experts.rows
+    hidden = rows * model.mlp_width / tensor
+    matrices = len(mlp_shapes(model)) - 1
+    norms = _NORMS.get(model.block, 2) + (stack.memory_length is not None)
+    residual = tensor if config.parallel.sequence_parallel else 1
+    layers = model.num_layers // degrees["pipe"]
+
+    stream = size * t * d / residual
+    queries = size * t * (heads + 2 * groups) * k / tensor
+    attention = batch.attention_of(index)
+    scores = batch.rows * attention.pairs_at_once * heads / tensor
+    kernel = attention.name not in ("reference", "context")
+    # A kernel keeps row statistics of its softmax in place of scores; "dots" keeps the result beside them where a
+    # kernel names both.
+    statistics = _FP32 * t * heads / tensor if kernel else 0.0
+    named = size * t * heads * k / tensor + statistics if attention.keeps_output else 0.0
+    outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
+    inner = size * t * (heads * k / tensor + 2 * hidden)
+    crossed = 0.0
+    if stack.memory_length is not None:
+        of_memory = batch.attention_of(index + 1)
+        crossed = batch.rows * of_memory.pairs_at_once * heads / tensor
+        memory = size * batch.rows * stack.memory_length / context
+        outputs += size * t * (heads * k / tensor + d / residual) + memory * 2 * groups * k / tensor
+        inner += size * t * heads * k / tensor
+    sizes = {"query": heads * k, "key": groups * k, "value": groups * k, "attention_output": heads * k}
+    widths = {name: width / tensor for name, width in sizes.items()}
+    widths |= {"attention_projection": d / residual, "mlp_hidden": hidden, "mlp_output": d / residual}
+    widths["block_input"] = d / residual
+    remat = config.remat
+    moved = size * t * sum(widths[name] for name in remat.offload)
+    match remat.policy:
+        case "full" | "sqrt":
+            kept = 0.0 if "block_input" in remat.offload else stream
+        case "dots":
+            kept = stream + outputs + named
+        case "names":
+            kept = (0.0 if "block_input" in remat.offload else stream) + size * t * sum(widths[n] for n in remat.names)
+        case _:
+            kept = (
+                _NORM_STREAMS * norms * stream
+                + outputs
+                + inner
+                + (statistics if kernel else (_SCORE_KEPT[kind] + size) * scores)
+                + (_SCORE_KEPT[kind] + size) * crossed
+            )
+    # What is not kept is computed again, all of one block at once.
+    again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
+    # Of what is offloaded, that of one layer is on its way. More norms than two work on as much again each.
+    streams = _STREAMS + 2 * max(0, norms - 2)
+    block = again + moved + streams * stream + (_SCORE_WORK[kind] + size) * max(scores, crossed)
+    if batch.experts is not None:
+        block += size * t * (4 * rows * d + _masked_copies(batch.experts) * model.mlp_width / tensor)
+    if attention.name == "blockwise":
+        block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
+    chunk = layers // (1 if schedule is None else schedule.num_chunks)
+    moved *= chunk
+    kept *= segment_layers(chunk).live if remat.policy == "sqrt" else chunk
+    if schedule is not None:
+        # Stage inputs of the microbatches under way, beside all that one stage keeps while it runs backward.
+        kept += schedule.peak_live() * stream
+    return Work(kept, block, 0.0, moved)

@@ -1,0 +1,176 @@
+"""The encoder-decoder: what each position sees, generation with its cache, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.errors import ConfigError
+from jaxtrain.inference.generate import Sampling, generate_text, make_generator
+from jaxtrain.inference.prompts import encoder_prompts
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.models.model import Model
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.train.parallelism import shard_model
+
+_SMALL = dict(
+    kind="encoder_decoder", num_layers=1, num_decoder_layers=2, embed_dim=8, num_heads=2, mlp_dim=16,
+    relative_buckets=8, relative_max_distance=6, max_sequence_length=24, attention_scale=1.0,
+)  # fmt: skip
+
+
+@functools.cache
+def _model() -> tuple[Model, dict]:
+    """A model whose norms, tables and kernels are all large enough to show in the logits."""
+    model = build_model(_SMALL, input_shape=(10,), vocab_size=258)
+    params = jax.jit(model.init)(jax.random.key(0))[0]
+    keys = iter(jax.random.split(jax.random.key(1), 64))
+    return model, jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
+
+
+@functools.cache
+def _applied():
+    model, params = _model()
+    return jax.jit(lambda inputs: model.apply(params, {}, inputs, key=None, train=False)[0])
+
+
+def _tokens(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 258, shape, dtype=np.int32)
+
+
+def _assert_close(found: jax.Array, wanted: jax.Array) -> None:
+    """Tolerances: sums of float32 in another order."""
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_of_the_input_is_invisible():
+    tokens, output = _tokens(0, 2, 10), _tokens(1, 2, 6)
+    seen = np.repeat([[1] * 7 + [0] * 3], 2, axis=0).astype(np.int32)
+    logits = _applied()({"tokens": tokens, "segments": seen, "decoder_tokens": output})
+    other = np.where(seen == 1, tokens, _tokens(2, 2, 10))
+    np.testing.assert_array_equal(logits, _applied()({"tokens": other, "segments": seen, "decoder_tokens": output}))
+    short = _applied()({"tokens": tokens[:, :7], "decoder_tokens": output})
+    _assert_close(logits, short)
+
+
+def test_packed_documents_see_their_own_input_and_output():
+    tokens, output = _tokens(0, 1, 10), _tokens(1, 1, 6)
+    packed = _applied()(
+        {
+            "tokens": tokens,
+            "segments": np.array([[1] * 4 + [2] * 6], np.int32),
+            "decoder_tokens": output,
+            "decoder_segments": np.array([[1] * 4 + [2] * 2], np.int32),
+        }
+    )
+    first = _applied()({"tokens": tokens[:, :4], "decoder_tokens": output[:, :4]})
+    second = _applied()({"tokens": tokens[:, 4:], "decoder_tokens": output[:, 4:]})
+    _assert_close(packed, jnp.concatenate([first, second], 1))
+
+
+def test_the_cache_gives_the_logits_of_training():
+    """The first three tokens at once, then one by one, over inputs of two lengths."""
+    model, params = _model()
+    decoder = model.decoder
+    assert decoder is not None
+    assert decoder.encode is not None
+    tokens, output, lengths = _tokens(0, 2, 10), _tokens(1, 2, 9), np.array([10, 6], np.int32)
+    seen = (np.arange(10)[None] < lengths[:, None]).astype(np.int32)
+    wanted = _applied()({"tokens": tokens, "segments": seen, "decoder_tokens": output})
+    cache = decoder.encode(params, jnp.asarray(tokens), jnp.asarray(lengths), decoder.init_cache(2, 9, jnp.float32))
+    decode, found = jax.jit(decoder.decode), []
+    for part in (slice(0, 3), *(slice(i, i + 1) for i in range(3, 9))):
+        positions = jnp.broadcast_to(jnp.arange(9)[part], output[:, part].shape)
+        logits, cache = decode(params, output[:, part], positions, cache)
+        found.append(logits)
+    _assert_close(jnp.concatenate(found, 1), wanted)
+
+
+@pytest.mark.long
+def test_greedy_outputs_are_those_of_the_likeliest_next_token():
+    model, params = _model()
+    tokens, lengths = _tokens(3, 2, 10), np.array([10, 5], np.int32)
+    new = make_generator(model, new_tokens=4, sampling=Sampling(0))(params, tokens, lengths, jax.random.key(0))
+    seen = (np.arange(10)[None] < lengths[:, None]).astype(np.int32)
+    output = np.zeros((2, 5), np.int32)  # the start token is 0
+    for place in range(4):
+        logits = _applied()({"tokens": tokens, "segments": seen, "decoder_tokens": output})
+        output[:, place + 1] = np.argmax(logits[:, place], axis=-1)
+    np.testing.assert_array_equal(new, output[:, 1:])
+
+
+def test_text_is_the_output_alone_on_one_device_and_on_several():
+    model, params = _model()
+    prompts = ["in one", "and another input"]
+    devices = jax.devices()
+    alone = shard_model(model, mesh=make_mesh(data=1, devices=devices[:1]))
+    texts = generate_text(alone, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0))
+    assert not any(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
+    sharded = shard_model(model, mesh=make_mesh(fsdp=2, tensor=2, devices=devices[:4]))
+    assert generate_text(sharded, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0)) == texts
+
+
+def test_a_prompt_is_framed_as_the_rows_of_training_are():
+    """Its end stands after it, and the output ends before the end."""
+    framing = encoder_prompts(ByteTokenizer(("<pad>", "</s>")))
+    assert (framing.framed([97, 98]), framing.end) == ([97, 98, 257], 257)
+    plain = encoder_prompts(ByteTokenizer())
+    assert (plain.framed([97, 98]), plain.end) == ([97, 98], None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "line"),
+    [
+        ("a" * 25, 4, r"a prompt of 25 tokens exceeds the model's 24 positions; shorten the prompt"),
+        ("a", 25, r"25 new tokens exceed the model's 24 positions; ask for at most 24"),
+    ],
+    ids=["prompt", "new-tokens"],
+)
+def test_more_tokens_than_positions_are_refused(prompt, new_tokens, line):
+    model, params = _model()
+    sharded = shard_model(model, mesh=make_mesh(data=1, devices=jax.devices()[:1]))
+    with pytest.raises(ConfigError, match=line):
+        generate_text(sharded, params, ByteTokenizer(), [prompt], new_tokens=new_tokens, sampling=Sampling(0))
+
+
+_ROW = np.ones((1, 4), np.int32)
+_WRONG_INPUTS = {
+    "tokens alone": (jnp.ones((1, 4), jnp.int32), r"are a dict of tokens and decoder_tokens, .* not int32\[1, 4\]"),
+    "no output": ({"tokens": _ROW}, r"have no entry 'decoder_tokens'; there are tokens; give a dict"),
+    "another name": (
+        {"tokens": _ROW, "decoder_input_ids": _ROW},
+        r"hold 'decoder_input_ids', .* did you mean 'decoder_tokens'\? It takes tokens, segments",
+    ),
+    "floats": ({"tokens": _ROW, "decoder_tokens": np.ones((1, 4), np.float32)}, r"hold float32; cast to int32"),
+    "too long": (
+        {"tokens": np.ones((1, 25), np.int32), "decoder_tokens": _ROW},
+        r"tokens have 25 positions, more than model.max_sequence_length=24; use shorter rows",
+    ),
+}
+
+
+@pytest.mark.parametrize(("inputs", "line"), _WRONG_INPUTS.values(), ids=_WRONG_INPUTS)
+def test_wrong_inputs_are_refused_in_one_line(inputs, line):
+    model, params = _model()
+    with pytest.raises(ConfigError, match=line) as error:
+        model.apply(params, {}, inputs, key=None, train=False)
+    assert "\n" not in str(error.value)
+
+
+_WRONG_SETTINGS = {
+    "heads": (dict(embed_dim=10, num_heads=4), r"embed_dim 10 is not a multiple of num_heads 4; set head_dim"),
+    "buckets": (dict(relative_buckets=6), r"relative_buckets 6 is not a multiple of 4; use 32"),
+    "distance": (dict(relative_max_distance=8), r"relative_max_distance 8 is not above 8"),
+    "start": (dict(vocab_size=10, start_token=10), r"start_token 10 is not below vocab_size 10; lower it"),
+    "size": (dict(size="t5_tiny"), r"model.size is 't5_tiny' \(keyword\), not one of t5_small, t5_base"),
+}
+
+
+@pytest.mark.parametrize(("settings", "line"), _WRONG_SETTINGS.values(), ids=_WRONG_SETTINGS)
+def test_wrong_settings_are_refused_in_one_line(settings, line):
+    with pytest.raises(ConfigError, match=line):
+        load_config({"model": {"kind": "encoder_decoder", **settings}})
