@@ -16,20 +16,18 @@ from jaxtrain.plan.search.analyse import analyse
 TOKENS = "data={kind: synthetic, task: tokens, vocab_size: 32000, sequence_length: 1024}"
 SPANS = "data={kind: synthetic, task: tokens, vocab_size: 32000, sequence_length: 512, corruption: {kind: spans}}"
 IMAGES = "data={kind: synthetic, task: images, image_size: 224, num_classes: 1000}"
+# So many rows that 128, a tile's side, divides the tokens of rows of any length: XLA's compiler for GPUs that are not
+# here, which cannot try tiles out, gives up on others (jax 0.10.2).
+MANY_ROWS = "train.global_batch_size=1024"
 # Structure -> (config, what it takes from the command line).
 STRUCTURES = {
     "sandwich with local layers": ("gpt2_124m", ["model={size: gemma3_1b}", TOKENS]),
     "parallel block": ("gpt2_124m", ["model={size: pythia_410m}", TOKENS]),
     "encoder-decoder": (
         "gpt2_124m",
-        ["model={kind: encoder_decoder, size: flan_t5_base}", SPANS, "task=sequence_to_sequence"],
+        ["model={kind: encoder_decoder, size: flan_t5_base}", SPANS, "task=sequence_to_sequence", MANY_ROWS],
     ),
-    # So many rows that 128, a tile's side, divides their tokens (197 each): XLA's compiler for GPUs that are not here,
-    # which cannot try tiles out, gives up on others (jax 0.10.2).
-    "vision transformer": (
-        "digits_resnet",
-        ["model={kind: vit, size: vit_base}", IMAGES, "train.global_batch_size=1024"],
-    ),
+    "vision transformer": ("digits_resnet", ["model={kind: vit, size: vit_base}", IMAGES, MANY_ROWS]),
 }
 SHARED = [
     "train.global_batch_size=64",
