@@ -239,10 +239,22 @@ def hidden(count):
     return mlp(MLPConfig(hidden_dims=(4,) * count, num_outputs=2), input_shape=(3,))
 
 
+# Between them they have every parameter that no decoder of `VARIANTS` has.
+ENCODERS = (
+    dict(
+        head=dict(kind="masked_language_model"),
+        norm="layernorm",
+        bias=True,
+        embedding_norm=True,
+        token_types=2,
+        **SMALL,
+    ),
+    dict(head=dict(kind="sequence", hidden="tanh", num_labels=3), position="relative", qk_norm=True, **SMALL),
+)
 TABLES = {
     "transformer": lambda: (
         TRANSFORMER,
-        [make().model for make in VARIANTS.values()],
+        [*(make().model for make in VARIANTS.values()), *(transformer(TransformerConfig(**one)) for one in ENCODERS)],
     ),
     "encoder_decoder": lambda: (
         ENCODER_DECODER,
