@@ -83,7 +83,7 @@ def pieces(text: Path) -> dict:
 
 def main() -> None:
     text, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    np.savez_compressed(folder / "gguf_blocks.npz", **blocks())
+    np.savez_compressed(folder / "gguf_blocks.npz", allow_pickle=False, **blocks())
     written = json.dumps(pieces(text), ensure_ascii=False, separators=(",", ":"))
     (folder / "gguf_pieces.json").write_text(written + "\n", encoding="utf-8")
 

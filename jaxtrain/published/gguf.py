@@ -24,7 +24,7 @@ _MOST_KEYS = 2**16
 _MOST_TENSORS = 2**18
 _MOST_ELEMENTS = 2**24
 _LONGEST_STRING = 2**26
-_LONGEST_NAME = 2**16
+_LONGEST_NAME = 2**10
 _MOST_DIMS = 4
 _LARGEST_ALIGNMENT = 2**20
 
@@ -97,7 +97,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     num_keys = cursor.count("keys of metadata", _MOST_KEYS)
     metadata: dict[str, Value] = {}
     for _ in range(num_keys):
-        key = cursor.string("a key", _LONGEST_NAME)
+        key = cursor.name("a key")
         if key in metadata:
             raise cursor.damaged(f"the key {key!r} is there twice")
         metadata[key] = cursor.value(key)
@@ -173,6 +173,13 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.damaged(f"{what} before byte {self.at} is not UTF-8") from None
 
+    def name(self, what: str) -> str:
+        """Returns a string that can stand in a message of one line."""
+        name = self.string(what, _LONGEST_NAME)
+        if not name.isprintable():
+            raise self.damaged(f"{what} before byte {self.at} has characters that are no part of a name")
+        return name
+
     def value(self, key: str) -> Value:
         kind = self.number("<I")
         if kind != _ARRAY:
@@ -202,7 +209,7 @@ def _table(cursor: _Cursor, num_tensors: int):
     """Yields each tensor's name with its shape, type and offset, as stated."""
     seen = set()
     for _ in range(num_tensors):
-        name = cursor.string("a tensor's name", _LONGEST_NAME)
+        name = cursor.name("a tensor's name")
         if name in seen:
             raise cursor.damaged(f"the tensor {name} is there twice")
         seen.add(name)

@@ -36,20 +36,36 @@ class _Keys:
         self.left = {key.removeprefix(start): value for key, value in found if key.startswith(start)}
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Returns a number that is the same in every layer."""
-        value = self.left.pop(key, None)
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            value = value[0]
+        """Returns a finite number that is the same in every layer; it is 0 only where that is the default."""
+        found = self.left.pop(key, None)
+        same = isinstance(found, list) and found and all(one == found[0] for one in found)
+        value: Any = found[0] if same else found
         if value is None:
             value = default
         if value is None:
             raise ConfigError(f"{self.file.path} does not state {self.architecture}.{key}, which the model needs")
         if type(value) not in (int, float):
             raise self.unsupported(key, value, "one number for all layers is read")
+        if not math.isfinite(value) or value < 0 or (value == 0 and default != 0):
+            raise self.unsupported(key, value, "it has to be a finite number above 0")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns a whole number, otherwise as `number`."""
+        value = self.number(key, default)
+        if type(value) is not int:
+            raise self.unsupported(key, value, "it has to be a whole number")
+        return value
+
+    def layers(self) -> int:
+        """Returns the number of layers, which cannot be so large that counting them takes long."""
+        value, most = self.count("block_count"), len(self.file.tensors)
+        if value > most:
+            raise self.unsupported("block_count", value, f"the file holds {most} tensors")
         return value
 
     def unsupported(self, key: str, value: object, wanted: str) -> ConfigError:
-        shown = str(value)
+        shown = value if isinstance(value, str) and value.isprintable() else repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return ConfigError(f"{self.file.path} has {self.architecture}.{key}: {shown}, which is not supported; {wanted}")
 
@@ -63,11 +79,11 @@ def published_config(file: GgufFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         raise ConfigError(
-            f"{file.path} has general.architecture: {architecture}; the known ones are {', '.join(_ARCHITECTURES)}"
+            f"{file.path} has general.architecture: {architecture!r}; the known ones are {', '.join(_ARCHITECTURES)}"
         )
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise ConfigError(
-            f"{file.path} is one of {file.metadata['split.count']} parts of a model; merge them with "
+            f"{file.path} is one of {file.metadata['split.count']!r} parts of a model; merge them with "
             "llama-gguf-split --merge"
         )
     keys = _Keys(file, architecture)
@@ -89,22 +105,24 @@ def published_config(file: GgufFile) -> dict[str, Any]:
 def _decoder(keys: _Keys) -> dict[str, Any]:
     """Returns what all decoders with rotary positions have, less the rotary scaling."""
     config = {
-        "hidden_size": keys.number("embedding_length"),
-        "intermediate_size": keys.number("feed_forward_length"),
-        "num_hidden_layers": keys.number("block_count"),
-        "num_attention_heads": keys.number("attention.head_count"),
-        "max_position_embeddings": keys.number("context_length"),
+        "hidden_size": keys.count("embedding_length"),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.layers(),
+        "num_attention_heads": keys.count("attention.head_count"),
+        "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", _USUAL_THETA),
     }
     heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
+    if heads > config["hidden_size"]:
+        raise keys.unsupported("attention.head_count", heads, f"embedding_length is {config['hidden_size']}")
+    config["num_key_value_heads"] = keys.count("attention.head_count_kv", heads)
     usual = config["hidden_size"] // heads
-    width = keys.number("attention.key_length", usual)
-    values = keys.number("attention.value_length", usual)
+    width = keys.count("attention.key_length", usual)
+    values = keys.count("attention.value_length", usual)
     if values != width:
         raise keys.unsupported("attention.value_length", values, f"it has to be attention.key_length, {width}")
-    rotated = keys.number("rope.dimension_count", width)
+    rotated = keys.count("rope.dimension_count", width)
     if rotated != width:
         if keys.architecture != "phi3":
             raise keys.unsupported("rope.dimension_count", rotated, f"it has to be attention.key_length, {width}")
@@ -125,9 +143,10 @@ def _scaling(keys: _Keys) -> dict[str, Any] | None:
     if kind not in ("linear", "yarn"):
         raise keys.unsupported("rope.scaling.type", kind, "none, linear and yarn are read")
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
-    original = keys.left.pop("rope.scaling.original_context_length", None)
+    # Linear scaling has no use for it.
+    original = keys.count("rope.scaling.original_context_length", 0)
     if kind == "yarn":
-        if original is None:
+        if not original:
             raise ConfigError(
                 f"{keys.file.path} does not state {keys.architecture}.rope.scaling.original_context_length"
             )
@@ -146,9 +165,9 @@ def _llama(keys: _Keys) -> dict[str, Any]:
             raise keys.unsupported("rope.scaling.type", scaling["rope_type"], "the file also has the table rope_freqs")
         scaling = _llama3_scaling(keys.file, config)
     config["rope_scaling"] = scaling
-    window = keys.number("attention.sliding_window", 0)
-    experts = keys.number("expert_count", 0)
-    used = keys.number("expert_used_count", 0)
+    window = keys.count("attention.sliding_window", 0)
+    experts = keys.count("expert_count", 0)
+    used = keys.count("expert_used_count", 0)
     if experts:
         mixture = {"num_local_experts": experts, "num_experts_per_tok": used}
         return {"model_type": "mixtral", **config, **mixture, "sliding_window": window or None}
@@ -201,16 +220,16 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
 
 def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
     config = _qwen(keys) | {"model_type": "qwen3_moe"}
-    config["moe_intermediate_size"] = keys.number("expert_feed_forward_length")
-    config["num_experts"] = keys.number("expert_count")
-    config["num_experts_per_tok"] = keys.number("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["num_experts"] = keys.count("expert_count")
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
     # GGUF has no key for it: readers always divide by the sum of the chosen experts' shares.
     return config | {"norm_topk_prob": True}
 
 
 def _gemma(keys: _Keys) -> dict[str, Any]:
     config = _decoder(keys)
-    config["sliding_window"] = keys.number("attention.sliding_window")
+    config["sliding_window"] = keys.count("attention.sliding_window")
     # The largest model of each generation divides by the width per head of the residual stream; GGUF does not say so.
     largest = {"gemma2": 46, "gemma3": 62}[keys.architecture]
     share = config["hidden_size"] // config["num_attention_heads"]
@@ -227,8 +246,8 @@ def _gemma(keys: _Keys) -> dict[str, Any]:
 
 def _phi3(keys: _Keys) -> dict[str, Any]:
     config = {"model_type": "phi3", **_decoder(keys)}
-    config["sliding_window"] = keys.number("attention.sliding_window", 0) or None
-    original = keys.number("rope.scaling.original_context_length", config["max_position_embeddings"])
+    config["sliding_window"] = keys.count("attention.sliding_window", 0) or None
+    original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
     config["original_max_position_embeddings"] = original
     given = keys.number("rope.scaling.attn_factor", 1.0)
     tables = {one: f"rope_factors_{one}.weight" for one in ("short", "long")}
@@ -250,11 +269,11 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
 def _gpt2(keys: _Keys) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
-        "n_embd": keys.number("embedding_length"),
-        "n_inner": keys.number("feed_forward_length"),
-        "n_layer": keys.number("block_count"),
-        "n_head": keys.number("attention.head_count"),
-        "n_positions": keys.number("context_length"),
+        "n_embd": keys.count("embedding_length"),
+        "n_inner": keys.count("feed_forward_length"),
+        "n_layer": keys.layers(),
+        "n_head": keys.count("attention.head_count"),
+        "n_positions": keys.count("context_length"),
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
     }
 

@@ -69,6 +69,9 @@ def open_gguf(path: str | Path) -> GgufSource:
     file = read_gguf(path)
     config = published_config(file)
     experts = config.get("num_local_experts", config.get("num_experts", 0))
+    for name, tensor in file.tensors.items():
+        if name.endswith("_exps.weight") and (len(tensor.shape) != 3 or tensor.shape[0] != experts):
+            raise CheckpointError(f"{path}: {name} has the shape {list(tensor.shape)}, not {experts} experts first")
     stored, strange = published_names(
         config["model_type"], file.tensors, rotary_heads=rotary_heads(file, config), num_experts=experts
     )
@@ -81,8 +84,6 @@ def open_gguf(path: str | Path) -> GgufSource:
     for name, one in stored.items():
         tensor = file.tensors[one.name]
         shape = tensor.shape[::-1] if one.transposed else tensor.shape
-        if one.expert is not None and (len(shape) != 3 or shape[0] != experts):
-            raise CheckpointError(f"{file.path}: {one.name} has the shape {list(shape)}, not {experts} experts first")
         if one.rotary_heads and shape[0] % (2 * one.rotary_heads):
             raise CheckpointError(f"{file.path}: {one.name} has {shape[0]} rows, not pairs of {one.rotary_heads} heads")
         tensors[name] = (shape if one.expert is None else shape[1:], tensor.kind.dtype)

@@ -1,7 +1,7 @@
 """Every published family: logits, gradient and answers of transformers, and a folder that is the same again.
 
-The fixtures are tiny checkpoints written by transformers, with what it computed from them (expected.npz, made as
-described in scripts/published_fixtures/fixture.py). One row a fixture; a family is added with the row of its fixture.
+The fixtures are tiny checkpoints written by transformers, with what it computed from them (expected.npz, described in
+scripts/published_fixtures/fixture.py). One row a fixture; a family is added with the row of its fixture.
 """
 
 import json
@@ -42,6 +42,7 @@ class Row:
 
 TO_TEXT = (("tokens", "tokens"), ("attention_mask", "segments"), ("decoder_tokens", "decoder_tokens"))
 ENCODER = (("tokens", "tokens"), ("attention_mask", "segments"), ("token_type_ids", "token_types"))
+IMAGES = (("pixel_values", "images"),)
 ROWS = {
     "llama": Row(),
     "llama31": Row(),
@@ -50,9 +51,16 @@ ROWS = {
     **{name: Row() for name in ("gemma2", "gemma3_text", "phi3", "phi3_longrope", "gpt2", "gpt_neox")},
     **{name: Row(ENCODER, generates=False) for name in ("bert_mlm", "bert_sequence", "bert_token")},
     **{name: Row(ENCODER, generates=False) for name in ("roberta_mlm", "roberta_sequence")},
+    **{name: Row(IMAGES, generates=False) for name in ("vit_classification", "resnet_basic", "resnet_bottleneck")},
     **{name: Row(ENCODER, generates=False) for name in ("distilbert_mlm", "distilbert_sequence", "llama_sequence")},
     **{name: Row(TO_TEXT) for name in ("t5", "t5_v11")},
 }
+# Plain pytest proves the machinery with one family.
+PLAIN = ("llama",)
+
+
+def rows(names):
+    return [name if name in PLAIN else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @cache
@@ -67,6 +75,8 @@ def expected(name):
 
 def inputs_of(name):
     arrays, row = expected(name), ROWS[name]
+    if row.inputs == IMAGES:
+        return jnp.asarray(arrays["pixel_values"].transpose(0, 2, 3, 1))  # [B, C, H, W] there
     given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in row.inputs if theirs in arrays}
     return given["tokens"] if len(given) == 1 else given
 
@@ -75,7 +85,8 @@ def loss_of(model, inputs, labels):
     """params -> sum of the cross-entropies of the labels that count, and the logits."""
 
     def loss(params, state):
-        logits, _ = model.apply(params, state, inputs, key=None, train=False)
+        outputs, _ = model.apply(params, state, inputs, key=None, train=False)
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs
         scores = jax.nn.log_softmax(logits.astype(jnp.float32))
         chosen = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
         return -jnp.sum(jnp.where(labels == IGNORED, 0.0, chosen)), logits
@@ -83,7 +94,7 @@ def loss_of(model, inputs, labels):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows(ROWS))
 def test_logits_and_gradient(name):
     pretrained, wanted = opened(name), expected(name)
     compute = loss_of(pretrained.model, inputs_of(name), jnp.asarray(wanted["labels"], jnp.int32))
@@ -102,7 +113,7 @@ def test_logits_and_gradient(name):
         np.testing.assert_allclose(found, wanted[key], rtol=0, atol=TOLERANCE * np.ptp(wanted[key]), err_msg=key)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.generates])
+@pytest.mark.parametrize("name", rows(name for name, row in ROWS.items() if row.generates))
 def test_answers_token_for_token(name):
     pretrained, wanted = opened(name), expected(name)
     generated = wanted["generated"]
@@ -118,7 +129,7 @@ def test_answers_token_for_token(name):
     np.testing.assert_array_equal(found, generated)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows(ROWS))
 def test_comes_out_as_it_came_in(name, tmp_path):
     pretrained, folder = opened(name), tmp_path / "out"
     save_pretrained(folder, pretrained.params, model=pretrained, model_state=pretrained.model_state)
@@ -131,7 +142,7 @@ def test_comes_out_as_it_came_in(name, tmp_path):
     assert after.config["torch_dtype"] == after.config["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows(ROWS))
 def test_config_says_the_same_in_every_form(name):
     family = opened(name).published.family
     config = json.loads((PUBLISHED / name / "config.json").read_text())

@@ -85,6 +85,7 @@ WRONG = {
     "a long array": (changed([5], value([5]), value([5])[:8] + b"\0\0\0\0\1\0\0\0"), "elements for k, more than"),
     "an alignment of 3": (gguf_bytes({"general.alignment": 3}, {}), "general.alignment is 3, not a power of two"),
     "a tensor twice": (gguf_bytes({}, TWO, entries=[("a", (3,), 0, 0)] * 2), "the tensor a is there twice"),
+    "a name of two lines": (entry(name="a\nb"), "a tensor's name before byte"),
     "five dimensions": (entry(shape=(1,) * 5), "the tensor a has 5 dimensions, more than 4"),
     "no elements": (entry(shape=(0, 4)), "the tensor a has the shape [0, 4], which holds nothing"),
     "a type that is not read": (entry(kind=10), "the tensor a is stored as Q2_K; the types read are F32, F16, Q4_0"),

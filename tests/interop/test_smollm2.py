@@ -90,7 +90,7 @@ def test_logits_and_answer_are_those_of_transformers(sizes, rules, pretrained, e
 
 def test_a_run_made_of_the_file_goes_on_with_paris(cli, tmp_path):
     run = tmp_path / "run"
-    made = cli("import", str(FILE), "-o", str(run))
+    made = cli("import", str(FILE), "-o", str(run), "parallel.fsdp=8")
     assert made.code == 0, made.err
     sampled = cli("sample", str(run), "-p", "The capital of France is", "-n", "2", "--temperature", "0")
     assert sampled.out.strip() == "The capital of France is Paris."
