@@ -240,7 +240,7 @@ def hidden(count):
 
 
 # Between them they have every parameter that no decoder of `VARIANTS` has.
-ENCODERS = (
+ENCODERS: tuple[dict[str, Any], ...] = (
     dict(
         head=dict(kind="masked_language_model"),
         norm="layernorm",
@@ -259,8 +259,8 @@ TABLES = {
     "encoder_decoder": lambda: (
         ENCODER_DECODER,
         [
-            encoder_decoder(EncoderDecoderConfig(num_layers=1, embed_dim=8, num_heads=2, vocab_size=13, **more))
-            for more in ({}, dict(norm="layernorm", bias=True))
+            encoder_decoder(EncoderDecoderConfig(**SMALL)),
+            encoder_decoder(EncoderDecoderConfig(norm="layernorm", bias=True, **SMALL)),
         ],
     ),
     "resnet": lambda: (RESNET, [MAKERS["resnet"]().model, MAKERS["resnet with bottlenecks"]().model]),
