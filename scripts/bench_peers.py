@@ -2,10 +2,11 @@
 
     python scripts/bench_peers.py --peers-python PEERS/bin/python [--rounds 5] [--only PyTorch] [--json FILE]
 
-PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras). Every peer is a process that stays alive.
-In each round every peer makes a block of steps, one peer after the other, so that the noise of a shared machine affects
-all of them. Figures are medians over the rounds. All peers count the same model FLOPs (jaxtrain/metrics/flops.py) and
-train in float32, on the same text, with the same AdamW, clipping and weight decay.
+PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras, transformers). Every peer is a process that
+stays alive. In each round every peer makes a block of steps, one peer after the other, so that the noise of a shared
+machine affects all of them. Figures are medians over the rounds. All peers count the same model FLOPs
+(jaxtrain/metrics/flops.py) and train in float32, on the same text, with the same AdamW, clipping and weight decay. BERT
+(of MiniLM's size, with labels) and T5-small are those of transformers, without dropout, and count no FLOPs.
 """
 
 import argparse
@@ -42,7 +43,7 @@ class Peer:
 
     Attributes:
         name: the name in the table.
-        work: "transformer", "resnet" or "matmul"; rows of the same work are compared.
+        work: "transformer", "resnet", "bert", "t5" or "matmul"; rows of the same work are compared.
         command: file in scripts/peers and its arguments.
         theirs: whether it runs in the environment of the peers.
         malloc: whether it gets the malloc settings of jaxtrain; it is then an upper limit and not a peer.
@@ -70,17 +71,23 @@ PEERS = (
     Peer("jaxtrain ResNet-50", "resnet", ("ours.py", *_RESNET)),
     Peer("PyTorch eager ResNet-50", "resnet", ("torch_resnet.py", "eager"), theirs=True),
     Peer("PyTorch torch.compile ResNet-50", "resnet", ("torch_resnet.py", "compile"), theirs=True),
+    Peer("jaxtrain BERT", "bert", ("ours_published.py", "bert")),
+    Peer("PyTorch eager BERT", "bert", ("torch_published.py", "bert"), theirs=True),
+    Peer("jaxtrain T5", "t5", ("ours_published.py", "t5")),
+    Peer("PyTorch eager T5", "t5", ("torch_published.py", "t5"), theirs=True),
     Peer("matmul", "matmul", ("matmul.py",)),
 )
 # These rows are upper limits and not peers: the flattened step is jaxtrain's step written by hand, and users of a peer
 # do not tune malloc.
 _CEILINGS = {"hand-written JAX, remat dots, flattened", *(peer.name for peer in PEERS if peer.malloc)}
-# Work -> rows per step and items (tokens or images) per row.
-_ITEMS = {"transformer": (16, 256), "resnet": (8, 1)}
+# Work -> rows per step and items (tokens, of a T5 those of both sides, or images) per row.
+_ITEMS = {"transformer": (16, 256), "resnet": (8, 1), "bert": (16, 128), "t5": (8, 192)}
 
 
-def work_flops(work: str) -> float:
-    """Count the model FLOPs of one step."""
+def work_flops(work: str) -> float | None:
+    """Count the model FLOPs of one step; None: its peers count none."""
+    if work in ("bert", "t5"):
+        return None
     if work == "transformer":
         model = TransformerConfig(position="learned", norm="layernorm", activation="gelu")
         row = model_flops_per_row(model, sequence_length=256, input_shape=None, num_outputs=None, vocab_size=256)
@@ -178,9 +185,10 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
     if peer.work == "matmul":
         return row | {"flops_per_second": facts["flops_per_step"] / step_seconds}
     rows, items = _ITEMS[peer.work]
+    flops = work_flops(peer.work)
     return row | {
         "items_per_second": rows * items / step_seconds,
-        "flops_per_second": work_flops(peer.work) / step_seconds,
+        "flops_per_second": flops and flops / step_seconds,
         "loss": running.blocks[-1]["loss"],
     }
 
@@ -189,7 +197,7 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Compute, for each work, the ratios of jaxtrain to each peer and to the best one, of speed and of peak memory."""
     answer: dict[str, Any] = {}
     limit = next((row["flops_per_second"] for row in rows if row["work"] == "matmul" and "error" not in row), None)
-    for work in ("transformer", "resnet"):
+    for work in _ITEMS:
         done = [row for row in rows if row["work"] == work and "error" not in row]
         ours = next((row for row in done if row["name"].startswith("jaxtrain")), None)
         peers = [row for row in done if row is not ours]
@@ -204,7 +212,9 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "memory_over": {
                 row["name"]: round(ours["peak_memory_bytes"] / row["peak_memory_bytes"], 3) for row in peers
             },
-            "share_of_matmul_rate": None if limit is None else round(ours["flops_per_second"] / limit, 3),
+            "share_of_matmul_rate": (
+                round(ours["flops_per_second"] / limit, 3) if limit and ours["flops_per_second"] else None
+            ),
         }
     return answer
 
@@ -236,7 +246,7 @@ def line_of(row: dict[str, Any]) -> str:
     """Format the line of a peer for the terminal."""
     if "error" in row:
         return f"{row['name']:40} {row['error']}"
-    rate = f"{row['flops_per_second'] / 1e9:5.0f} GFLOP/s"
+    rate = f"{row['flops_per_second'] / 1e9:5.0f} GFLOP/s" if row["flops_per_second"] else f"{'':13}"
     if row["work"] == "matmul":
         return f"{row['name']:40} {'':18} {rate}"
     return (

@@ -2,11 +2,13 @@
 
     ORACLE/bin/python scripts/check_published.py FOLDER [--expected tests/interop/published/llama/expected.npz]
         [--original tests/interop/published/llama] [--tolerance 1e-4]
+    ORACLE/bin/python scripts/check_published.py FOLDERS --original tests/interop/published
 
 ORACLE is an environment with `pip install 'jaxtrain[oracle]'`. The folder must load without any missing or unexpected
 tensor, and without any warning that the original folder does not bring too; its outputs, and the tokens it generates,
 must be those of the arrays; its tensors must have the names and the bytes of those of the original folder. One line per
-check; the exit code is 1 where one fails.
+check; the exit code is 1 where one fails. In the second form every folder of FOLDERS is compared with the one of its
+name and the expected.npz there; scripts/export_published.py makes such folders of the committed ones.
 """
 
 # Its imports are installed in the environment of the oracle only.
@@ -119,6 +121,35 @@ def other_bytes(folder: Path, original: Path) -> list[str]:
     return found
 
 
+def check(folder: Path, expected: Path | None, original: Path | None, tolerance: float) -> list[str]:
+    """Run the checks of one folder, and return what is wrong with it.
+
+    Args:
+        folder: with config.json and safetensors.
+        expected: file of arrays; None: outputs are not compared.
+        original: folder whose tensors the other must repeat; None: they are not compared.
+        tolerance: of the outputs, as a share of their range.
+    """
+    try:
+        model, complaints = load(folder)
+    except Exception as error:  # whatever transformers raises is what is wrong with the folder
+        return [f"{type(error).__name__}: {error}"]
+    usual = load(original)[1] if original else []
+    failures = [complaint for complaint in complaints if complaint not in usual]
+    print(
+        f"{type(model).__name__}: {len(failures)} complaints of transformers {transformers.__version__}, beside "
+        f"{len(complaints) - len(failures)} that the original brings too"
+    )
+    if expected:
+        try:
+            failures += differences(model, dict(np.load(expected)), tolerance)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    if original:
+        failures += other_bytes(folder, original)
+    return failures
+
+
 def main() -> None:
     """Run the checks that the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,20 +159,22 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of the outputs, as a share of their range")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model, complaints = load(arguments.folder)
-    usual = load(arguments.original)[1] if arguments.original else []
-    failures = [complaint for complaint in complaints if complaint not in usual]
-    print(
-        f"{type(model).__name__}: {len(failures)} complaints of transformers {transformers.__version__}, beside "
-        f"{len(complaints) - len(failures)} that the original brings too"
-    )
-    if arguments.expected:
-        failures += differences(model, dict(np.load(arguments.expected)), arguments.tolerance)
-    if arguments.original:
-        failures += other_bytes(arguments.folder, arguments.original)
-    for failure in failures:
-        print(f"FAILED: {failure}")
-    sys.exit(bool(failures))
+    cases = [(arguments.folder, arguments.expected, arguments.original)]
+    if not (arguments.folder / "config.json").exists():
+        if arguments.original is None:
+            parser.error(f"{arguments.folder} has no config.json; to check every folder in it, give --original")
+        folders = sorted(path.parent for path in arguments.folder.glob("*/config.json"))
+        originals = [arguments.original / folder.name for folder in folders]
+        cases = [(folder, one / "expected.npz", one) for folder, one in zip(folders, originals, strict=True)]
+    failed = 0
+    for folder, expected, original in cases:
+        print(f"{folder.name}:", flush=True)
+        failures = check(folder, expected, original, arguments.tolerance)
+        failed += bool(failures)
+        for failure in failures:
+            print(f"FAILED: {failure}", flush=True)
+    print(f"{len(cases) - failed} of {len(cases)} folders are as expected")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

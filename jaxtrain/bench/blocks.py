@@ -31,6 +31,7 @@ from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.block import BlockWork, DeviceBatch
 from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.experts import least_experts
+from jaxtrain.plan.workload.parameters import model_structure
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
@@ -90,7 +91,9 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     assert rate is not None
     experts = least_experts(config.model) if isinstance(config.model, TransformerConfig) else None
     attention = _least_attention(config, workload)
-    batch = DeviceBatch(microbatches, rows, dict.fromkeys(step.mesh.shape, 1), attention, experts=experts)
+    first = attention[0] if attention else None
+    alone = dict.fromkeys(step.mesh.shape, 1)
+    batch = DeviceBatch(microbatches, rows, alone, first, experts=experts, more_attention=attention[1:])
     counted = {block.name: block for block in step_blocks(config, workload, batch)}
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])
@@ -110,15 +113,17 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     return timed
 
 
-def _least_attention(config: Config, workload: Workload) -> AttentionWork | None:
-    """What attention takes at least: the pairs that are seen, no score in memory."""
-    model = config.model
-    if not isinstance(model, TransformerConfig):
-        return None
-    length = workload.input_shape[0]
-    pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in model.windows)
-    seen = pairs / model.num_layers / length**2
-    return AttentionWork("roofline", seen, 0.0, 0, True)
+def _least_attention(config: Config, workload: Workload) -> tuple[AttentionWork, ...]:
+    """What the attention of each stack takes at least: the pairs that are seen, no score in memory."""
+    structure = model_structure(config.model, workload)
+    found = []
+    for stack in () if structure is None else structure.stacks:
+        length, model = stack.length, stack.blocks
+        pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in model.windows)
+        found.append(AttentionWork("roofline", pairs / model.num_layers / length**2, 0.0, 0, True))
+    if structure is not None and structure.stacks[-1].memory_length is not None:
+        found.append(AttentionWork("roofline", 1.0, 0.0, 0, True))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

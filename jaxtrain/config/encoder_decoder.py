@@ -61,7 +61,7 @@ class EncoderDecoderConfig(Published):
     dropout: Fraction = 0.0
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     start_token: Annotated[int, Field(ge=0)] = 0
-    """Token before the first one of an output, from which the decoder starts (T5: its padding, 0)."""
+    """Token before the first one that the decoder writes (T5: 0, its padding); that of the data (decoder_start)."""
     attention: Literal["auto", "cudnn", "splash", "blockwise", "reference"] = "auto"
     """Implementation of self-attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""  # noqa: E501
 

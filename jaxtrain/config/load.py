@@ -139,14 +139,15 @@ class _Tree:
         if path == ("model", "from") and isinstance(value, str) and self.reads_published:
             self._take_published(value, where)
         if path == ("model", "head", "kind"):
-            self._drop_other_head(value, where)
+            self._drop_published_head(where)
         self._leaf(path, value, where)
 
-    def _drop_other_head(self, kind: Any, where: str) -> None:
-        """Drop the settings of an earlier head of another kind, such as that of a published model."""
-        head = self.values.get("model", {}).get("head")
-        if isinstance(head, dict) and head.get("kind", kind) != kind:
-            self._drop("model", ["head"], f"model.head.kind ({where})")
+    def _drop_published_head(self, where: str) -> None:
+        """Drop the head of a published model, which was set as one value: who names a kind describes the whole head."""
+        model, path = self.values.get("model", {}), ("model", "head")
+        if path in self.where and isinstance(model.get("head"), dict):
+            self.notes.append(f"model.head ({self.where.pop(path)}) gave way to model.head.kind ({where})")
+            model["head"] = {key: value for key, value in model["head"].items() if (*path, key) in self.where}
 
     def _take_published(self, folder: str, where: str) -> None:
         """Set the keys of the model that a published model gives; what is set later has precedence."""

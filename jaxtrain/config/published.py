@@ -1,5 +1,6 @@
 """The key `from` of a model group: a published model that gives the model's keys and its first weights."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,4 +52,5 @@ def published_settings(path: str) -> dict[str, Any]:
         ConfigError: There is none, or a key or value of its config.json is not supported.
     """
     place = config_origin(Path(path))
-    return dict(_settings(path, place.stat().st_mtime if place.is_file() else 0.0))
+    # A copy, because the loader merges other keys into the groups inside.
+    return copy.deepcopy(_settings(path, place.stat().st_mtime if place.is_file() else 0.0))

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.prompts import encoder_prompts
 from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats, get_policy
@@ -206,6 +207,9 @@ def generate_text(
     encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
     start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
     given = [ids.tolist() for ids in encoded]
+    framing = None if model.decoder.encode is None else encoder_prompts(tokenizer)
+    if framing is not None:
+        given, encoded = [[] for _ in given], [np.asarray(framing.framed(ids), np.int32) for ids in given]
     encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
     longest = max(map(len, encoded))
     room = _room(model.decoder, longest, new_tokens)
@@ -222,10 +226,10 @@ def generate_text(
         generators[new_tokens, sampling] = generator
     with sharded_model.context():
         new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
+    end = tokenizer.end_of_text if framing is None else framing.end
     texts = []
     for ids, new in zip(given, new_BT, strict=True):
-        ids = [] if model.decoder.encode is not None else ids
-        stop = np.flatnonzero(new == tokenizer.end_of_text)
+        stop = np.flatnonzero(new == end)
         texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
     return texts
 

@@ -1,6 +1,8 @@
 """Weights of a published model straight into shardings: each process reads what its devices hold, once."""
 
+import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -9,6 +11,10 @@ import numpy as np
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.published.entries import positions
 from jaxtrain.published.parts import part_of
+from jaxtrain.runtime.cores import usable_cores
+
+# Numbers of a row and of a column that are copied together.
+_TILE = 32
 
 # Start and stop per dimension.
 _Index = tuple[tuple[int, int], ...]
@@ -45,10 +51,11 @@ def _read(published: PublishedModel, place: Place, like: jax.ShapeDtypeStruct) -
         if bounds not in slices:
             slices[bounds] = np.empty([stop - start for start, stop in bounds], like.dtype)
     stacked = len(place.row.stack)
-    for position, name in zip(positions(place.row), place.names, strict=True):
+
+    def fill(position: tuple[int, ...], name: str) -> None:
         held = {bounds: out for bounds, out in slices.items() if _holds(bounds, position)}
         if not held:
-            continue
+            return
         # What the devices of this process hold of the tensor, as one box: a GGUF file dequantizes that and no more.
         part = part_of(place.row.transform, [_around(dim) for dim in zip(*held, strict=True)][stacked:])
         tensor = published.source.read(name, part.box)
@@ -56,6 +63,10 @@ def _read(published: PublishedModel, place: Place, like: jax.ShapeDtypeStruct) -
             inside = tuple(at - start for at, (start, _) in zip(position, bounds, strict=False))
             own = zip(bounds[stacked:], part.origin, strict=True)
             copy_into(out[inside], part.transform.read(tensor, [slice(a - at, b - at) for (a, b), at in own]))
+
+    # NumPy copies without holding the interpreter: tensors are read side by side, as many as there are cores.
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        list(pool.map(fill, positions(place.row), place.names))
     return jax.make_array_from_callback(
         like.shape, like.sharding, lambda index: slices[_bounds(index or (), like.shape)]
     )
@@ -75,13 +86,32 @@ def _holds(bounds: _Index, position: tuple[int, ...]) -> bool:
 
 
 def copy_into(out: np.ndarray, part: np.ndarray) -> None:
-    """Copies a view, of any strides, into an array, casting to its dtype; tile by tile, so that both stay in the cache.
+    """Copies a view, of any strides, into an array, casting to its dtype.
+
+    A transposed view is copied tile by tile, so that what one line of the cache brings is used before it leaves: in
+    NumPy's own order every number would bring a line.
 
     Args:
         out: Array to write.
         part: View of the same shape.
     """
-    np.copyto(out, part, casting="unsafe")
+    last = part.ndim - 1
+    strides = [stride if size > 1 else math.inf for stride, size in zip(part.strides, part.shape, strict=True)]
+    dense = int(np.argmin(strides)) if strides else last
+    if part.size < _TILE * _TILE or dense == last:
+        np.copyto(out, part, casting="unsafe")
+        return
+    rows = np.empty((_TILE, part.shape[last]), part.dtype)
+    outer = [1 if dim in (dense, last) else size for dim, size in enumerate(part.shape)]
+    for place in np.ndindex(*outer):
+        index: list[int | slice] = list(place)
+        index[last] = slice(None)
+        for start in range(0, part.shape[dense], _TILE):
+            index[dense] = slice(start, start + _TILE)
+            band = part[tuple(index)]
+            for first in range(0, band.shape[1], _TILE):
+                rows[: len(band), first : first + _TILE] = band[:, first : first + _TILE]
+            out[tuple(index)] = rows[: len(band)]
 
 
 def by_path(tree: Any) -> dict[str, Any]:

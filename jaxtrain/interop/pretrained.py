@@ -32,6 +32,15 @@ class Pretrained:
         model: The model.
         published: Its tensors, its family and its config.json.
         places: Where each parameter lies in it.
+
+    Example:
+        >>> params, _ = text_model.init(jax.random.key(0))
+        >>> group = {**small, "vocab_size": 256}
+        >>> pretrained = jt.load_pretrained(jt.save_pretrained("tiny", params, model=group))
+        >>> sharded = jt.shard_model(pretrained.model)
+        >>> params, model_state = pretrained.read(sharded)  # in its shardings; pretrained.params is on one device
+        >>> pretrained.config.num_heads
+        2
     """
 
     path: Path
@@ -98,13 +107,17 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
         CheckpointError: Its files are missing or damaged, or hold other tensors than its config.json says.
 
     Example:
-        >>> pretrained = jt.load_pretrained("published/tiny_llama")
-        >>> pretrained.model.apply(pretrained.params, {}, np.array([[1, 2, 3]]), key=None, train=False)[0].shape
-        (1, 3, 40)
+        >>> params, _ = text_model.init(jax.random.key(0))
+        >>> group = {**small, "vocab_size": 256}
+        >>> folder = jt.save_pretrained("tiny", params, model=group)  # or a folder from elsewhere
+        >>> pretrained = jt.load_pretrained(folder, model={"dropout": 0.1})
+        >>> pretrained
+        Pretrained 'tiny': family llama, model transformer
+        >>> pretrained.params["embedding"].shape
+        (256, 16)
     """
-    check_kind(
-        path, (str, Path), what="load_pretrained", takes="the path of a folder", write="load_pretrained('folder')"
-    )
+    takes, write = "the path of a folder", "load_pretrained('models/llama')"
+    check_kind(path, (str, Path), what="load_pretrained", takes=takes, write=write)
     if model is not None:
         write = "model={'dropout': 0.1}"
         check_kind(model, Mapping, what="load_pretrained: model", takes="a mapping of keys", write=write)
@@ -146,13 +159,14 @@ def save_pretrained(
         ConfigError: The folder is not empty, no published family has this model, or an argument is out of range.
 
     Example:
-        >>> folder = jt.save_pretrained("published/mine", pretrained.params, model=pretrained)
+        >>> params, _ = text_model.init(jax.random.key(0))
+        >>> group = {**small, "vocab_size": 256}
+        >>> folder = jt.save_pretrained("mine", params, model=group, dtype="bfloat16")
         >>> sorted(file.name for file in folder.iterdir())
-        ['config.json', 'generation_config.json', 'model.safetensors']
+        ['config.json', 'model.safetensors']
     """
-    check_kind(
-        folder, (str, Path), what="save_pretrained", takes="the path of a folder", write="save_pretrained('mine', ...)"
-    )
+    takes, write = "the path of a folder", "save_pretrained('models/mine', params, model=pretrained)"
+    check_kind(folder, (str, Path), what="save_pretrained", takes=takes, write=write)
     origin = None
     if isinstance(model, Pretrained):
         group, source = model.config, model.published.source

@@ -85,6 +85,7 @@ def write_published(
     rows = family.tensors(settings)
     tensors = _plan(rows, DTYPES[{"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[name]])
     held = {False: by_path(params), True: by_path(model_state)}
+    _check_held(rows, held)
     shards = _shards(tensors, most)
     config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
     main = is_main_process()
@@ -105,13 +106,18 @@ def write_published(
 
 
 def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json: what the family says of the model, over what the origin said."""
-    written = family.to_published(settings)
+    """The config.json: what the family says of the model, and what only the origin said."""
+    written = {**family.to_published(settings), "model_type": family.model_type}
+    if theirs.get("model_type") != family.model_type:
+        return written
+    if family.from_published(theirs) == family.from_published(written):
+        # The same model: its own words stay, and the forms that it lacks are added.
+        return {**written, **theirs}
     labels = written.get("id2label")
     if isinstance(labels, Mapping) and len(labels) == len(theirs.get("id2label") or ()):
         # The family numbers the labels; the origin names them.
         written = {key: value for key, value in written.items() if key not in ("id2label", "label2id")}
-    return {**theirs, **written, "model_type": family.model_type}
+    return {**theirs, **written}
 
 
 def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
@@ -133,6 +139,20 @@ def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
                 found[name] = _Written(row.transform.theirs, dtype, (*before, (row, position)))
     # Stable: within a layer, in the order of the rows.
     return {name: found[name] for _, name in sorted(placed, key=lambda one: one[0])}
+
+
+def _check_held(rows: tuple[Row, ...], held: Mapping[bool, Mapping[str, Any]]) -> None:
+    """Raises where the arrays are not those of the model."""
+    for row in rows:
+        if isinstance(row, Entry):
+            tree, array = "model_state" if row.state else "params", held[row.state].get(row.path)
+            if array is None:
+                raise ConfigError(f"{tree} lacks {row.path}, which the model has; give the {tree} of that model")
+            if tuple(array.shape) != row.shape:
+                raise ConfigError(
+                    f"{tree} holds {row.path} {list(array.shape)}, but the model has {list(row.shape)}; give the {tree} "
+                    "of that model"
+                )
 
 
 def assemble_tensor(rows: tuple[Row, ...], name: str, held: Mapping[bool, Mapping[str, Any]]) -> np.ndarray:

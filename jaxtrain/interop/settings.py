@@ -11,6 +11,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.published.families.table import FAMILIES
 from jaxtrain.published.family import Family
 
+_PUBLISHED_KINDS = ("transformer", "encoder_decoder", "vit", "resnet")
 # What a published config does not say, or what changes how outputs are computed but not what they are.
 _NOT_COMPARED = ("size", "from", "attention", "dropout")
 
@@ -50,10 +51,14 @@ def unsaid(family: Family, settings: Mapping[str, Any]) -> str | None:
         family: The family.
         settings: From `settings_of`.
     """
+    from pydantic import ValidationError
+
     try:
         again = settings_of(parse_settings(family.from_published(family.to_published(settings))))
     except (ConfigError, KeyError) as error:
         return str(error)
+    except ValidationError as error:  # what it can say of the model does not fit together
+        return str(error.errors()[0]["msg"])
     for key, value in settings.items():
         if key not in _NOT_COMPARED and (key not in again or again[key] != value):
             return f"model.{key}={value}"
@@ -70,6 +75,10 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
     Raises:
         ConfigError: No family can say it; names what the nearest cannot.
     """
+    if settings.get("kind") not in _PUBLISHED_KINDS:
+        raise ConfigError(
+            f"model.kind={settings.get('kind')} is of no published family, so it cannot be written as one"
+        )
     if model_type is not None and model_type in FAMILIES:
         problem = unsaid(FAMILIES[model_type], settings)
         if problem is not None:

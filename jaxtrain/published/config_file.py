@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.published.families.resnet import torchvision_config
 
 _MOST_JSON_BYTES = 100_000_000
 
@@ -44,11 +45,30 @@ def read_published_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; name one that holds config.json and model.safetensors")
     if not file.is_file():
+        named = _torchvision(path)
+        if named is not None:
+            return named
         raise ConfigError(f"{path} holds no config.json; name a folder that holds config.json and model.safetensors")
     found = read_json(file, ConfigError)
     if "model_type" not in found:
         raise ConfigError(f"{file} names no model_type; it is not the config.json of a published model")
     return found
+
+
+def _torchvision(folder: Path) -> dict[str, Any] | None:
+    """What the config.json of a ResNet with torchvision's names would be, which has none; None for another folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        return None
+    with files[0].open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        text = opened.read(size) if size <= _MOST_JSON_BYTES else b""
+    try:
+        header = json.loads(text)
+        shapes = {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None  # the reader of tensors says what is wrong with the file
+    return torchvision_config(shapes)
 
 
 def read_json(file: Path, error: type[ConfigError] | type[CheckpointError]) -> dict[str, Any]:

@@ -60,6 +60,16 @@ def split_width(file: Mapping[str, Any]) -> int:
     return int(file["hidden_size"]) // int(file["num_attention_heads"])
 
 
+def no_tokens(model: Mapping[str, Any], **defaults: int) -> dict[str, None]:
+    """Returns null for the keys of special tokens whose default in the family is no token of a model.
+
+    Args:
+        model: Our model group.
+        defaults: Key of config.json (eos_token_id) -> the id that a file without the key stands for.
+    """
+    return {name: None for name, token in defaults.items() if token >= int(model["vocab_size"])}
+
+
 def read_windows(layer_types: object, window: int | None, *, layers: int) -> dict[str, Any]:
     """Returns `sliding_window` and `local_layers` of our model group.
 

@@ -117,8 +117,6 @@ def export_run(
 
 def _settings(model: Group, data: Mapping[str, Any]) -> dict[str, Any]:
     """The model group with the sizes that its config left to the data."""
-    if getattr(model, "kind", None) not in ("transformer", "encoder_decoder", "resnet", "vit"):
-        raise ConfigError(f"model.kind={getattr(model, 'kind', None)} is of no published family, so it is not exported")
     settings = settings_of(model, vocab_size=data.get("vocab_size"))
     if "num_classes" in settings and settings["num_classes"] is None:
         settings["num_classes"] = data.get("num_outputs")

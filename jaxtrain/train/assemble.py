@@ -137,7 +137,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
         )
     head = getattr(config.model, "head", None)
     classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)
-    classes = classes if head is None else head.num_labels
+    classes = classes or getattr(head, "num_labels", None)
     if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
         raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
     longest, length = getattr(config.model, "max_sequence_length", None), next(iter(data.input_shape), 0)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.from_linen import from_linen
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.model import Model, from_functions
-from jaxtrain.models.shipped.axes import RESNET, TRANSFORMER
+from jaxtrain.models.shipped.axes import ENCODER_DECODER, RESNET, TRANSFORMER
+from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
@@ -241,6 +243,13 @@ TABLES = {
     "transformer": lambda: (
         TRANSFORMER,
         [make().model for make in VARIANTS.values()],
+    ),
+    "encoder_decoder": lambda: (
+        ENCODER_DECODER,
+        [
+            encoder_decoder(EncoderDecoderConfig(num_layers=1, embed_dim=8, num_heads=2, vocab_size=13, **more))
+            for more in ({}, dict(norm="layernorm", bias=True))
+        ],
     ),
     "resnet": lambda: (RESNET, [MAKERS["resnet"]().model, MAKERS["resnet with bottlenecks"]().model]),
     "mlp": lambda: (hidden(3).axes, [hidden(3)]),

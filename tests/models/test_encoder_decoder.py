@@ -11,6 +11,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import Sampling, generate_text, make_generator
+from jaxtrain.inference.prompts import encoder_prompts
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
@@ -111,6 +112,14 @@ def test_text_is_the_output_alone_on_one_device_and_on_several():
     assert not any(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
     sharded = shard_model(model, mesh=make_mesh(fsdp=2, tensor=2, devices=devices[:4]))
     assert generate_text(sharded, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0)) == texts
+
+
+def test_a_prompt_is_framed_as_the_rows_of_training_are():
+    """Its end stands after it, and the output ends before the end."""
+    framing = encoder_prompts(ByteTokenizer(("<pad>", "</s>")))
+    assert (framing.framed([97, 98]), framing.end) == ([97, 98, 257], 257)
+    plain = encoder_prompts(ByteTokenizer())
+    assert (plain.framed([97, 98]), plain.end) == ([97, 98], None)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import re
 import data_rows
 import fit_rows
 import model_rows
+import published_rows
 import pytest
 import step_rows
 
 import jaxtrain as jt
 
-ROWS = {**data_rows.ROWS, **model_rows.ROWS, **step_rows.ROWS, **fit_rows.ROWS}
+ROWS = {**data_rows.ROWS, **model_rows.ROWS, **step_rows.ROWS, **fit_rows.ROWS, **published_rows.ROWS}
 
 # Public names that take nothing which could be wrong, and why.
 WITHOUT_ROWS = {
@@ -28,6 +29,7 @@ WITHOUT_ROWS = {
     "DEFAULT_RULES": "a table",
     "ModelCall": "made for the loss of Task.calling",
     "Moment": "a record that callbacks get",
+    "Pretrained": "a record that load_pretrained makes",
     "Result": "a record that run_config makes",
     "ShardedModel": "a record that shard_model makes",
     "TrainStep": "made by make_train_step",

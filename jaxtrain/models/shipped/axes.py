@@ -61,15 +61,22 @@ EXPERTS: Axes = {
     "blocks/mlp/down/kernel": ("layers", "experts", "mlp", "embed"),
 }
 
-_CROSS = {
-    path.replace("attention", "cross_attention"): row for path, row in TRANSFORMER.items() if "attention/" in path
-}
-_STACK = {path: row for path, row in TRANSFORMER.items() if path not in ("embedding", "output", "positions")} | _CROSS
 # Two stacks with the rows of a transformer's, the decoder's with cross-attention.
+_STACK = {
+    path: row
+    for path, row in TRANSFORMER.items()
+    if path.split("/")[0] in ("blocks", "output_norm", "relative_positions") and "/query_norm" not in path
+    if "/key_norm" not in path
+}
 ENCODER_DECODER: Axes = {
     "embedding": TRANSFORMER["embedding"],
     "output": TRANSFORMER["output"],
     **{f"{side}/{path}": row for side in ("encoder", "decoder") for path, row in _STACK.items()},
+    **{
+        "decoder/" + path.replace("attention", "cross_attention"): row
+        for path, row in _STACK.items()
+        if "attention/" in path
+    },
 }
 
 # Input channels are sharded over fsdp and output channels over tensor; the stem has too few inputs to be sharded.

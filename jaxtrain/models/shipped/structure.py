@@ -12,6 +12,9 @@ from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.vit import ViTConfig, image_sizes
 from jaxtrain.models.shipped.shapes import head_shapes, patch_shape
 
+OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig)
+"""Configs of models of transformer blocks."""
+
 
 @dataclass(frozen=True)
 class Stack:

@@ -76,6 +76,8 @@ def cudnn_refusal(case: AttentionCase) -> str | None:
         return "positions are relative"
     if form.window is not None and not form.causal:
         return "the window looks ahead"
+    if case.length % 2:  # jax refuses it where the kernel is differentiated
+        return f"the sequence is {case.length} long, it takes even lengths"
     if not case.divides:
         return "batch or heads do not divide by the mesh"
     if case.before_ampere:

@@ -130,6 +130,19 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
     rows = workload.rows
     if workload.unit == "tokens":
         tokens = jax.ShapeDtypeStruct((rows, *workload.input_shape), np.int32)
-        return {"inputs": tokens, "targets": tokens}
+        (length,) = workload.input_shape
+        if workload.decoder_length is not None:
+            written = jax.ShapeDtypeStruct((rows, workload.decoder_length), np.int32)
+            inputs = {"tokens": tokens, "decoder_tokens": written}
+            if workload.numbers != length + 2 * workload.decoder_length:  # texts of any length, which are padded
+                inputs |= {"segments": tokens, "decoder_segments": written}
+            return {"inputs": inputs, "targets": written}
+        if workload.numbers in (None, 2 * length):
+            return {"inputs": tokens, "targets": tokens}
+        inputs = {"tokens": tokens, "segments": tokens}
+        if workload.numbers == 3 * length:
+            return {"inputs": inputs, "targets": tokens}
+        inputs |= {"token_types": tokens} if workload.numbers == 3 * length + 1 else {}
+        return {"inputs": inputs, "targets": jax.ShapeDtypeStruct((rows,), np.int32)}
     inputs = jax.ShapeDtypeStruct((rows, *workload.input_shape), np.float32)
     return {"inputs": inputs, "targets": jax.ShapeDtypeStruct((rows,), np.int32)}

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.shipped.structure import OF_BLOCKS
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.estimate import Estimate
@@ -62,7 +62,7 @@ def _fits(after: Estimate, before: Estimate) -> bool:
 def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Target]]:
     """Single changes, the cheapest first."""
     parallel, train = config.parallel, config.train
-    order = ("none", "dots", "full", "sqrt") if isinstance(config.model, TransformerConfig) else ("none", "full")
+    order = ("none", "dots", "full", "sqrt") if isinstance(config.model, OF_BLOCKS) else ("none", "full")
     if config.remat.policy in order:
         for policy in order[order.index(config.remat.policy) + 1 :]:
             # Only full (and names, which are the user's) take tensors that are offloaded.
@@ -76,7 +76,7 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
         shards = parallel.data * int(parallel.fsdp)
         sharded = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
         yield f"parallel.fsdp={shards}", config.model_copy(update={"parallel": sharded}), target
-    if isinstance(config.model, TransformerConfig):
+    if isinstance(config.model, OF_BLOCKS):
         yield from _inward(config, target)
     if parallel.pipe == 1:
         for factor in (2, 4, 8, 16):

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.kinds import task_name
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.remat import BLOCK_INPUT, check_remat
 from jaxtrain.config.schema import Config
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.layout.rules import check_replicated_share, entry_axes
@@ -143,16 +145,15 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
         ConfigError: an axis that the model cannot use, or layers that do not divide.
     """
     model = config.model
-    transformer = isinstance(model, TransformerConfig)
     check_model_axes(
         degrees,
         model=model.kind,
         task=task_name(config),
-        has_parts=transformer,
-        has_sequence=transformer,
+        has_parts=isinstance(model, TransformerConfig | ViTConfig),
+        has_sequence=isinstance(model, TransformerConfig | EncoderDecoderConfig),
         has_experts=isinstance(model, TransformerConfig) and model.experts is not None,
     )
-    num_layers = model.num_layers if isinstance(model, TransformerConfig) else None
+    num_layers = model.num_layers if isinstance(model, TransformerConfig | ViTConfig) else None
     return pipeline_schedule(config.parallel, degrees["pipe"], num_layers, config.train.accumulation_steps)
 
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES
+from jaxtrain.models.shipped.structure import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.search.analyse import Terms, analyse, microbatches_of
@@ -104,7 +107,7 @@ def _seconds(estimate: Estimate) -> float:
 def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[Config]:
     """Every config that differs from this one in what is varied."""
     model = config.model
-    stages = _divisors(num_devices) if isinstance(model, TransformerConfig) else [1]
+    stages = _divisors(num_devices) if isinstance(model, TransformerConfig | ViTConfig) else [1]
     pipes = [degree for degree in stages if degree <= _MOST_PIPE]
     meshes = list(_meshes(config, num_devices, pipes)) if "mesh" in vary else [{}]
     for mesh in meshes:
@@ -120,12 +123,12 @@ def _divisors(number: int) -> list[int]:
 def _meshes(config: Config, num_devices: int, pipes: Sequence[int]) -> Iterator[dict[str, int]]:
     """Degrees that multiply to the number of devices, on axes that the model has."""
     model = config.model
-    transformer = isinstance(model, TransformerConfig)
-    length = model.max_sequence_length if isinstance(model, TransformerConfig) else 0
+    has_heads = isinstance(model, OF_BLOCKS)
+    length = model.max_sequence_length if isinstance(model, TransformerConfig | EncoderDecoderConfig) else 0
     length = getattr(config.data, "sequence_length", None) or length
     experts = model.experts.num_experts if isinstance(model, TransformerConfig) and model.experts is not None else 1
     for pipe in pipes:
-        for tensor in _divisors(num_devices // pipe) if transformer else [1]:
+        for tensor in _divisors(num_devices // pipe) if has_heads else [1]:
             left = num_devices // pipe // tensor
             for context in _divisors(left) if length >= _LONG_SEQUENCE else [1]:
                 for expert in [d for d in _divisors(left // context) if experts % d == 0]:
@@ -140,9 +143,9 @@ def _options(config: Config, vary: Sequence[str], *, pipe: int, replicas: bool) 
     choices: dict[str, Sequence[Any]] = {}
     if "zero" in vary:
         choices["parallel.zero"] = (0, 1) if replicas else (0,)
-    transformer = isinstance(config.model, TransformerConfig)
     if "remat" in vary:
-        choices["remat.policy"] = ("none", "dots", "full") if transformer else ("none", "full")
+        of_blocks = isinstance(config.model, OF_BLOCKS)
+        choices["remat.policy"] = ("none", "dots", "full") if of_blocks else ("none", "full")
     if "microbatches" in vary:
         choices["microbatches"] = (pipe * 2, pipe * 4, pipe * 8) if pipe > 1 else (1, 2, 4, 8, 16)
     if "schedule" in vary and pipe > 1:

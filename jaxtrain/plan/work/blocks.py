@@ -5,7 +5,7 @@ matmul units and its bytes over the memory's (the roofline of Williams et al. 20
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig
@@ -26,6 +26,7 @@ from jaxtrain.models.shipped.shapes import (
     resnet_stages,
     stem_shape,
 )
+from jaxtrain.models.shipped.structure import Structure
 from jaxtrain.plan.work.block import BACKWARD, BlockWork, DeviceBatch, recomputed_share
 from jaxtrain.plan.work.transformer import transformer_blocks
 from jaxtrain.plan.workload.parameters import model_structure, model_tensors, trained_paths
@@ -60,21 +61,9 @@ def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
         return passes / sum(one.multiply_adds for one in products)
 
     structure = model_structure(model, workload)
+    if structure is not None:
+        return _backward_of_stacks(structure, lowest, mean)
     match model:
-        case _ if structure is not None:
-            of = structure_products(structure)
-            found = {"embedding": BACKWARD if lowest == 0 else 0, "output and loss": mean(of["output"])}
-            for stack in structure.stacks:
-                flows = BACKWARD if lowest <= structure_block(stack.path) else 0
-                names = {"projections": "attention projections", "scores": "attention scores", "mlp": "MLP"}
-                if stack.memory_length is not None:
-                    names |= {f"cross {part}": f"cross-attention {part}" for part in ("projections", "scores")}
-                found |= {stack.label + name: mean(of[stack.label + part]) for part, name in names.items()}
-                found |= {
-                    f"{stack.label}{name}": flows for name in ("norms, residual, activation", "rounding to 8 bits")
-                }
-                found["experts"] = found[f"{stack.label}MLP"]
-            return found
         case ResNetConfig():
             of = _grouped(resnet_products(model, workload.input_shape, workload.num_outputs or 0))
             names = {"stem": "stem", "head_kernel": "head"}
@@ -91,6 +80,23 @@ def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
             return {name: mean([product]) for name, product in zip(names, products, strict=True)}
         case _:
             raise AssertionError("the blocks of a model of the user's own are not known")
+
+
+def _backward_of_stacks(
+    structure: Structure, lowest: int, mean: Callable[[Sequence[Product]], float]
+) -> dict[str, float]:
+    """The passes of the blocks of a model of transformer blocks, by the mean over the products of each."""
+    of = structure_products(structure)
+    found = {"embedding": BACKWARD if lowest == 0 else 0, "output and loss": mean(of["output"])}
+    for stack in structure.stacks:
+        flows = BACKWARD if lowest <= structure_block(stack.path) else 0
+        names = {"projections": "attention projections", "scores": "attention scores", "mlp": "MLP"}
+        if stack.memory_length is not None:
+            names |= {f"cross {part}": f"cross-attention {part}" for part in ("projections", "scores")}
+        found |= {stack.label + name: mean(of[stack.label + part]) for part, name in names.items()}
+        found |= {f"{stack.label}{name}": flows for name in ("norms, residual, activation", "rounding to 8 bits")}
+        found["experts"] = found[f"{stack.label}MLP"]
+    return found
 
 
 def _grouped(products: Sequence[Product]) -> dict[str, list[Product]]:

@@ -20,11 +20,13 @@ from jaxtrain.config.data import (
     TokenData,
     TokenizerConfig,
 )
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.kinds import check_kinds, gives_tokens
-from jaxtrain.config.models import CalledModel, MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.config.span_sizes import span_sizes
 from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.config.vit import ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
@@ -88,7 +90,7 @@ def _sizes_of_config(config: Config) -> RowSizes:
             input_shape, num_outputs = (8, 8, 1), 10
         case ImageFolderData():
             input_shape = (data.image_size, data.image_size, 3)
-            if isinstance(model, ResNetConfig) and model.num_classes is None:
+            if isinstance(model, ResNetConfig | ViTConfig) and model.num_classes is None:
                 num_outputs = _IMAGENET_CLASSES
                 notes.append(f"{_IMAGENET_CLASSES:,} classes, as ImageNet has; model.num_classes says otherwise")
         case TableData():
@@ -194,24 +196,17 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         return Workload(
             unit, input_shape, vocab_size, num_outputs, rows, None, sizes.notes, sizes.decoder_length, sizes.numbers
         )
-    if isinstance(model, TransformerConfig):
+    num_outputs = _outputs(model, num_outputs, source)
+    takes_tokens = isinstance(model, TransformerConfig | EncoderDecoderConfig)
+    if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         vocab_size = model.vocab_size or vocab_size
         if vocab_size is None:
             raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
-        if model.head is not None and model.head.has_labels:
-            num_outputs = model.head.num_labels or num_outputs
-            if num_outputs is None:
-                raise ConfigError(f"a plan does not open {source}; set model.head.num_labels to its classes")
-    elif isinstance(model, ResNetConfig):
-        if len(input_shape) != 3:
-            raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
-        num_outputs = model.num_classes or num_outputs
-    elif isinstance(model, MLPConfig):
-        num_outputs = model.num_outputs or num_outputs
-    if num_outputs is None and not isinstance(model, TransformerConfig):
-        key = "num_classes" if isinstance(model, ResNetConfig) else "num_outputs"
-        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
-    unit = "tokens" if isinstance(model, TransformerConfig) else "examples"
+    elif isinstance(model, ResNetConfig) and len(input_shape) != 3:
+        raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {input_shape}")
+    elif isinstance(model, ViTConfig):
+        image_sizes(model, input_shape)  # raises
+    unit = "tokens" if takes_tokens else "examples"
     rows = config.train.global_batch_size
     workload = Workload(
         unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers
@@ -222,7 +217,32 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         input_shape=input_shape,
         num_outputs=num_outputs,
         vocab_size=vocab_size,
+        decoder_length=sizes.decoder_length,
         trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
     )
     assert flops is not None, "every size is known by here"
     return replace(workload, flops_per_row=flops)
+
+
+def _outputs(model: ModelConfig, num_outputs: int | None, source: str) -> int | None:
+    """The classes, labels or targets of a model; None: it has none.
+
+    Raises:
+        ConfigError: neither model nor data say how many.
+    """
+    match model:
+        case TransformerConfig(head=head):
+            if head is None or not head.has_labels:
+                return num_outputs
+            if (head.num_labels or num_outputs) is None:
+                raise ConfigError(f"a plan does not open {source}; set model.head.num_labels to its classes")
+            return head.num_labels or num_outputs
+        case ResNetConfig() | ViTConfig():
+            key, own = "num_classes", model.num_classes
+        case MLPConfig():
+            key, own = "num_outputs", model.num_outputs
+        case _:
+            return num_outputs
+    if (own or num_outputs) is None:
+        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
+    return own or num_outputs

@@ -48,7 +48,4 @@ class Workload:
         """Of one row on the device: int32 tokens and targets, or float32 inputs and a target."""
         if self.numbers is not None:
             return 4 * self.numbers
-        # Of an encoder-decoder, tokens and segments of the input, and tokens, segments and targets of the output.
-        if self.decoder_length is not None:
-            return 4 * (2 * math.prod(self.input_shape) + 3 * self.decoder_length)
         return 4 * (2 * math.prod(self.input_shape) if self.unit == "tokens" else math.prod(self.input_shape) + 1)

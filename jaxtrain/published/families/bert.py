@@ -6,6 +6,7 @@ Sources: the config.json published with each model; Devlin et al. 2018 (arXiv 18
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.published.entries import Entry, Row, Skipped, Tied, in_layers, prefixed, renamed
 from jaxtrain.published.family import Family
 from jaxtrain.published.heads import HEAD_KEYS, head_kind, read_head, write_head
@@ -58,10 +59,23 @@ KEYS = (
 def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of our model group for a config.json of this family."""
     ours, file = read_keys(KEYS, config, family="bert")
+    check_token_types(ours)
     head = read_head(
         file, prefix="Bert", masked=ours["activation"], text="tanh", pooled="tanh", dropout=label_dropout(file)
     )
     return dict(kind="transformer") | ENCODER | ours | dict(head=head)
+
+
+def check_token_types(ours: Mapping[str, Any]) -> None:
+    """Raise where there is no kind of token, as in DistilBERT: transformers cannot run such a model of this family.
+
+    Raises:
+        ConfigError: type_vocab_size is 0.
+    """
+    if not ours["token_types"]:
+        raise ConfigError(
+            "config.json has type_vocab_size: 0, without which this family has no models; supported: 1 and more"
+        )
 
 
 def label_dropout(file: Mapping[str, Any]) -> float:
@@ -77,9 +91,11 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_label_dropout(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the key of the dropout rate before the layer that classifies, where a model has such a layer."""
-    labels = head_kind(model) in ("sequence", "token", "regression")
-    return dict(classifier_dropout=model["head"]["dropout"]) if labels else {}
+    """Returns the key of the dropout rate before the layer that classifies, where it differs from the others."""
+    if head_kind(model) not in ("sequence", "token", "regression"):
+        return {}
+    rate = model["head"]["dropout"]
+    return {} if rate == model["dropout"] else dict(classifier_dropout=rate)
 
 
 def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:

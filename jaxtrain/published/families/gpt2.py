@@ -6,7 +6,7 @@ Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json publish
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.published.decoder import GELU_TANH, NO_DROPOUT
+from jaxtrain.published.decoder import GELU_TANH, NO_DROPOUT, no_tokens
 from jaxtrain.published.entries import Entry, Row, Skipped, Tied, in_layers, prefixed
 from jaxtrain.published.family import Family
 from jaxtrain.published.keys import Fixed, Ignored, Mapped, read_keys, write_keys
@@ -58,7 +58,8 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a model group."""
     written = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2") | write_keys(KEYS, model)
     # Rates of training whose defaults are not 0, and which a program that trains the model further would take over.
-    return written | {name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
+    written |= {name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
+    return written | no_tokens(model, bos_token_id=50256, eos_token_id=50256)
 
 
 def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:

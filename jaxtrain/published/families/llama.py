@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.entries import Entry, Row, Skipped, Tied, in_layers
 from jaxtrain.published.family import Family
+from jaxtrain.published.heads import HEAD_KEYS, head_kind, read_labels, write_head
 from jaxtrain.published.keys import Fixed, Mapped, Own, read_keys, write_keys
 from jaxtrain.published.rope import read_rope, rope_keys, write_rope
 from jaxtrain.published.transforms import copy, linear, vector
@@ -44,6 +45,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "smollm2_1.7b": _row(_SMOLLM2, 24, 2048, 32, mlp_dim=8192, rope_theta=130000.0),
 }
 
+_LABELLED = "LlamaForSequenceClassification"
+
 KEYS = (
     Mapped("vocab_size", to="vocab_size", default=32000),
     Mapped("hidden_size", to="embed_dim", default=4096),
@@ -59,6 +62,7 @@ KEYS = (
     Own("attention_bias", default=False),
     Own("mlp_bias", default=False),
     *rope_keys(10000.0),
+    *HEAD_KEYS,
     Fixed("attention_dropout", (0.0, 0), reason="it drops attention weights in training"),
     Fixed("pretraining_tp", (1,), reason="it splits linear layers into slices"),
     Fixed("rope_interleaved", (False,), reason="it rotates neighbouring numbers instead of halves"),
@@ -69,18 +73,30 @@ KEYS = (
 def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of our model group for a config.json of this family."""
     ours, file = read_keys(KEYS, config, family="llama")
+    if not isinstance(file["attention_bias"], bool):
+        raise ConfigError(f"config.json has attention_bias: {file['attention_bias']}; it takes true or false")
     if file["attention_bias"] != file["mlp_bias"]:
         raise ConfigError(
             f"config.json has attention_bias: {file['attention_bias']} and mlp_bias: {file['mlp_bias']}, which the "
             "family llama supports only when they are equal"
         )
     fixed = dict(kind="transformer", position="rotary", norm="rmsnorm", bias=file["attention_bias"])
-    return fixed | ours | read_rope(file, family="llama")
+    return fixed | ours | read_rope(file, family="llama") | _read_head(file)
+
+
+def _read_head(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the head: labels of a text, read at its last token, where the architecture says so."""
+    if list(file["architectures"] or ()) != [_LABELLED]:
+        return {}
+    kind = "regression" if file["problem_type"] == "regression" or read_labels(file) == 1 else "sequence"
+    return {"head": dict(kind=kind, num_labels=read_labels(file), pooling="last", bias=False)}
 
 
 def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a model group."""
-    biases = dict(attention_bias=model["bias"], mlp_bias=model["bias"])
+    biases: dict[str, Any] = dict(attention_bias=model["bias"], mlp_bias=model["bias"])
+    if head_kind(model) in ("sequence", "regression"):
+        biases |= write_head(model, prefix="Llama")
     return (
         dict(architectures=["LlamaForCausalLM"], model_type="llama")
         | write_keys(KEYS, model)
@@ -95,13 +111,13 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 
 def ends(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    """Returns the rows of the embedding, the last norm and the output layer."""
+    """Returns the rows of the embedding, the last norm and the output layer or the head."""
     D, V = (int(model[key]) for key in ("embed_dim", "vocab_size"))
-    output = (
-        Tied("lm_head.weight", "embedding", copy(V, D))
-        if model["tie_embeddings"]
-        else Entry("output", "lm_head.weight", linear((D,), (V,)))
-    )
+    output: Row = Entry("output", "lm_head.weight", linear((D,), (V,)))
+    if head_kind(model) != "language_model":
+        output = Entry("head/output/kernel", "score.weight", linear((D,), (int(model["head"]["num_labels"]),)))
+    elif model["tie_embeddings"]:
+        output = Tied("lm_head.weight", "embedding", copy(V, D))
     return (
         Entry("embedding", "model.embed_tokens.weight", copy(V, D)),
         Entry("output_norm/scale", "model.norm.weight", copy(D)),

@@ -6,7 +6,7 @@ Sources: the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.published.decoder import NO_DROPOUT, SILU, as_many_as_heads, decoder_keys, split_width
+from jaxtrain.published.decoder import NO_DROPOUT, SILU, as_many_as_heads, decoder_keys, no_tokens, split_width
 from jaxtrain.published.entries import Entry, Row
 from jaxtrain.published.families.llama import ends, in_decoder
 from jaxtrain.published.family import Family
@@ -66,7 +66,7 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     # transformers divides the width by the heads, and knows no key for another width of a head.
     if written["head_dim"] == written["hidden_size"] // written["num_attention_heads"]:
         del written["head_dim"]
-    return more | written | write_rope(model)
+    return more | written | write_rope(model) | no_tokens(model, eos_token_id=32000, pad_token_id=32000)
 
 
 def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:

@@ -46,6 +46,7 @@ KEYS = (
 def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of our model group for a config.json of this family."""
     ours, file = read_keys(KEYS, config, family="roberta")
+    bert.check_token_types(ours)
     # Positions are counted from the id of padding on, which has the row of its own id.
     offset = file["pad_token_id"] + 1
     positions = dict(position_offset=offset, max_sequence_length=file["max_position_embeddings"] - offset)

@@ -16,7 +16,6 @@ _FIXED = dict(
 )  # fmt: skip
 _COMMON = _FIXED | dict(
     vocab_size=32128, max_sequence_length=512, relative_buckets=32, relative_max_distance=128, norm_epsilon=1e-6,
-    start_token=0,
 )  # fmt: skip
 
 

@@ -1,0 +1,73 @@
+"""A model that came from no folder is written as the first family that can say all of it, and that can be opened."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.settings import family_for, parse_settings, settings_of
+from jaxtrain.published.families.table import family_of
+
+PUBLISHED = Path(__file__).resolve().parent / "published"
+
+
+def config_of(name):
+    return json.loads((PUBLISHED / name / "config.json").read_text(encoding="utf-8"))
+
+
+def settings(name):
+    config = config_of(name)
+    return settings_of(parse_settings(family_of(config["model_type"]).from_published(config)))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("bert_mlm", "bert"),
+        ("bert_sequence", "bert"),
+        ("distilbert_mlm", "distilbert"),  # a BERT without token types, which transformers cannot run as a BERT
+        ("distilbert_sequence", "distilbert"),
+        ("gemma2", "gemma2"),
+        ("gemma3_text", "gemma3_text"),
+        ("gpt2", "gpt2"),
+        ("gpt_neox", "gpt_neox"),
+        ("llama31", "llama"),
+        ("mistral", "mistral"),
+        ("mixtral", "mixtral"),
+        ("phi3", "llama"),  # the same model, in other words
+        ("phi3_longrope", "phi3"),  # whose factors belong to part of a head: no other family can say it
+        ("qwen2", "qwen2"),  # attention_bias: qkv would be no words of Llama's
+        ("qwen2_yarn", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("qwen3_moe", "qwen3_moe"),
+        ("resnet_basic", "resnet"),
+        ("roberta_mlm", "roberta"),
+        ("smollm2", "llama"),
+        ("t5", "t5"),
+        ("t5_v11", "t5"),
+        ("vit_classification", "vit"),
+    ],
+)
+def test_the_family_that_a_model_is_written_as(name, family):
+    assert family_for(settings(name)).name == family
+
+
+@pytest.mark.parametrize("name", ["bert_mlm", "roberta_mlm"])
+def test_an_encoder_of_these_families_has_token_types(name):
+    config = config_of(name) | {"type_vocab_size": 0}
+    with pytest.raises(ConfigError, match="type_vocab_size: 0"):
+        family_of(config["model_type"]).from_published(config)
+
+
+def test_biases_of_llama_are_true_or_false():
+    with pytest.raises(ConfigError, match="attention_bias: qkv; it takes true or false"):
+        family_of("llama").from_published({"attention_bias": "qkv", "mlp_bias": "qkv"})
+
+
+@pytest.mark.parametrize(("name", "key"), [("gpt2", "eos_token_id"), ("phi3_longrope", "pad_token_id")])
+def test_a_special_token_of_the_family_that_a_small_vocabulary_lacks_is_null(name, key):
+    model = settings(name)
+    family = family_for(model)
+    assert family.to_published(model)[key] is None
+    assert key not in family.to_published(model | {"vocab_size": 60000})

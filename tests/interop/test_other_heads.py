@@ -1,0 +1,129 @@
+"""A published encoder with another head: what is read, what is drawn, and what is said of it; names of torchvision."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain import load_pretrained, make_train_step
+from jaxtrain.config import load_config
+from jaxtrain.interop.fresh import fresh_notes, fresh_parts
+from jaxtrain.interop.load import by_path
+from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.tasks import TASKS
+from jaxtrain.published.families.bert import FAMILY
+
+PUBLISHED = Path(__file__).parent / "published"
+
+
+def test_a_model_without_a_head_gives_what_it_pools():
+    pretrained, wanted = load_pretrained(PUBLISHED / "bert_base"), dict(np.load(PUBLISHED / "bert_base/expected.npz"))
+    names = {"tokens": "tokens", "segments": "attention_mask", "token_types": "token_type_ids"}
+    inputs = {ours: wanted[theirs].astype(np.int32) for ours, theirs in names.items()}
+    found, _ = pretrained.model.apply(pretrained.params, {}, inputs, key=None, train=False)
+    # float32 here and there; tanh of sums of 16 products.
+    np.testing.assert_allclose(found, wanted["pooled"], rtol=0, atol=1e-4)
+
+
+# folder, keys of the model, the patterns that are drawn
+HEADS = {
+    "the head of the file": ("bert_sequence", {}, []),
+    "labels on what the model pools": (
+        "bert_base",
+        {"head": {"kind": "sequence", "hidden": "tanh", "num_labels": 5}},
+        ["head/output/*"],
+    ),
+    "labels on a layer of another kind": (
+        "bert_base",
+        {"head": {"kind": "sequence", "hidden": "relu", "num_labels": 5}},
+        ["head/*"],
+    ),
+    "tokens in place of masked tokens": ("bert_mlm", {"head": {"kind": "token", "num_labels": 4}}, ["head/*"]),
+    "other labels": ("bert_sequence", {"head.num_labels": 7}, ["head/output/*"]),
+    "an embedding in place of a pooled token": (
+        "bert_base",
+        {"head": {"kind": "embedding", "pooling": "mean"}},
+        ["head/*"],
+    ),
+    "other classes of images": ("vit_classification", {"num_classes": 4}, ["head/*"]),
+}
+
+
+@pytest.mark.parametrize(("folder", "keys", "patterns"), HEADS.values(), ids=HEADS)
+def test_another_head_is_drawn_and_the_rest_is_read(folder, keys, patterns):
+    path = str(PUBLISHED / folder)
+    config = load_config({"model": {"from": path, **keys}}).config
+    assert fresh_parts(config.model) == patterns
+    notes = fresh_notes(config.model)
+    assert len(notes) == bool(patterns)
+    assert all(f"{', '.join(patterns)} drawn anew: {path} has another head" in note for note in notes)
+
+
+def test_a_step_starts_from_an_encoder_with_a_new_head():
+    path = PUBLISHED / "bert_base"
+    config = load_config({"model": {"from": str(path), **HEADS["labels on what the model pools"][1]}}).config
+    model = build_model(config.model, input_shape=(12,))
+    step = make_train_step(model, TASKS["classification"](), optax.sgd(0.1))
+    found = by_path(jax.device_get(step.init(0, params=path, skip=fresh_parts(config.model)).params))
+    drawn = by_path(jax.device_get(step.init(0).params))
+    read = by_path(jax.device_get(load_pretrained(path).params))
+    assert set(found) - set(read) == {"head/output/kernel", "head/output/bias"}
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, read.get(name, drawn[name]), err_msg=name)
+
+
+# architectures, further keys of config.json, kind of our head
+ARCHITECTURES = {
+    "none": (None, {}, "embedding"),
+    "pretraining": ("BertForPreTraining", {}, "masked_language_model"),
+    "labels": ("BertForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "sequence"),
+    "one label": ("BertForSequenceClassification", {"num_labels": 1}, "regression"),
+    "numbers": ("BertForSequenceClassification", {"num_labels": 3, "problem_type": "regression"}, "regression"),
+}
+
+
+@pytest.mark.parametrize(("architecture", "keys", "kind"), ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_the_architecture_decides_the_head(architecture, keys, kind):
+    config = json.loads((PUBLISHED / "bert_base/config.json").read_text())
+    given = {**config, **keys, "architectures": None if architecture is None else [architecture]}
+    assert FAMILY.from_published(given)["head"]["kind"] == kind
+
+
+def test_old_names_of_norms_are_read():
+    settings = FAMILY.from_published(json.loads((PUBLISHED / "bert_base/config.json").read_text()))
+    full = {**settings, "position_offset": 0, "head_dim": 4}
+    names = {name for row in FAMILY.tensors(full) for name in getattr(row, "names", ())}
+    assert "embeddings.LayerNorm.gamma" in names
+    assert "bert.encoder.layer.{layer}.output.LayerNorm.beta" in names
+
+
+def torchvision_name(name):
+    """The name that torchvision gives a tensor of transformers' ResNet."""
+    block = re.fullmatch(
+        r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)\.(.*)\.(convolution|normalization)\.(\w+)", name
+    )
+    if block is None:
+        stem = name.replace("resnet.embedder.embedder.convolution", "conv1").replace("classifier.1", "fc")
+        return stem.replace("resnet.embedder.embedder.normalization", "bn1")
+    stage, layer, part, kind, word = block.groups()
+    if part == "shortcut":
+        inner = f"downsample.{int(kind == 'normalization')}"
+    else:
+        inner = f"{'conv' if kind == 'convolution' else 'bn'}{int(part.removeprefix('layer.')) + 1}"
+    return f"layer{int(stage) + 1}.{layer}.{inner}.{word}"
+
+
+@pytest.mark.parametrize("name", ["resnet_basic", "resnet_bottleneck"])
+def test_names_of_torchvision_need_no_config(name, tmp_path):
+    content = (PUBLISHED / name / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    renamed = json.dumps({torchvision_name(key): value for key, value in header.items()}).encode()
+    (tmp_path / "resnet.safetensors").write_bytes(len(renamed).to_bytes(8, "little") + renamed + content[8 + size :])
+    found, wanted = load_pretrained(tmp_path), load_pretrained(PUBLISHED / name)
+    for one, other in ((found.params, wanted.params), (found.model_state, wanted.model_state)):
+        jax.tree.map(np.testing.assert_array_equal, one, other)

@@ -1,0 +1,223 @@
+"""What a published folder may hold: everything it says of itself is checked, and each mistake is one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.settings import parse_settings, settings_of
+from jaxtrain.interop.weights import find_places, open_published
+from jaxtrain.published.folder import INDEX, SINGLE, open_folder
+from jaxtrain.published.safetensors import DTYPES, map_tensor, read_header, write_safetensors
+
+LLAMA = Path(__file__).parent / "published" / "llama"
+
+
+def write_raw(file, header, data=b"", *, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+
+
+def entry(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+# What the file holds -> what its line says.
+DAMAGED = {
+    "empty": (b"", "no whole safetensors file"),
+    "header longer than the file": ((b"{}", b"", 100), "no whole safetensors file"),
+    "header over the limit": ((b"{}", b"", 2**40), "at most 100000000 are accepted"),
+    "no JSON": ((b"\xff{", b""), "no JSON"),
+    "a list": ((b"[]", b""), "no JSON"),
+    "a name twice": ((b'{"a":1,"a":2}', b""), "a is there twice"),
+    "nested too deep": ((b"[" * 200_000, b""), "no JSON"),
+    "no offsets": (({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "entry of a"),
+    "negative size": (({"a": entry(0, 8, shape=(-2,))}, bytes(8)), "entry of a"),
+    "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "dtype F4"),
+    "offsets of another size": (({"a": entry(0, 4)}, bytes(4)), "takes 8 bytes"),
+    "offsets backwards": (({"a": entry(8, 0)}, bytes(8)), "hold -8"),
+    "overlap": (({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "b overlaps a"),
+    "hole": (({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "4 bytes between a and b"),
+    "cut off": (({"a": entry(0, 8)}, bytes(4)), "is cut off"),
+    "more than its tensors": (({"a": entry(0, 8)}, bytes(12)), "bytes of no tensor at its end"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_files_are_refused(tmp_path, content, said):
+    file = tmp_path / SINGLE
+    if content == b"":
+        file.write_bytes(content)
+    else:
+        write_raw(file, *content[:2], length=content[2] if len(content) > 2 else None)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_header(file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_written_and_read(tmp_path, dtype):
+    kind = DTYPES[dtype]
+    arrays = {"a": np.arange(6).reshape(2, 3).astype(kind), "empty": np.zeros((0, 3), kind), "one": np.ones((), kind)}
+    shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(tmp_path / SINGLE, shapes, arrays.items())
+    header = read_header(tmp_path / SINGLE)
+    assert list(header) == list(arrays)
+    for name, array in arrays.items():
+        found = map_tensor(header[name])
+        assert found.dtype == kind
+        np.testing.assert_array_equal(found.astype(np.float32), array.astype(np.float32))
+
+
+def sharded(folder):
+    """The tensors of the fixture in two files with an index."""
+    source = open_folder(LLAMA)
+    shutil.copy(LLAMA / "config.json", folder / "config.json")
+    names = sorted(source.tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        arrays = {name: np.array(source.read(name)) for name in part}
+        write_safetensors(folder / file, {name: (one.shape, one.dtype) for name, one in arrays.items()}, arrays.items())
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / INDEX).write_text(json.dumps(index))
+    return index["weight_map"]
+
+
+def test_shards_are_read_as_one(tmp_path):
+    sharded(tmp_path)
+    whole, parts = open_folder(LLAMA), open_folder(tmp_path)
+    assert parts.tensors == whole.tensors
+    for name in whole.tensors:
+        np.testing.assert_array_equal(parts.read(name), whole.read(name))
+
+
+NAME = "model.norm.weight"
+# What the index says of one tensor -> what the line says.
+INDICES = {
+    "parent": ("../a.safetensors", "must lie in the folder"),
+    "absolute": ("/etc/passwd", "must lie in the folder"),
+    "sub-folder": ("more/a.safetensors", "must lie in the folder"),
+    "backslash": ("..\\a.safetensors", "must lie in the folder"),
+    "the folder itself": ("..", "must lie in the folder"),
+    "a pickle": ("pytorch_model.bin", "no safetensors file"),
+    "missing": ("c.safetensors", "lacks c.safetensors"),
+    "no text": (3, "no weight_map"),
+}
+
+
+@pytest.mark.parametrize(("file", "said"), INDICES.values(), ids=INDICES)
+def test_indices_that_mislead_are_refused(tmp_path, file, said):
+    names = sharded(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**names, NAME: file}}))
+    with pytest.raises(CheckpointError, match=said):
+        open_folder(tmp_path)
+
+
+def test_index_and_shards_must_agree(tmp_path):
+    names = sharded(tmp_path)
+    other = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}[names[NAME]]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**names, NAME: other}}))
+    with pytest.raises(CheckpointError, match=rf"holds no {NAME}"):
+        open_folder(tmp_path)
+    del names[NAME]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=rf"holds {NAME}, which .* does not place there"):
+        open_folder(tmp_path)
+
+
+def test_links_of_the_folder_itself_are_followed(tmp_path):
+    """Caches of the hub hold links to files elsewhere; the folder is its owner's."""
+    for name in ("config.json", SINGLE):
+        (tmp_path / name).symlink_to(LLAMA / name)
+    assert open_folder(tmp_path).tensors == open_folder(LLAMA).tensors
+
+
+def test_what_holds_the_weights_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="no folder"):
+        open_folder(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        open_folder(tmp_path)
+    shutil.copy(LLAMA / "config.json", tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        open_folder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a pickle.*save_pretrained"):
+        open_folder(tmp_path)
+
+
+def changed(folder, *, tensors=None, **config):
+    """The fixture with other tensors (None: left out) and other keys of its config.json."""
+    source = open_folder(LLAMA)
+    arrays = {name: np.array(source.read(name)) for name in source.tensors}
+    for name, array in (tensors or {}).items():
+        arrays[name] = array
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(folder / SINGLE, shapes, arrays.items())
+    (folder / "config.json").write_text(json.dumps({**source.config, **config}))
+    return folder
+
+
+def places_of(folder):
+    published = open_published(folder)
+    return find_places(published, settings_of(parse_settings(published.settings)))
+
+
+Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+TENSORS = {
+    "missing": ({Q: None, NORM: None}, rf"lacks \(2\): {NORM}, {Q}|lacks \(2\): {Q}, {NORM}"),
+    "too many": ({"model.other.weight": np.ones(3, np.float32)}, r"has too many \(1\): model\.other\.weight"),
+    "another shape": ({NORM: np.ones(17, np.float32)}, rf"other shapes \(1\): {NORM} is \[17\], not \[16\]"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "said"), TENSORS.values(), ids=TENSORS)
+def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, said):
+    with pytest.raises(CheckpointError, match=said):
+        places_of(changed(tmp_path, tensors=tensors))
+
+
+def test_known_buffers_are_skipped(tmp_path):
+    buffer = {"model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    assert places_of(changed(tmp_path, tensors=buffer)).params
+
+
+def test_a_tied_output_may_be_there_if_it_is_equal(tmp_path):
+    embedding = np.array(open_folder(LLAMA).read("model.embed_tokens.weight"))
+    changed(tmp_path, tensors={"lm_head.weight": embedding}, tie_word_embeddings=True)
+    assert "output" not in places_of(tmp_path).params
+    changed(tmp_path, tensors={"lm_head.weight": embedding + 1}, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"differs from model\.embed_tokens\.weight.*tie_embeddings=false"):
+        places_of(tmp_path)
+
+
+CONFIGS = {
+    "unknown key": ({"frobnicate": 3}, "the key frobnicate .*value 3"),
+    "unsupported value": ({"pretraining_tp": 2}, "pretraining_tp: 2"),
+    "unsupported activation": ({"hidden_act": "relu6"}, "hidden_act: relu6"),
+    "unsupported rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type dynamic"),
+    "half a rope": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "unknown family": ({"model_type": "llama9"}, "model_type: llama9; the known ones are"),
+}
+
+
+@pytest.mark.parametrize(("keys", "said"), CONFIGS.values(), ids=CONFIGS)
+def test_configs_that_are_not_supported_are_named(tmp_path, keys, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        open_published(changed(tmp_path, **keys))
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_a_key_left_out_has_the_default_of_the_family(tmp_path):
+    changed(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("num_key_value_heads", "rms_norm_eps", "head_dim", "rope_parameters", "tie_word_embeddings"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = open_published(tmp_path).settings
+    keys = ("num_kv_heads", "norm_epsilon", "head_dim", "rope_theta", "tie_embeddings")
+    assert [settings[key] for key in keys] == [4, 1e-6, 4, 10000.0, False]

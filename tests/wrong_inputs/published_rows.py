@@ -1,0 +1,56 @@
+"""Wrong inputs of what reads and writes published models: (call, what was given, how to write it)."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+
+import jaxtrain as jt
+
+LLAMA = Path(__file__).parent.parent / "interop" / "published" / "llama"
+GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "vocab_size": 40}
+
+
+def saved(**more):
+    return jt.save_pretrained("out", {}, **{"model": GROUP, **more})
+
+
+def saved_norm(scale):
+    return jt.save_pretrained("out", {"blocks": {"attention_norm": {"scale": scale}}}, model=GROUP)
+
+
+ROWS = {
+    "Pretrained.read: no model": (
+        lambda: jt.load_pretrained(LLAMA).read(3),
+        "not 3",
+        "pretrained.read(jt.shard_model(pretrained.model))",
+    ),
+    "load_pretrained: a number": (lambda: jt.load_pretrained(3), "not 3", "load_pretrained('models/llama')"),
+    "load_pretrained: no folder": (lambda: jt.load_pretrained("none"), "no folder none", "config.json"),
+    "load_pretrained: keys": (lambda: jt.load_pretrained(LLAMA, model=3), "not 3", "model={'dropout': 0.1}"),
+    "load_pretrained: a wrong key": (
+        lambda: jt.load_pretrained(LLAMA, model={"drop": 1}),
+        "model.drop",
+        "model.dropout",
+    ),
+    "save_pretrained: a number": (
+        lambda: jt.save_pretrained(3, {}, model=GROUP),
+        "not 3",
+        "save_pretrained('models/mine', params, model=pretrained)",
+    ),
+    "save_pretrained: a full folder": (
+        lambda: jt.save_pretrained(LLAMA, {}, model=GROUP),
+        "not empty",
+        "name a new folder",
+    ),
+    "save_pretrained: model": (lambda: saved(model=3), "not 3", "model=pretrained"),
+    "save_pretrained: params": (lambda: saved(), "lacks blocks/", "params"),
+    "save_pretrained: another shape": (
+        lambda: saved_norm(jnp.ones((2, 9))),
+        "blocks/attention_norm/scale [2, 9]",
+        "[1, 8]",
+    ),
+    "save_pretrained: dtype": (lambda: saved(dtype="int8"), "'int8'", "bfloat16"),
+    "save_pretrained: size": (lambda: saved(max_shard_size="many"), "'many'", "5GB"),
+    "save_pretrained: no family": (lambda: saved(model={**GROUP, "norm": "layernorm"}), "model.norm", "family"),
+    "save_pretrained: an MLP": (lambda: saved(model={"kind": "mlp"}), "model.kind=mlp", "family"),
+}
