@@ -73,7 +73,9 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         return settings
     except _UNREADABLE:
         # Families compute with what they read: the key without which they can is the one with the wrong value.
-        key = next((key for key in config if _is_readable(family, config, without=key)), None)
+        found = {key: _error_without(key, family, config) for key in config}
+        key = next((key for key, error in found.items() if error is None), None)
+        key = key or next((key for key, error in found.items() if isinstance(error, ConfigError)), None)
     if key is None:
         raise ConfigError(f"config.json has several values that the family {family.name} cannot read")
     raise ConfigError(f"config.json has {key}: {str(config[key])[:60]}, which the family {family.name} cannot read")
@@ -85,12 +87,12 @@ _NEVER_NULL = ("vocab_size", "image_size", "channels")
 _UNREADABLE = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, AssertionError)
 
 
-def _is_readable(family: Family, config: Mapping[str, Any], *, without: str) -> bool:
+def _error_without(key: str, family: Family, config: Mapping[str, Any]) -> Exception | None:
     try:
-        family.from_published({key: value for key, value in config.items() if key != without})
-    except (*_UNREADABLE, ConfigError):
-        return False
-    return True
+        family.from_published({name: value for name, value in config.items() if name != key})
+    except (*_UNREADABLE, ConfigError) as error:
+        return error
+    return None
 
 
 def sizes_of(kind: str) -> dict[str, dict[str, Any]]:
