@@ -165,7 +165,9 @@ def _form_of_unit(config: Config, unit: str | None) -> str:
     """The rows of data from Python: tokens in an array, or what the task takes where its inputs are several arrays."""
     if isinstance(config.task, Call) or config.task in ("language_modeling", "classification", "regression"):
         model = config.model
-        has_head = isinstance(model, TransformerConfig) and model.head is not None and config.task != "language_modeling"
+        has_head = (
+            isinstance(model, TransformerConfig) and model.head is not None and config.task != "language_modeling"
+        )
         return "labelled text" if has_head else "tokens" if unit == "tokens" else "examples"
     return next(form for form, tasks in _TASKS.items() if config.task in tasks)
 
