@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.published.families.resnet import torchvision_config
+from jaxtrain.published.torchvision import torchvision_config
 
 _MOST_JSON_BYTES = 100_000_000
 

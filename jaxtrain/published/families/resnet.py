@@ -11,6 +11,7 @@ from jaxtrain.published.entries import Constant, Entry, Row
 from jaxtrain.published.family import Family
 from jaxtrain.published.heads import HEAD_KEYS, read_labels
 from jaxtrain.published.keys import Fixed, Ignored, Own, read_keys
+from jaxtrain.published.torchvision import WIDER, stage_outputs
 from jaxtrain.published.transforms import Shape, convolution, copy, linear
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -20,9 +21,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "resnet101": dict(kind="resnet", stage_blocks=[3, 4, 23, 3], bottleneck=True),
     "resnet152": dict(kind="resnet", stage_blocks=[3, 8, 36, 3], bottleneck=True),
 }
-
-# Width of a bottleneck block's output, in widths of its convolution in the middle.
-_WIDER = 4
 
 KEYS = (
     Own("embedding_size", default=64),
@@ -49,10 +47,10 @@ def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     if file["layer_type"] not in ("basic", "bottleneck"):
         raise ConfigError(f"config.json has layer_type: {file['layer_type']}; known are basic, bottleneck")
     bottleneck, width, depths = file["layer_type"] == "bottleneck", file["embedding_size"], file["depths"]
-    if list(file["hidden_sizes"]) != _stage_outputs(width, len(depths), bottleneck=bottleneck):
+    if list(file["hidden_sizes"]) != stage_outputs(width, len(depths), bottleneck=bottleneck):
         raise ConfigError(
             f"config.json has hidden_sizes: {file['hidden_sizes']}, but the family resnet supports only "
-            f"{_stage_outputs(width, len(depths), bottleneck=bottleneck)} for its embedding_size and depths"
+            f"{stage_outputs(width, len(depths), bottleneck=bottleneck)} for its embedding_size and depths"
         )
     architecture = next(iter(file["architectures"] or ()), "ResNetModel")
     if architecture not in ("ResNetForImageClassification", "ResNetModel"):
@@ -72,10 +70,6 @@ def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _stage_outputs(width: int, stages: int, *, bottleneck: bool) -> list[int]:
-    return [width * 2**stage * (_WIDER if bottleneck else 1) for stage in range(stages)]
-
-
 def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a model group."""
     depths, bottleneck, width = list(model["stage_blocks"]), bool(model["bottleneck"]), int(model["width"])
@@ -85,7 +79,7 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
         model_type="resnet",
         num_channels=3,
         embedding_size=width,
-        hidden_sizes=_stage_outputs(width, len(depths), bottleneck=bottleneck),
+        hidden_sizes=stage_outputs(width, len(depths), bottleneck=bottleneck),
         depths=depths,
         layer_type="bottleneck" if bottleneck else "basic",
         hidden_act="relu",
@@ -96,32 +90,6 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def torchvision_config(tensors: Mapping[str, Shape]) -> dict[str, Any] | None:
-    """Returns the config.json of a file with torchvision's names, which has none; or None for other names.
-
-    Args:
-        tensors: Name -> shape.
-    """
-    if "conv1.weight" not in tensors or "layer1.0.conv1.weight" not in tensors:
-        return None
-    depths: list[int] = []
-    while f"layer{len(depths) + 1}.0.conv1.weight" in tensors:
-        stage, blocks = len(depths) + 1, 0
-        while f"layer{stage}.{blocks}.conv1.weight" in tensors:
-            blocks += 1
-        depths.append(blocks)
-    bottleneck, width = "layer1.0.conv3.weight" in tensors, tensors["conv1.weight"][0]
-    found: dict[str, Any] = dict(
-        architectures=["ResNetForImageClassification" if "fc.weight" in tensors else "ResNetModel"],
-        model_type="resnet",
-        embedding_size=width,
-        hidden_sizes=_stage_outputs(width, len(depths), bottleneck=bottleneck),
-        depths=depths,
-        layer_type="bottleneck" if bottleneck else "basic",
-    )
-    return found | (dict(num_labels=tensors["fc.weight"][0]) if "fc.weight" in tensors else {})
-
-
 def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     """Returns the name table of a model group: the names of transformers, which are written, and of torchvision."""
     width, bottleneck = int(model["width"]), bool(model["bottleneck"])
@@ -130,7 +98,7 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     inputs = width
     for stage, blocks in enumerate(model["stage_blocks"]):
         inner = width * 2**stage
-        outputs = inner * (_WIDER if bottleneck else 1)
+        outputs = inner * (WIDER if bottleneck else 1)
         rows += _stage(stage, int(blocks), inputs, inner, outputs, bottleneck=bottleneck)
         inputs = outputs
     if model["num_classes"] is None:
