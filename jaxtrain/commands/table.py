@@ -3,47 +3,25 @@
 import argparse
 
 from jaxtrain.commands.command import Command, count, number, step_number
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a shipped name (quickstart, ...), a YAML file or a run")
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings to change, as in train.steps=100")
-
-
-def _add_emulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--emulate", type=count, metavar="N", help="emulate N CPU devices")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run, as in runs/quickstart")
-
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=step_number, metavar="N", help="step to load; default: the newest intact one")
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="compare logits with those of transformers, if installed")
-
-
-def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quantize",
-        choices=("int8", "int8_dynamic"),
-        help="weights of linear layers in int8, or their inputs too (int8_dynamic); default: as they were trained",
-    )
+from jaxtrain.commands.published_arguments import (
+    export_arguments,
+    export_published,
+    import_arguments,
+    import_published,
+)
+from jaxtrain.commands.shared_arguments import (
+    add_config,
+    add_emulate,
+    add_json,
+    add_overrides,
+    add_quantize,
+    add_run,
+    add_step,
+)
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
+    add_config(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
         "--resume",
@@ -51,7 +29,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "must", "never"),
         help="resume from the newest checkpoint where there is one (auto, the default), always (must), or never",
     )
-    _add_emulate(parser)
+    add_emulate(parser)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -67,12 +45,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    _add_overrides(parser)
-    _add_quantize(parser)
-    _add_step(parser)
-    _add_emulate(parser)
-    _add_json(parser)
+    add_run(parser)
+    add_overrides(parser)
+    add_quantize(parser)
+    add_step(parser)
+    add_emulate(parser)
+    add_json(parser)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -89,7 +67,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _sample_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument(
         "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
     )
@@ -98,10 +76,10 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
     parser.add_argument("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
     parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
-    _add_quantize(parser)
-    _add_step(parser)
-    _add_emulate(parser)
-    _add_json(parser)
+    add_quantize(parser)
+    add_step(parser)
+    add_emulate(parser)
+    add_json(parser)
 
 
 def _sample(arguments: argparse.Namespace) -> int:
@@ -142,13 +120,13 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
-    _add_overrides(parser)
+    add_overrides(parser)
     parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
     form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
     form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
-    _add_emulate(parser)
+    add_emulate(parser)
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -165,8 +143,8 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_emulate(parser)
-    _add_json(parser)
+    add_emulate(parser)
+    add_json(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -176,7 +154,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _data_prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
+    add_config(parser)
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
     parser.add_argument(
         "--tokens-per-shard", type=count, default=2**27, metavar="N", help="tokens per file; default: 2**27"
@@ -192,9 +170,9 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
 
 
 def _ckpt_ls_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _ckpt_ls(arguments: argparse.Namespace) -> int:
@@ -204,9 +182,9 @@ def _ckpt_ls(arguments: argparse.Namespace) -> int:
 
 
 def _ckpt_show_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    _add_step(parser)
-    _add_json(parser)
+    add_run(parser)
+    add_step(parser)
+    add_json(parser)
 
 
 def _ckpt_show(arguments: argparse.Namespace) -> int:
@@ -219,13 +197,13 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu"
     )
-    _add_overrides(parser)
+    add_overrides(parser)
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured to FILE")
     parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
     parser.add_argument(
         "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu"
     )
-    _add_emulate(parser)
+    add_emulate(parser)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -243,7 +221,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
-    _add_overrides(parser)
+    add_overrides(parser)
     parser.add_argument("--on", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
     parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
     parser.add_argument("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
@@ -270,7 +248,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
     parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -309,54 +287,6 @@ def _report(arguments: argparse.Namespace) -> int:
     return run_report(arguments.run_dirs, output=arguments.output)
 
 
-def _import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="FOLDER", help="published folder (config.json, safetensors), or a .gguf file")
-    _add_overrides(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="RUN_DIR", help="directory of the run to make")
-    _add_check(parser)
-    _add_emulate(parser)
-
-
-def _import(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.published import run_import
-
-    return run_import(
-        arguments.path,
-        arguments.overrides,
-        output=arguments.output,
-        check=arguments.check,
-        emulate=arguments.emulate,
-    )
-
-
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="published folder to make")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        help="of the tensors; default: that of the model that the run started from, else float32",
-    )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes per file; default: 5GB")
-    _add_step(parser)
-    _add_check(parser)
-    _add_emulate(parser)
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.published import run_export
-
-    return run_export(
-        arguments.run_dir,
-        output=arguments.output,
-        dtype=arguments.dtype,
-        max_shard_size=arguments.max_shard_size,
-        step=arguments.step,
-        check=arguments.check,
-        emulate=arguments.emulate,
-    )
-
-
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train what a config describes, or resume the run",
@@ -379,14 +309,14 @@ COMMANDS: dict[str, Command] = {
     "import": Command(
         "make a run of a published model",
         "jaxtrain import models/SmolLM2-135M -o runs/smollm2",
-        _import_arguments,
-        _import,
+        import_arguments,
+        import_published,
     ),
     "export": Command(
         "write a checkpoint of a run as a published folder, which other tools open",
         "jaxtrain export runs/smollm2 -o models/mine --dtype bfloat16",
-        _export_arguments,
-        _export,
+        export_arguments,
+        export_published,
     ),
     "report": Command(
         "draw the page of a run again, or one page that compares several runs",

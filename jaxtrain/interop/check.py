@@ -1,6 +1,7 @@
 """A published folder here and in transformers, side by side: logits, and the first layer that differs."""
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ def import_transformers() -> tuple[Any, Any]:
         ConfigError: They are not installed.
     """
     try:
-        import torch  # pyright: ignore[reportMissingImports]
-        import transformers  # pyright: ignore[reportMissingImports]
+        torch, transformers = import_module("torch"), import_module("transformers")
     except ImportError as error:
         missing = error.name or "transformers"
         raise ConfigError(

@@ -149,10 +149,8 @@ def _check_held(rows: tuple[Row, ...], held: Mapping[bool, Mapping[str, Any]]) -
             if array is None:
                 raise ConfigError(f"{tree} lacks {row.path}, which the model has; give the {tree} of that model")
             if tuple(array.shape) != row.shape:
-                raise ConfigError(
-                    f"{tree} holds {row.path} {list(array.shape)}, but the model has {list(row.shape)}; give the {tree} "
-                    "of that model"
-                )
+                shapes = f"{list(array.shape)}, but the model has {list(row.shape)}"
+                raise ConfigError(f"{tree} holds {row.path} {shapes}; give the {tree} of that model")
 
 
 def assemble_tensor(rows: tuple[Row, ...], name: str, held: Mapping[bool, Mapping[str, Any]]) -> np.ndarray:

@@ -127,11 +127,39 @@ def _q5_k(blocks: np.ndarray) -> np.ndarray:
     return _scaled_groups(blocks, _group_nibbles(blocks[:, 48:176]) | (fifth << 4))
 
 
+_PAIRS = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
+
+
+def _two_bits(packed: np.ndarray) -> np.ndarray:
+    """Returns uint8 [N, 16, 16]: each half of 32 bytes holds four runs of 32 elements, two bits each."""
+    return ((packed.reshape(-1, 2, 1, 32) >> _PAIRS) & 3).reshape(-1, 16, 16)
+
+
+def _q2_k(blocks: np.ndarray) -> np.ndarray:
+    scales = blocks[:, 0:16]
+    d = _half(blocks, 80) * (scales & 0x0F).astype(np.float32)
+    least = _half(blocks, 82) * (scales >> 4).astype(np.float32)
+    q = _two_bits(blocks[:, 16:80]).astype(np.float32)
+    return (d[:, :, None] * q - least[:, :, None]).reshape(-1, 256)
+
+
+def _q3_k(blocks: np.ndarray) -> np.ndarray:
+    # 16 scales of 6 bits: the low four in 8 bytes of nibbles, the high two in 4 bytes.
+    high = ((blocks[:, 104:108].reshape(-1, 1, 4) >> _PAIRS.reshape(1, 4, 1)) & 3).reshape(-1, 16)
+    scales = (_nibbles(blocks[:, 96:104]) | (high << 4)).astype(np.int8) - np.int8(32)
+    d = _half(blocks, 108) * scales.astype(np.float32)
+    # Bit g of byte i is set where element i of run g is not lowered by 4.
+    third = (blocks[:, 0:32].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
+    lowered = ((third ^ 1) << 2).reshape(-1, 16, 16).astype(np.int8)
+    q = _two_bits(blocks[:, 32:96]).astype(np.int8) - lowered
+    return (d[:, :, None] * q.astype(np.float32)).reshape(-1, 256)
+
+
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
     # Two halves of 128 elements; a half has 64 bytes of low nibbles and 32 bytes of two high bits of 4 elements each.
     low = blocks[:, 0:128].reshape(-1, 2, 64)
     low = np.concatenate([low & 0x0F, low >> 4], axis=2)
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _PAIRS
     q = (low | ((high & 3) << 4).reshape(-1, 2, 128)).astype(np.int8) - np.int8(32)
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
     d = _half(blocks, 208) * scales
@@ -149,6 +177,8 @@ BLOCK_TYPES = {
     6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0),
     7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1),
     8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0),
+    10: BlockType("Q2_K", 256, 84, _FLOAT32, _q2_k),
+    11: BlockType("Q3_K", 256, 110, _FLOAT32, _q3_k),
     12: BlockType("Q4_K", 256, 144, _FLOAT32, _q4_k),
     13: BlockType("Q5_K", 256, 176, _FLOAT32, _q5_k),
     14: BlockType("Q6_K", 256, 210, _FLOAT32, _q6_k),
@@ -157,7 +187,7 @@ BLOCK_TYPES = {
 
 # Names of further types, so that a refusal can say which one a tensor has.
 OTHER_TYPES = {
-    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
     **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }

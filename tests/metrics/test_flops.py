@@ -3,16 +3,28 @@
 import pytest
 
 from jaxtrain.config import load_config
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.vit import ViTConfig
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.run.flops import step_flops
 from jaxtrain.runtime.peaks import peak_flops
 from jaxtrain.train.assemble import assemble, open_run_data
 
 
-def _flops(config, *, sequence_length=None, input_shape=None, num_outputs=None, vocab_size=None, trained=None):
+def _flops(
+    config,
+    *,
+    sequence_length=None,
+    input_shape=None,
+    num_outputs=None,
+    vocab_size=None,
+    decoder_length=None,
+    trained=None,
+):
     return model_flops_per_row(
         config,
+        decoder_length=decoder_length,
         trained=trained,
         sequence_length=sequence_length,
         input_shape=input_shape,
@@ -128,6 +140,62 @@ def test_local_layers_count_the_pairs_of_their_window():
 def test_settings_that_change_no_matmul_count_nothing(keys):
     plain = _flops(TransformerConfig(vocab_size=512), sequence_length=128)
     assert _flops(TransformerConfig.model_validate({"vocab_size": 512, **keys}), sequence_length=128) == plain
+
+
+@pytest.mark.parametrize(
+    ("size", "multiply_adds"),
+    # torchvision's model pages (GFLOPS column, which counts multiply-adds), two decimals, patches of 16 pixels.
+    [("vit_base", 17.56e9), ("vit_large", 61.55e9)],
+)
+def test_vision_transformers_take_the_published_multiply_adds(size, multiply_adds):
+    flops = _flops(ViTConfig(size=size), input_shape=(224, 224, 3), num_outputs=1000)
+    assert flops is not None
+    # 0.005e9 is the rounding of the published figure.
+    assert flops / 6 == pytest.approx(multiply_adds, abs=0.0051e9)
+
+
+def test_an_encoder_decoder_counts_both_sides_and_what_crosses():
+    config = EncoderDecoderConfig(num_layers=3, num_decoder_layers=2, embed_dim=8, num_heads=2, mlp_dim=16)
+    read, written, vocabulary = 32, 12, 64
+    found = _flops(config, sequence_length=read, decoder_length=written, vocab_size=vocabulary)
+    projections, mlp = 4 * 8 * 8, 3 * 8 * 16
+    encoder = 3 * (read * (projections + mlp) + 2 * 8 * read**2)
+    decoder = 2 * (written * (projections + mlp) + 2 * 8 * written**2 / 2)
+    crossed = 2 * (2 * 8 * 8 * (written + read) + 2 * 8 * read * written)
+    assert found == 6 * (encoder + decoder + crossed + written * 8 * vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        pytest.param({"kind": "masked_language_model"}, 64 * 8 * 8, id="a square layer for every token"),
+        pytest.param({"kind": "token", "num_labels": 5}, 64 * (8 * 5 - 8 * 32), id="labels of tokens, no vocabulary"),
+        pytest.param(
+            {"kind": "sequence", "hidden": "tanh", "num_labels": 5},
+            8 * 8 + 8 * 5 - 64 * 8 * 32,
+            id="labels of a text, of one position",
+        ),
+        pytest.param({"kind": "embedding"}, -64 * 8 * 32, id="an embedding"),
+    ],
+)
+def test_a_head_counts_its_layers(head, more):
+    sizes = {"embed_dim": 8, "num_heads": 2, "vocab_size": 32, "causal": False}
+    found = _flops(TransformerConfig.model_validate({**sizes, "head": head}), sequence_length=64)
+    plain = _flops(TransformerConfig.model_validate(sizes), sequence_length=64)
+    assert found is not None
+    assert plain is not None
+    assert found - plain == 6 * more
+
+
+def test_an_encoder_below_what_is_trained_runs_forward():
+    config = EncoderDecoderConfig(num_layers=2, embed_dim=8, num_heads=2, vocab_size=64)
+    whole = _flops(config, sequence_length=32)
+    decoder = _flops(config, sequence_length=32, trained=["decoder/blocks/mlp/up/kernel"])
+    encoder = 6 * 2 * (32 * (4 * 8 * 8 + 3 * 8 * 32) + 2 * 8 * 32**2)
+    assert whole is not None
+    assert decoder is not None
+    # The encoder's backward pass, twice its forward pass, and most gradients of weights are left out.
+    assert decoder < whole - encoder * 2 / 3
 
 
 def test_an_mlp_with_frozen_layers_counts_what_is_left_of_the_backward_pass():

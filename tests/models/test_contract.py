@@ -239,16 +239,28 @@ def hidden(count):
     return mlp(MLPConfig(hidden_dims=(4,) * count, num_outputs=2), input_shape=(3,))
 
 
+# Between them they have every parameter that no decoder of `VARIANTS` has.
+ENCODERS: tuple[dict[str, Any], ...] = (
+    dict(
+        head=dict(kind="masked_language_model"),
+        norm="layernorm",
+        bias=True,
+        embedding_norm=True,
+        token_types=2,
+        **SMALL,
+    ),
+    dict(head=dict(kind="sequence", hidden="tanh", num_labels=3), position="relative", qk_norm=True, **SMALL),
+)
 TABLES = {
     "transformer": lambda: (
         TRANSFORMER,
-        [make().model for make in VARIANTS.values()],
+        [*(make().model for make in VARIANTS.values()), *(transformer(TransformerConfig(**one)) for one in ENCODERS)],
     ),
     "encoder_decoder": lambda: (
         ENCODER_DECODER,
         [
-            encoder_decoder(EncoderDecoderConfig(num_layers=1, embed_dim=8, num_heads=2, vocab_size=13, **more))
-            for more in ({}, dict(norm="layernorm", bias=True))
+            encoder_decoder(EncoderDecoderConfig(**SMALL)),
+            encoder_decoder(EncoderDecoderConfig(norm="layernorm", bias=True, **SMALL)),
         ],
     ),
     "resnet": lambda: (RESNET, [MAKERS["resnet"]().model, MAKERS["resnet with bottlenecks"]().model]),
