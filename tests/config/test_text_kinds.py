@@ -96,5 +96,5 @@ def test_options_of_the_loss_are_those_of_every_task_of_tokens():
 
 def test_a_corruption_of_one_component_is_refused():
     component = "{source: {kind: text, corruption: {kind: mask}}}"
-    with pytest.raises(ConfigError, match="corruption of a component has no effect; set data.corruption"):
+    with pytest.raises(ConfigError, match=r"corruption of a component has no effect; set data\.corruption"):
         load_config("quickstart", overrides=["data.kind=mixture", f"data.components=[{component}]"])
