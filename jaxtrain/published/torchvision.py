@@ -1,18 +1,10 @@
-<<<<<<< HEAD
-"""ResNets with the names of torchvision, whose files come without a config.json. No jax here."""
-=======
 """ResNet files with the names of torchvision have no config.json: their tensors say what it would be. No jax here."""
->>>>>>> main
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.published.transforms import Shape
 
-<<<<<<< HEAD
-WIDER = 4
-"""Width of a bottleneck block's output, in widths of its convolution in the middle."""
-=======
 # Width of a bottleneck block's output, in widths of its convolution in the middle.
 WIDER = 4
 
@@ -26,7 +18,6 @@ def stage_outputs(width: int, stages: int, *, bottleneck: bool) -> list[int]:
         bottleneck: Whether blocks widen their output.
     """
     return [width * 2**stage * (WIDER if bottleneck else 1) for stage in range(stages)]
->>>>>>> main
 
 
 def torchvision_config(tensors: Mapping[str, Shape]) -> dict[str, Any] | None:
@@ -53,11 +44,3 @@ def torchvision_config(tensors: Mapping[str, Shape]) -> dict[str, Any] | None:
         layer_type="bottleneck" if bottleneck else "basic",
     )
     return found | (dict(num_labels=tensors["fc.weight"][0]) if "fc.weight" in tensors else {})
-<<<<<<< HEAD
-
-
-def stage_outputs(width: int, stages: int, *, bottleneck: bool) -> list[int]:
-    """Returns the width of each stage's output."""
-    return [width * 2**stage * (WIDER if bottleneck else 1) for stage in range(stages)]
-=======
->>>>>>> main
