@@ -95,7 +95,10 @@ def find_config(name: str) -> Path:
             f"config {name!r} is a folder without run.json; name a .yaml file, the directory of a run, or one of "
             f"{', '.join(shipped_configs())}"
         )
-    close = difflib.get_close_matches(path.stem, shipped_configs(), 1)
+    # Of names that are as close, one that begins as the given one is meant.
+    close = sorted(
+        difflib.get_close_matches(path.stem, shipped_configs()), key=lambda one: not one.startswith(path.stem)
+    )
     hint = f"did you mean {close[0]!r}?" if close else f"shipped: {', '.join(shipped_configs())}"
     raise ConfigError(f"no config {name!r}, neither a shipped name nor a file; {hint}")
 
