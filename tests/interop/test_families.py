@@ -47,6 +47,7 @@ ROWS = {
     "llama": Row(),
     "llama31": Row(),
     "smollm2": Row(),
+    "starcoder2": Row(),
     **{name: Row() for name in ("mistral", "mixtral", "qwen2", "qwen2_window", "qwen2_yarn", "qwen3", "qwen3_moe")},
     **{name: Row() for name in ("gemma2", "gemma3_text", "phi3", "phi3_longrope", "gpt2", "gpt_neox")},
     **{name: Row(ENCODER, generates=False) for name in ("bert_mlm", "bert_sequence", "bert_token")},

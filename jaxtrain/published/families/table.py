@@ -20,6 +20,7 @@ from jaxtrain.published.families import (
     qwen3_moe,
     resnet,
     roberta,
+    starcoder2,
     t5,
     vit,
 )
@@ -44,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "vit": vit.FAMILY,
     "resnet": resnet.FAMILY,
     "t5": t5.FAMILY,
+    "starcoder2": starcoder2.FAMILY,
 }
 
 
