@@ -104,6 +104,9 @@ def write_published(
     theirs: Mapping[str, Any] = {} if origin is None else origin.config
     family = family_for(settings, model_type=theirs.get("model_type"))
     name, dtypes = _dtype_name(dtype, origin), {} if dtype or origin is None else origin.dtypes
+    # Only the main process looks: when another one comes here, it may have written into the folder already.
+    with on_main_process(_empty(folder)):
+        pass
     rows = family.tensors(settings)
     tensors = _plan(rows, {**dtypes, "": name})
     held = {False: by_path(params), True: by_path(model_state)}
@@ -111,31 +114,34 @@ def write_published(
     shards = _shards(tensors, most)
     config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
     main = is_main_process()
-    # The other processes may come here when the main one has written into it already.
-    with on_main_process(_new_folder(folder)):
-        hosts: dict[tuple[bool, str], np.ndarray] = {}
-        for file, names in shards.items():
-            shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
-            arrays = ((one, _assembled(tensors[one], held, hosts)) for one in names)
-            if main:
-                write_safetensors(folder / file, shapes, arrays)
-            else:
-                for _ in arrays:  # every process takes part in gathering what is sharded over processes
-                    pass
+    if main:
+        _make_folder(folder)
+    hosts: dict[tuple[bool, str], np.ndarray] = {}
+    for file, names in shards.items():
+        shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
+        arrays = ((one, _assembled(tensors[one], held, hosts)) for one in names)
         if main:
-            _write_files(folder, config, shards, tensors, {} if origin is None else origin.files, tokenizer)
+            write_safetensors(folder / file, shapes, arrays)
+        else:
+            for _ in arrays:  # every process takes part in gathering what is sharded over processes
+                pass
+    if main:
+        _write_files(folder, config, shards, tensors, {} if origin is None else origin.files, tokenizer)
     return folder
 
 
 @contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[None]:
+def _empty(folder: Path) -> Iterator[None]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; name a new folder")
+    yield
+
+
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
-    yield
 
 
 def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,7 +290,7 @@ def _companions(
 
 def _dtype_name(dtype: str | None, origin: Origin | None) -> str:
     name = dtype or ("float32" if origin is None else origin.dtypes.get("", "float32"))
-    if name not in SAVED_DTYPES:
+    if not isinstance(name, str) or name not in SAVED_DTYPES:
         raise ConfigError(f"dtype={name!r} cannot be written; use one of {', '.join(SAVED_DTYPES)}")
     return name
 

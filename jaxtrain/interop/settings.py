@@ -99,6 +99,10 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
         raise ConfigError(
             f"model.kind={settings.get('kind')} is of no published family, so it cannot be written as one"
         )
+    if settings.get("vocab_size", 0) is None:
+        raise ConfigError(
+            "model.vocab_size is null, which leaves it to data; write the number of rows of the embedding"
+        )
     if model_type is not None and model_type in FAMILIES:
         problem = unsaid(FAMILIES[model_type], settings)
         if problem is not None:

@@ -26,6 +26,11 @@ ROWS = {
     ),
     "load_pretrained: a number": (lambda: jt.load_pretrained(3), "not 3", "load_pretrained('models/llama')"),
     "load_pretrained: no folder": (lambda: jt.load_pretrained("none"), "no folder none", "config.json"),
+    "save_pretrained: no vocabulary": (
+        lambda: saved(model={key: value for key, value in GROUP.items() if key != "vocab_size"}),
+        "vocab_size is null",
+        "write the number of rows",
+    ),
     "load_pretrained: keys": (lambda: jt.load_pretrained(LLAMA, model=3), "not 3", "model={'dropout': 0.1}"),
     "load_pretrained: a wrong key": (
         lambda: jt.load_pretrained(LLAMA, model={"drop": 1}),
