@@ -6,7 +6,7 @@ Sources: the config.json published with each model (the base models).
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.published.decoder import SILU, as_many_as_heads, decoder_keys, read_windows, split_width, write_windows
+from jaxtrain.published.decoder import SILU, decoder_keys, read_windows, split_width, write_windows
 from jaxtrain.published.families.llama import tensors
 from jaxtrain.published.family import Family
 from jaxtrain.published.keys import Fixed, Mapped, Own, read_keys, write_keys
@@ -49,7 +49,7 @@ WINDOW_KEYS = (
 KEYS = (
     *decoder_keys(
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=as_many_as_heads, head_dim=split_width, max_position_embeddings=32768, rms_norm_eps=1e-6,
+        num_key_value_heads=32, head_dim=split_width, max_position_embeddings=32768, rms_norm_eps=1e-6,
         tie_word_embeddings=False,
     ),
     Mapped("hidden_act", to="activation", default="silu", values=SILU),
