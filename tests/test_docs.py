@@ -15,7 +15,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 LINE = re.compile(r"^(?:# |    )?(jaxtrain [a-z].*?)(?:\s+#.*)?$|`(jaxtrain [a-z][^`]*)`", re.MULTILINE)
 # A config that a page prints, under a first line with its name.
 CONFIG = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PLACEHOLDERS = {"CONFIG": "quickstart", "NAME": "quickstart", "RUN": "runs/x", "RUN_DIR": "runs/x", "DIR": "x"}
+PLACEHOLDERS = {
+    **{"CONFIG": "quickstart", "NAME": "quickstart", "RUN": "runs/x", "RUN_DIR": "runs/x", "DIR": "x"},
+    # A published model that is here.
+    "model.from=models/SmolLM2-135M": f"model.from={ROOT / 'tests' / 'interop' / 'published' / 'smollm2'}",
+}
 
 
 def commands() -> list[tuple[str, str]]:

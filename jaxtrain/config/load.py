@@ -95,7 +95,10 @@ def find_config(name: str) -> Path:
             f"config {name!r} is a folder without run.json; name a .yaml file, the directory of a run, or one of "
             f"{', '.join(shipped_configs())}"
         )
-    close = difflib.get_close_matches(path.stem, shipped_configs(), 1)
+    # Of names that are as close, one that begins as the given one is meant.
+    close = sorted(
+        difflib.get_close_matches(path.stem, shipped_configs()), key=lambda one: not one.startswith(path.stem)
+    )
     hint = f"did you mean {close[0]!r}?" if close else f"shipped: {', '.join(shipped_configs())}"
     raise ConfigError(f"no config {name!r}, neither a shipped name nor a file; {hint}")
 
@@ -125,11 +128,13 @@ class _Tree:
             if len(path) == 1 and path[0] in CALLABLE_GROUPS and "call" in value and "kind" not in value:
                 value = {"kind": CALLED, **value}
             self._yield_to(path, value, where)
+            reads, self.reads_published = self.reads_published, self.reads_published and not _is_whole(path, value)
             # The kind goes first: it decides which of the older keys stay.
             for key in sorted(value, key=lambda key: (key != "kind", key != "from", key != "size", key != "call")):
                 # Names of arguments, and keys of mappings among them, are the function's: they are no paths.
                 parts = [str(key)] if "args" in path else str(key).split(".")
                 self._set_inside(path, parts, value[key], where)
+            self.reads_published = reads
             if not value and path:
                 self._node(path)
                 self.where[path] = where
@@ -226,6 +231,13 @@ class _Tree:
             del self.values[name][key]
             for known in [p for p in self.where if p[:2] == (name, key)]:
                 self.notes.append(f"{'.'.join(known)} ({self.where.pop(known)}) gave way to {successor}")
+
+
+def _is_whole(path: KeyPath, value: Mapping[str, Any]) -> bool:
+    """Whether a mapping is a whole model group as a run saved it, which the published model need not fill."""
+    kind = members(Config.model_fields["model"].annotation).get(str(value.get("kind")))
+    # What computes attention is left to the machine where a saved run is opened.
+    return path == ("model",) and kind is not None and {*kind.model_fields} - {"attention"} <= {*value}
 
 
 def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:

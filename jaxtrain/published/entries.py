@@ -30,7 +30,7 @@ from jaxtrain.published.transforms import Shape, Transform
 class Entry:
     """One parameter of ours, and where it lies in a published file.
 
-    Args:
+    Attributes:
         path: Path of our parameter, parts separated by "/".
         names: Name of their tensor, or the names, the one to write first; {layer} and {expert} count `stack`.
         transform: How their tensor becomes ours (of one layer and expert).
@@ -56,7 +56,7 @@ class Entry:
 class Tied:
     """A tensor that some files repeat although it is the same as another parameter; it is not written.
 
-    Args:
+    Attributes:
         names: Name or names of the tensor.
         to: Path of the parameter that it must be equal to.
         transform: How the tensor becomes that parameter.
@@ -73,7 +73,7 @@ class Tied:
 class Skipped:
     """Tensors that are known and not read.
 
-    Args:
+    Attributes:
         pattern: Regular expression of the whole name.
         reason: Why nothing is lost.
     """

@@ -12,7 +12,7 @@ from jaxtrain.published.keys import Key
 class Family:
     """One published family: its keys, its names and what translates both.
 
-    Args:
+    Attributes:
         name: The family's name; a file of families/ is called so.
         model_type: The `model_type` of its config.json.
         keys: Declarations of every key of its config.json.

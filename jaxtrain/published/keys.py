@@ -29,7 +29,7 @@ Default = object | Callable[[Mapping[str, Any]], object]
 class Mapped:
     """A key of config.json that becomes a key of our model group.
 
-    Args:
+    Attributes:
         name: Key of config.json.
         to: Key of our model group.
         default: The family's value where the file leaves the key out (see the module).
@@ -58,7 +58,7 @@ class Own:
 class Fixed:
     """A key of config.json that is supported with some values only; the first is the family's default.
 
-    Args:
+    Attributes:
         name: Key of config.json.
         values: The values that change nothing in what we compute.
         reason: What another value would ask for, as a clause ("it splits the linear layers into slices").
@@ -74,7 +74,7 @@ class Fixed:
 class Ignored:
     """A key of config.json that has no effect on the outputs of the model.
 
-    Args:
+    Attributes:
         name: Key of config.json.
         reason: What the key is for.
     """

@@ -1,18 +1,26 @@
-"""ResNets with torchvision's names: their config.json, which their files lack. No jax here, nor numpy."""
+"""ResNet files with the names of torchvision have no config.json: their tensors say what it would be. No jax here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.published.transforms import Shape
+
+# Width of a bottleneck block's output, in widths of its convolution in the middle.
 WIDER = 4
-"""How many times as wide as its 3x3 convolution a bottleneck's output is."""
 
 
 def stage_outputs(width: int, stages: int, *, bottleneck: bool) -> list[int]:
-    """Returns the channels that each stage of a ResNet gives."""
+    """Returns the channels that each stage of a ResNet gives.
+
+    Args:
+        width: Channels of the first convolution.
+        stages: Number of stages; each doubles the width.
+        bottleneck: Whether blocks widen their output.
+    """
     return [width * 2**stage * (WIDER if bottleneck else 1) for stage in range(stages)]
 
 
-def torchvision_config(tensors: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+def torchvision_config(tensors: Mapping[str, Shape]) -> dict[str, Any] | None:
     """Returns the config.json of a file with torchvision's names, which has none; or None for other names.
 
     Args:

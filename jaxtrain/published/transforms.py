@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 class Transform:
     """How their tensor is looked at as our parameter; made by the functions of this module.
 
-    Args:
+    Attributes:
         theirs: Shape of their tensor.
         start: Where the block begins, in each dimension of theirs.
         block: Shape of the block.

@@ -21,9 +21,12 @@ SHIPPED = {
     "digits_resnet",
     "gpt2_124m",
     "llama3_8b",
+    "minilm_classify",
     "quickstart",
     "resnet50_imagenet",
+    "t5_small",
     "tabular_mlp",
+    "vit_digits",
 }
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.sizes import TRANSFORMER_SIZES
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import count_parameters
@@ -26,6 +27,60 @@ TRANSFORMERS = {
     "llama3.1_405b": 405_853_388_800,
     "llama3.2_1b": 1_235_814_400,
     "llama3.2_3b": 3_212_749_824,
+}
+# The same of the other decoders, whose models are not built: the planner's shapes are counted. Those of Gemma 3 from 4B
+# on are of the text part, with the 262,208 rows that its embedding has.
+DECODERS = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1.7b": 1_711_376_384,
+    "mistral_7b_v0.1": 7_241_732_096,
+    "mistral_7b_v0.3": 7_248_023_552,
+    "mistral_nemo_12b": 12_247_782_400,
+    "qwen2.5_0.5b": 494_032_768,
+    "qwen2.5_1.5b": 1_543_714_304,
+    "qwen2.5_3b": 3_085_938_688,
+    "qwen2.5_7b": 7_615_616_512,
+    "qwen2.5_14b": 14_770_033_664,
+    "qwen2.5_32b": 32_763_876_352,
+    "qwen2.5_72b": 72_706_203_648,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_1.7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
+    "phi3_mini_4k": 3_821_079_552,
+    "phi3_medium_4k": 13_960_238_080,
+    "pythia_70m": 70_426_624,
+    "pythia_160m": 162_322_944,
+    "pythia_410m": 405_334_016,
+    "pythia_1b": 1_011_781_632,
+    "pythia_1.4b": 1_414_647_808,
+    "pythia_2.8b": 2_775_208_960,
+    "pythia_6.9b": 6_857_302_016,
+    "pythia_12b": 11_846_072_320,
+    "gpt_neox_20b": 20_554_567_680,
+    "starcoder2_3b": 3_030_371_328,
+    "starcoder2_7b": 7_173_923_840,
+    "starcoder2_15b": 15_957_889_024,
+    "qwen2_0.5b": 494_032_768,
+    "qwen2_1.5b": 1_543_714_304,
+    "qwen2_7b": 7_615_616_512,
+    "qwen2_72b": 72_706_203_648,
 }
 # The safetensors index published with each model (the embedding counted once).
 ENCODER_DECODERS = {
@@ -66,6 +121,19 @@ RESNETS = {
 @pytest.mark.parametrize(("size", "count"), [*TRANSFORMERS.items(), *ENCODERS.items()], ids=[*TRANSFORMERS, *ENCODERS])
 def test_transformers_have_the_published_counts(size, count):
     assert count_parameters(build_model(TransformerConfig(size=size), input_shape=(8,))) == count
+
+
+@pytest.mark.parametrize(("size", "count"), DECODERS.items(), ids=DECODERS)
+def test_decoders_have_the_published_counts(size, count):
+    """Counted without building them, like the encoder-decoders."""
+    config = TransformerConfig(size=size)
+    shapes = model_tensors(config, input_shape=(8,), vocab_size=config.vocab_size, num_outputs=None)
+    assert shapes.num_parameters == count
+
+
+def test_every_published_size_has_its_count():
+    counted = {*TRANSFORMERS, *DECODERS, *ENCODERS}
+    assert {size for size in TRANSFORMER_SIZES if not size.startswith("gpt3_")} == counted
 
 
 @pytest.mark.parametrize(("size", "count"), ENCODER_DECODERS.items(), ids=ENCODER_DECODERS)

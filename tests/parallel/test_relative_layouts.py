@@ -27,6 +27,7 @@ _MODELS = {
         kind="encoder_decoder", num_layers=2, num_decoder_layers=3, attention_scale=1.0, activation="relu",
         tie_embeddings=True, logits_scale=0.25, dropout=0.1,
     ),
+    "rotary encoder_decoder": dict(kind="encoder_decoder", num_layers=1, position="rotary"),
     # Sequences of several blocks of queries: 16 of 8 would be one.
     "transformer": dict(kind="transformer", num_layers=4, position="relative", attention="blockwise"),
 }  # fmt: skip
@@ -85,6 +86,7 @@ _ROWS = [
     pytest.param("encoder_decoder", layout(data=2, fsdp=2, tensor=2), 1, "full", id="encoder_decoder-all-axes-remat"),
 ]
 _MORE = [
+    pytest.param("rotary encoder_decoder", layout(context=2, tensor=2), 1, "none", id="encoder_decoder-rotary-context"),
     pytest.param("transformer", layout(pipe=2, tensor=2), 1, "none", id="transformer-pipe-tensor"),
     pytest.param("encoder_decoder", layout(fsdp=2, tensor=2, sp=True), 1, "none", id="encoder_decoder-sequence-split"),
     pytest.param("encoder_decoder", layout(data=2, fsdp=2, zero=2), 1, "none", id="encoder_decoder-zero-2"),

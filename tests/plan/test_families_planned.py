@@ -66,6 +66,8 @@ def check(found: Estimate) -> None:
     assert found.memory.state_bytes == pytest.approx(12 * found.num_parameters / found.target.num_devices, rel=0.02)
     assert found.memory.total_bytes > found.memory.state_bytes
     assert found.time is not None
+    assert found.time.low_seconds is not None
+    assert found.time.high_seconds is not None
     assert found.time.low_seconds < found.time.seconds < found.time.high_seconds
     # A step is slower than its model FLOPs alone; by far the most where it computes 16 times those in experts.
     assert 0.005 < found.time.model_flops_utilization < 0.8

@@ -14,20 +14,22 @@ from jaxtrain.plan.catalogue.hardware import parse_targets
 from jaxtrain.plan.search.analyse import analyse
 
 TOKENS = "data={kind: synthetic, task: tokens, vocab_size: 32000, sequence_length: 1024}"
-SPANS = "data={kind: synthetic, task: tokens, vocab_size: 32000, sequence_length: 512, corruption: {kind: spans}}"
-IMAGES = "data={kind: synthetic, task: images, image_size: 224, num_classes: 1000}"
-# So many rows that 128, a tile's side, divides the tokens of rows of any length: XLA's compiler for GPUs that are not
-# here, which cannot try tiles out, gives up on others (jax 0.10.2).
-MANY_ROWS = "train.global_batch_size=1024"
+# Lengths that 16 divides: XLA's compiler for absent GPUs, which cannot try tiles out, gives up on others (114 targets,
+# 197 positions of an image of 224 pixels; jax 0.10.2).
+PAIRS = "data={kind: text_pairs, path: null, builtin: python_docstrings, sequence_length: 512, target_length: 128}"
+IMAGES = "data={kind: synthetic, task: images, image_size: 256, num_classes: 1000}"
 # Structure -> (config, what it takes from the command line).
 STRUCTURES = {
-    "sandwich with local layers": ("gpt2_124m", ["model={size: gemma3_1b}", TOKENS]),
+    "sandwich with local layers": ("gpt2_124m", ["model={size: gemma3_1b, vocab_size: 32000}", TOKENS]),
     "parallel block": ("gpt2_124m", ["model={size: pythia_410m}", TOKENS]),
     "encoder-decoder": (
         "gpt2_124m",
-        ["model={kind: encoder_decoder, size: flan_t5_base}", SPANS, "task=sequence_to_sequence", MANY_ROWS],
+        ["model={kind: encoder_decoder, size: flan_t5_base}", PAIRS, "task=sequence_to_sequence"],
     ),
-    "vision transformer": ("digits_resnet", ["model={kind: vit, size: vit_base}", IMAGES, MANY_ROWS]),
+    "vision transformer": (
+        "digits_resnet",
+        ["model={kind: vit, size: vit_base, image_size: 256, pooling: mean}", IMAGES],
+    ),
 }
 SHARED = [
     "train.global_batch_size=64",
@@ -69,6 +71,7 @@ def test_the_structure_compiles_and_takes_the_memory_planned(compiled: tuple[str
     config, overrides = STRUCTURES[name]
     (target,) = parse_targets(target_name, None)
     memory = analyse(load_config(config, overrides=[*SHARED, *overrides]).config, target).memory
-    # State is a matter of shapes, but a TPU pads arrays to tiles.
+    # State is a matter of shapes. The peak of a small encoder-decoder is planned a quarter high: both sides count as
+    # gathered at once.
     assert memory.state_bytes == pytest.approx(result["state_bytes"], rel=0.01)
     assert memory.total_bytes == pytest.approx(result["peak_bytes"], rel=0.25)

@@ -22,8 +22,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "resnet152": dict(kind="resnet", stage_blocks=[3, 8, 36, 3], bottleneck=True),
 }
 
-# Width of a bottleneck block's output, in widths of its convolution in the middle.
-
 KEYS = (
     Own("embedding_size", default=64),
     Own("hidden_sizes", default=[256, 512, 1024, 2048]),

@@ -1,0 +1,182 @@
+"""Published weights reach every layout, each slice is read once, and the doors (config, commands) open."""
+
+import dataclasses
+import json
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.interop.load import by_path, copy_into, read_places
+from jaxtrain.published.folder import open_folder
+
+LLAMA = Path(__file__).parent / "published" / "llama"
+WANTED = dict(np.load(LLAMA / "expected.npz"))
+
+
+class CountingSource:
+    """A source that adds up what is read of each tensor."""
+
+    def __init__(self, source):
+        self.source, self.read_elements = source, {}
+
+    def read(self, name, index=None):
+        found = self.source.read(name, index)
+        self.read_elements[name] = self.read_elements.get(name, 0) + found.size
+        return found
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 4},
+        {"tensor": 2},
+        {"data": 8},
+        pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_weights_on_a_mesh(mesh):
+    pretrained = jt.load_pretrained(LLAMA)
+    count = int(np.prod(list(mesh.values())))
+    sharded = jt.shard_model(pretrained.model, mesh=jt.make_mesh(**mesh, devices=jax.devices()[:count]))
+    source = CountingSource(pretrained.published.source)
+    published = dataclasses.replace(pretrained.published, source=source)
+    wanted = by_path(sharded.abstract_params)
+    found = read_places(published, pretrained.places.params, wanted)
+    # Devices that hold the same slice share it: nothing is read twice.
+    sizes = {name: int(np.prod(shape)) for name, (shape, _) in pretrained.published.source.tensors.items()}
+    assert source.read_elements == sizes
+    assert {path: array.sharding for path, array in found.items()} == {
+        path: like.sharding for path, like in wanted.items()
+    }
+    here = by_path(pretrained.params)
+    for path, array in found.items():
+        np.testing.assert_array_equal(array, here[path], err_msg=path)
+    params = jax.tree.unflatten(jax.tree.structure(sharded.abstract_params), [found[path] for path in wanted])
+    tokens = jnp.asarray(WANTED["tokens"], jnp.int32)
+    logits = jax.jit(lambda params, x: sharded.apply(params, {}, x, key=None, train=False)[0])(params, tokens)
+    # As on one device in test_families.py: float32 sums in another order.
+    np.testing.assert_allclose(logits, WANTED["logits"], rtol=0, atol=1e-4 * np.ptp(WANTED["logits"]))
+
+
+@pytest.mark.long
+def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
+    group = {"kind": "transformer", "num_layers": 4, "embed_dim": 128, "num_heads": 4, "vocab_size": 2048}
+    model = jt.build_model(group, input_shape=(8,))
+    jt.save_pretrained(tmp_path / "x", model.init(jax.random.key(0))[0], model=group, dtype="bfloat16")
+    pretrained = jt.load_pretrained(tmp_path / "x")
+    sharded = jt.shard_model(pretrained.model, mesh=jt.make_mesh(fsdp=8))
+    share = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sharded.abstract_params))
+    largest = max(int(np.prod(shape)) * dtype.itemsize for shape, dtype in pretrained.published.source.tensors.values())
+    tracemalloc.start()
+    params = pretrained.read(sharded)[0]
+    jax.block_until_ready(params)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # The emulated devices belong to one process, whose share is the model. NumPy's buffers are traced; those that
+    # become a device's own without a copy are the share itself.
+    assert peak <= 1.3 * share + largest
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+def test_tiles_copy_every_number(order):
+    theirs = np.random.default_rng(0).normal(size=(37, 70, 41)).astype(np.float32)
+    part = theirs.transpose(order)
+    for dtype in (np.float32, jnp.bfloat16):
+        out = np.zeros(part.shape, dtype)
+        copy_into(out, part)
+        np.testing.assert_array_equal(out, part.astype(dtype))
+
+
+CONFIG = {
+    "model": {"from": str(LLAMA)},
+    "data": {"kind": "synthetic", "task": "tokens", "vocab_size": 40, "sequence_length": 16, "num_rows": 64},
+    "train": {"steps": 2, "global_batch_size": 8},
+    "evaluation": {"every": None},
+    "logging": {"report": False},
+}
+
+
+def test_the_folder_gives_the_keys_and_what_is_set_after_it_wins():
+    loaded = jt.load_config(CONFIG, overrides=["model.num_heads=2", "model.num_kv_heads=null", "model.head_dim=8"])
+    model = loaded.config.model
+    assert (model.num_layers, model.num_heads, model.kv_heads, model.vocab_size) == (2, 2, 2, 40)
+    assert loaded.origins["model.num_layers"] == str(LLAMA / "config.json")
+    assert loaded.origins["model.num_heads"] == "command line"
+    other = jt.load_config("quickstart", overrides=[f"model.from={LLAMA}"])
+    assert other.config.model.embed_dim == 16
+    assert any("model.embed_dim" in note and "gave way to model.from" in note for note in other.notes)
+
+
+def test_a_tokenizer_of_the_folder_is_the_default(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(LLAMA / name)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found = jt.load_config("quickstart", overrides=[f"model.from={tmp_path}"]).config.data.tokenizer
+    assert (found.kind, found.path) == ("file", str(tmp_path / "tokenizer.json"))
+    own = ["data.tokenizer.kind=byte"]
+    assert jt.load_config("quickstart", overrides=[f"model.from={tmp_path}", *own]).config.data.tokenizer.kind == "byte"
+
+
+def test_a_step_starts_from_a_folder():
+    pretrained = jt.load_pretrained(LLAMA)
+    mesh = jt.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    step = jt.make_train_step(pretrained.model, jt.language_modeling(), jt_sgd(), mesh=mesh)
+    state = step.init(0, params=LLAMA)
+    jax.tree.map(np.testing.assert_array_equal, state.params, pretrained.params)
+
+
+def jt_sgd():
+    import optax
+
+    return optax.sgd(0.1)
+
+
+@pytest.mark.long
+def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "folder" / name).write_bytes((LLAMA / name).read_bytes())
+    answer = cli("import", "folder", "-o", "run")
+    assert (answer.code, answer.out) == (0, "run\n"), answer.err
+    assert json.loads(Path("run/run.json").read_text())["published"]["folder"] == str(tmp_path / "folder")
+    # Neither the run nor its export needs the folder.
+    (tmp_path / "folder").rename(tmp_path / "elsewhere")
+    assert cli("export", "run", "-o", "out", "--max-shard-size", "8KB").code == 0
+    before, after = open_folder(LLAMA), open_folder("out")
+    assert {name: before.read(name).tobytes() for name in before.tensors} == {
+        name: after.read(name).tobytes() for name in after.tensors
+    }
+    assert cli("export", "run", "-o", "half", "--dtype", "bfloat16").code == 0
+    assert open_folder("half").config["torch_dtype"] == "bfloat16"
+    assert {str(dtype) for _, dtype in open_folder("half").tensors.values()} == {"bfloat16"}
+    assert cli("eval", "run").code == 0
+    for words, said in (
+        (("import", "none", "-o", "other"), "no folder none"),
+        (("import", "elsewhere", "-o", "run"), "is a run already"),
+        (("export", "run", "-o", "out"), "not empty"),
+        (("export", "run", "-o", "more", "--max-shard-size", "big"), "5GB"),
+        (("export", "none", "-o", "more"), "no run at none"),
+    ):
+        answer = cli(*words)
+        assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+        assert said in answer.err
+
+
+@pytest.mark.long
+def test_weights_are_read_at_step_0_only(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((LLAMA / name).read_bytes())
+    config = {**CONFIG, "model": {"from": str(folder)}}
+    first = jt.run_config(config, run_dir=tmp_path / "run")
+    folder.rename(tmp_path / "gone")
+    again = jt.run_config(tmp_path / "run", overrides={"train.steps": 3})
+    assert (first.step, again.step) == (2, 3)

@@ -1,0 +1,248 @@
+"""Each setting of the transformer's block against its formula in plain NumPy, in float64, position by position."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.models.shipped.transformer import transformer
+
+LENGTH, VOCABULARY = 12, 20
+SIZES = dict(num_layers=3, embed_dim=12, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=10, vocab_size=VOCABULARY)
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH))
+
+# Setting -> keys of the config. Every row must move the logits of the row that it is compared with.
+ROWS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "layernorm": dict(norm="layernorm"),
+    "bias": dict(bias=True, norm="layernorm"),
+    "bias of queries, keys, values": dict(bias="qkv"),
+    "gelu": dict(activation="gelu"),
+    "gelu_exact": dict(activation="gelu_exact"),
+    "relu": dict(activation="relu"),
+    "geglu": dict(activation="geglu"),
+    "learned": dict(position="learned", max_sequence_length=LENGTH),
+    "position_offset": dict(position="learned", max_sequence_length=LENGTH, position_offset=2),
+    "no positions": dict(position="none"),
+    "relative": dict(position="relative", relative_buckets=8, relative_max_distance=10),
+    "relative, not causal": dict(position="relative", relative_buckets=8, relative_max_distance=10, causal=False),
+    "linear": dict(rope_scaling=dict(kind="linear", factor=4.0)),
+    "llama3": dict(rope_scaling=dict(kind="llama3", factor=8.0, original_length=32), rope_theta=50.0),
+    "yarn": dict(rope_scaling=dict(kind="yarn", factor=4.0, original_length=64, beta_fast=4.0), rope_theta=50.0),
+    "yarn, ramp between dims": dict(
+        rope_scaling=dict(kind="yarn", factor=4.0, original_length=64, beta_fast=4.0, truncate=False), rope_theta=50.0
+    ),
+    "longrope, short": dict(
+        rope_scaling=dict(kind="longrope", short_factors=(1, 1.5, 2), long_factors=(2, 4, 8), original_length=16)
+    ),
+    "longrope, long": dict(
+        rope_scaling=dict(kind="longrope", short_factors=(1, 1.5, 2), long_factors=(2, 4, 8), original_length=8)
+    ),
+    "rotary_fraction": dict(rotary_fraction=0.7),
+    "post": dict(block="post"),
+    "sandwich": dict(block="sandwich"),
+    "parallel": dict(block="parallel"),
+    "norm_offset": dict(norm_offset=True),
+    "qk_norm": dict(qk_norm=True),
+    "attention_scale": dict(attention_scale=0.9),
+    "attention_softcap": dict(attention_softcap=0.3),
+    "embedding_scale": dict(embedding_scale=3.0),
+    "embedding_norm": dict(embedding_norm=True),
+    "token_types": dict(token_types=2),
+    "logits_scale": dict(logits_scale=0.25),
+    "logits_softcap": dict(logits_softcap=0.5),
+    "tied": dict(tie_embeddings=True),
+    "window": dict(sliding_window=4),
+    "local layers": dict(local_layers=dict(pattern=(1, 0), window=3)),
+    "local layers with their own theta": dict(local_layers=dict(pattern=(1, 1, 0), window=3, rope_theta=20.0)),
+}
+# The others run under --all; the fixtures of tests/interop/ meet each setting in plain pytest too.
+PLAIN = ("defaults", "yarn", "sandwich", "local layers with their own theta", "parallel")
+
+
+def scrambled(params: Any) -> Any:
+    """Parameters that are all away from 0 and 1, so that no norm, bias or table is without effect."""
+    leaves, tree = jax.tree.flatten(params)
+    draws = np.random.default_rng(1)
+    return tree.unflatten([np.asarray(0.4 * draws.standard_normal(leaf.shape), np.float32) for leaf in leaves])
+
+
+def normalized(x: np.ndarray, params: Any, config: TransformerConfig, *, kind: str | None = None) -> np.ndarray:
+    kind = kind or config.norm
+    centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
+    y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    y = y * (params["scale"] + config.norm_offset)
+    return y + params["bias"] if "bias" in params else y
+
+
+def frequencies(config: TransformerConfig, local: bool) -> tuple[np.ndarray, float]:
+    dims = int(config.head_width * config.rotary_fraction)
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if local and config.local_layers is not None and config.local_layers.rope_theta is not None:
+        theta, scaling = config.local_layers.rope_theta, None
+    plain = np.array([theta ** (-2 * pair / dims) for pair in range(dims // 2)])
+    if scaling is None:
+        return plain, 1.0
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        found = []
+        for one in plain:
+            turns = scaling.original_length * one / (2 * math.pi)
+            low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+            smooth = min(max((turns - low) / (high - low), 0), 1)
+            found.append((1 - smooth) * one / scaling.factor + smooth * one)
+        return np.array(found), 1.0
+    if scaling.kind == "longrope":
+        divisors = scaling.long_factors if scaling.original_length < LENGTH else scaling.short_factors
+        s = config.max_sequence_length / scaling.original_length
+        return plain / np.array(divisors), math.sqrt(1 + math.log(s) / math.log(scaling.original_length))
+    # YaRN, Peng et al. 2023, section 3.2: gamma by the dim at which a number of rotations fits.
+    edges = [
+        dims * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    if scaling.truncate:
+        edges = [math.floor(edges[0]), math.ceil(edges[1])]
+    first, last = max(edges[0], 0), min(edges[1], dims - 1)
+    divided = np.clip((np.arange(dims // 2) - first) / (last - first), 0, 1)
+    return divided * plain / scaling.factor + (1 - divided) * plain, 0.1 * math.log(scaling.factor) + 1
+
+
+def rotated(x_K: np.ndarray, position: int, config: TransformerConfig, local: bool) -> np.ndarray:
+    speeds, factor = frequencies(config, local)
+    y_K, half = x_K.copy(), len(speeds)
+    for pair, speed in enumerate(speeds):
+        cos, sin = factor * math.cos(position * speed), factor * math.sin(position * speed)
+        first, second = x_K[pair], x_K[pair + half]
+        y_K[pair], y_K[pair + half] = first * cos - second * sin, second * cos + first * sin
+    return y_K
+
+
+def bucket(distance: int, config: TransformerConfig) -> int:
+    """Of the key's position less the query's; Raffel et al. 2020, section 2.1."""
+    count, first = config.relative_buckets, 0
+    if not config.causal:
+        count //= 2
+        first = count if distance > 0 else 0
+    steps = max(-distance, 0) if config.causal else abs(distance)
+    exact = count // 2
+    if steps < exact:
+        return first + steps
+    share = math.log(steps / exact) / math.log(config.relative_max_distance / exact)
+    return first + min(exact + int(share * (count - exact)), count - 1)
+
+
+def attended(x_LD: np.ndarray, params: Any, tables: Any, config: TransformerConfig, layer: int) -> np.ndarray:
+    local = config.local_layers is not None and config.windows[layer] is not None
+    q_LHK, k_LGK, v_LGK = (
+        np.einsum("ld,dhk->lhk", x_LD, params[name]["kernel"]) + params[name].get("bias", 0)
+        for name in ("query", "key", "value")
+    )
+    if config.qk_norm:
+        q_LHK = normalized(q_LHK, params["query_norm"], config, kind="rmsnorm")
+        k_LGK = normalized(k_LGK, params["key_norm"], config, kind="rmsnorm")
+    scale = config.attention_scale or 1 / math.sqrt(config.head_width)
+    out_LHK = np.zeros_like(q_LHK)
+    for head in range(config.num_heads):
+        group = head * config.kv_heads // config.num_heads
+        for at in range(len(x_LD)):
+            scores = np.full(len(x_LD), -np.inf)
+            for other in range(len(x_LD)):
+                if config.causal and other > at:
+                    continue
+                window = config.windows[layer]
+                if window is not None and abs(at - other) >= window:
+                    continue
+                query, key = q_LHK[at, head], k_LGK[other, group]
+                if config.position == "rotary":
+                    query, key = rotated(query, at, config, local), rotated(key, other, config, local)
+                score = scale * float(query @ key)
+                if config.position == "relative":
+                    score += tables["relative_positions"][bucket(other - at, config), head]
+                cap = config.attention_softcap
+                scores[other] = score if cap is None else cap * math.tanh(score / cap)
+            weights = np.exp(scores - scores.max())
+            out_LHK[at, head] = weights / weights.sum() @ v_LGK[:, group]
+    return np.einsum("lhk,hkd->ld", out_LHK, params["output"]["kernel"]) + params["output"].get("bias", 0)
+
+
+def gelu(x: np.ndarray, *, exact: bool) -> np.ndarray:
+    inner = (
+        np.vectorize(math.erf)(x / math.sqrt(2)) if exact else np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    )
+    return 0.5 * x * (1 + inner)
+
+
+def through_mlp(x_LD: np.ndarray, params: Any, config: TransformerConfig) -> np.ndarray:
+    up_LF = x_LD @ params["up"]["kernel"] + params["up"].get("bias", 0)
+    match config.activation:
+        case "swiglu" | "geglu":
+            gate_LF = x_LD @ params["gate"]["kernel"] + params["gate"].get("bias", 0)
+            silu = config.activation == "swiglu"
+            hidden_LF = (gate_LF / (1 + np.exp(-gate_LF)) if silu else gelu(gate_LF, exact=False)) * up_LF
+        case "relu":
+            hidden_LF = np.maximum(up_LF, 0)
+        case activation:
+            hidden_LF = gelu(up_LF, exact=activation == "gelu_exact")
+    return hidden_LF @ params["down"]["kernel"] + params["down"].get("bias", 0)
+
+
+def logits_of(params: Any, config: TransformerConfig, tokens_L: np.ndarray) -> np.ndarray:
+    x_LD = params["embedding"][tokens_L] * (config.embedding_scale or 1)
+    if config.position == "learned":
+        x_LD = x_LD + params["positions"][config.position_offset : config.position_offset + len(tokens_L)]
+    if config.token_types:
+        x_LD = x_LD + params["token_types"][0]
+    if config.embedding_norm:
+        x_LD = normalized(x_LD, params["embedding_norm"], config)
+    for layer in range(config.num_layers):
+        block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+
+        def norm(x_LD: np.ndarray, name: str, block: Any = block) -> np.ndarray:
+            return normalized(x_LD, block[f"{name}_norm"], config)
+
+        def attend(x_LD: np.ndarray, block: Any = block, layer: int = layer) -> np.ndarray:
+            return attended(x_LD, block["attention"], params, config, layer)
+
+        def mlp(x_LD: np.ndarray, block: Any = block) -> np.ndarray:
+            return through_mlp(x_LD, block["mlp"], config)
+
+        match config.block:
+            case "pre":
+                x_LD = x_LD + attend(norm(x_LD, "attention"))
+                x_LD = x_LD + mlp(norm(x_LD, "mlp"))
+            case "post":
+                x_LD = norm(x_LD + attend(x_LD), "attention")
+                x_LD = norm(x_LD + mlp(x_LD), "mlp")
+            case "sandwich":
+                x_LD = x_LD + norm(attend(norm(x_LD, "attention")), "attention_output")
+                x_LD = x_LD + norm(mlp(norm(x_LD, "mlp")), "mlp_output")
+            case "parallel":
+                x_LD = x_LD + attend(norm(x_LD, "attention")) + mlp(norm(x_LD, "mlp"))
+    if config.block != "post":
+        x_LD = normalized(x_LD, params["output_norm"], config)
+    kernel_DV = params["embedding"].T if config.tie_embeddings else params["output"]
+    logits_LV = x_LD @ kernel_DV * (config.logits_scale or 1)
+    cap = config.logits_softcap
+    return logits_LV if cap is None else cap * np.tanh(logits_LV / cap)
+
+
+def computed(row: str) -> tuple[np.ndarray, Any, TransformerConfig]:
+    config = TransformerConfig(**{**SIZES, "max_sequence_length": 64, **ROWS[row]})  # pyright: ignore
+    model = transformer(config)
+    params = scrambled(jax.eval_shape(model.init, jax.random.key(0))[0])
+    logits, _ = jax.jit(lambda params: model.apply(params, {}, TOKENS, key=None, train=False))(params)
+    return np.asarray(logits), params, config
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in PLAIN else pytest.mark.long) for row in ROWS])
+def test_follows_the_formula(row: str) -> None:
+    logits, params, config = computed(row)
+    exact = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
+    wanted = np.stack([logits_of(exact, config, tokens_L) for tokens_L in TOKENS])
+    # float32 against float64: 3 layers of sums over at most 12 numbers.
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5 * np.ptp(wanted))
