@@ -10,7 +10,8 @@ from pydantic import Field, create_model
 from jaxtrain.config.base import Group
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, read_published_config
-from jaxtrain.published.families.table import family_of
+from jaxtrain.published.families.table import family_of, read_settings
+from jaxtrain.published.family import Family
 
 if TYPE_CHECKING:
 
@@ -31,10 +32,10 @@ def published_from(model: Group) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _settings(path: str, stamp: float) -> dict[str, Any]:
+def _read(path: str, stamp: float) -> tuple[Family, dict[str, Any]]:
     config = read_published_config(Path(path))
     try:
-        return family_of(config.get("model_type")).from_published(config)
+        return family_of(config.get("model_type")), read_settings(config)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -48,6 +49,22 @@ def published_settings(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is none, or a key or value of its config.json is not supported.
     """
-    place = config_origin(Path(path))
     # A copy, because the loader merges other keys into the groups inside.
-    return copy.deepcopy(_settings(path, place.stat().st_mtime if place.is_file() else 0.0))
+    return copy.deepcopy(_read(path, _stamp(path))[1])
+
+
+def published_family(path: str) -> Family:
+    """Returns the family of a published model.
+
+    Args:
+        path: Its folder, or its .gguf file.
+
+    Raises:
+        ConfigError: There is none, or a key or value of its config.json is not supported.
+    """
+    return _read(path, _stamp(path))[0]
+
+
+def _stamp(path: str) -> float:
+    place = config_origin(Path(path))
+    return place.stat().st_mtime if place.is_file() else 0.0

@@ -1,10 +1,16 @@
 """Which parameters of a model are drawn although it starts from a published one: those of another head. No jax here."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.heads import HeadConfig
-from jaxtrain.config.published import published_from, published_settings
+from jaxtrain.config.published import published_family, published_from, published_settings
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.settings import settings_in, settings_of
+from jaxtrain.published.entries import Entry
+from jaxtrain.published.family import Family
+from jaxtrain.published.transforms import Shape
 
 # Kind of model whose last layer follows from `num_classes` -> patterns of that layer's parameters.
 _CLASSIFIERS = {"vit": ["head/*"], "resnet": ["head_kernel", "head_bias"]}
@@ -39,6 +45,37 @@ def fresh_parts(model: Group) -> list[str]:
     layers = [one["kind"] != "language_model" for one in (ours, theirs)]
     untied = not layers[1] and settings.get("tie_embeddings") is False
     return [*(["head/*"] if any(layers) else []), *(["output"] if untied and layers[0] else [])]
+
+
+def check_fits(model: Group) -> None:
+    """Raises where a key of the config asks for other arrays than the published model has, heads apart.
+
+    Args:
+        model: The model group of a config.
+
+    Raises:
+        ConfigError: Names the key, its value, and that of the published model.
+    """
+    path = published_from(model)
+    if path is None:
+        return
+    family, theirs = published_family(path), settings_in(path, published_settings(path))
+    ours = settings_of(model, vocab_size=theirs.get("vocab_size"))
+    # A head may be another one; an output layer that a file holds beside what ties it may be asked for.
+    apart = ["head", "num_classes", *(["tie_embeddings"] if ours.get("tie_embeddings") is False else [])]
+    theirs |= {key: ours[key] for key in apart if key in ours and ours[key] is not None}
+    ours |= {key: theirs[key] for key in apart if key in theirs}
+    changed = [key for key in theirs if key != "size" and ours.get(key) != theirs[key]]
+    for key in changed:
+        if _arrays(family, {**theirs, key: ours[key]}) != _arrays(family, theirs):
+            raise ConfigError(
+                f"model.{key}={ours[key]} asks for other arrays than {path} holds, where it is {theirs[key]}; leave "
+                f"model.{key} out, or leave out model.from to draw every weight"
+            )
+
+
+def _arrays(family: Family, settings: Mapping[str, Any]) -> dict[str, Shape]:
+    return {row.path: row.shape for row in family.tensors(settings) if isinstance(row, Entry)}
 
 
 _POOLED = {"sequence", "regression", "embedding"}

@@ -12,7 +12,7 @@ from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.load import by_path, read_places
-from jaxtrain.interop.save import Origin, write_published
+from jaxtrain.interop.save import Origin, saved_dtypes, write_published
 from jaxtrain.interop.settings import settings_of
 from jaxtrain.interop.weights import Places, PublishedModel, find_places, open_published
 from jaxtrain.layout.sharding import path_name
@@ -170,7 +170,7 @@ def save_pretrained(
     origin = None
     if isinstance(model, Pretrained):
         group, source = model.config, model.published.source
-        origin = Origin(source.config, source.files)
+        origin = Origin(source.config, source.files, saved_dtypes(model.published))
     elif isinstance(model, Group):
         group = model
     elif isinstance(model, Mapping) and model:

@@ -1,27 +1,32 @@
 """Our parameters as a published folder: shards with an index, config.json, tokenizer files."""
 
+import contextlib
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.settings import family_for
+from jaxtrain.interop.weights import PublishedModel
 from jaxtrain.published.entries import Constant, Entry, Row, names_of, positions
 from jaxtrain.published.family import Family
 from jaxtrain.published.folder import INDEX, SINGLE
 from jaxtrain.published.safetensors import DTYPES, write_safetensors
 from jaxtrain.published.transforms import Shape
-from jaxtrain.runtime.distributed import is_main_process
-from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
+from jaxtrain.runtime.distributed import is_main_process, on_main_process
+from jaxtrain.runtime.files import write_json_atomic
 
 # What may be written, by the name that a config.json has for it.
-SAVED_DTYPES = ("float32", "float16", "bfloat16")
+SAVED_DTYPES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPES["BF16"]}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -31,11 +36,13 @@ class Origin:
 
     Attributes:
         config: Its config.json.
-        files: Name -> text of its tokenizer files and the like.
+        files: Name -> text or bytes of its tokenizer files and the like.
+        dtypes: Name of a tensor -> its dtype; "" -> that of most of them (see `saved_dtypes`).
     """
 
     config: Mapping[str, Any]
-    files: Mapping[str, str]
+    files: Mapping[str, str | bytes]
+    dtypes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,23 @@ class _Written:
     shape: Shape
     dtype: np.dtype
     parts: tuple[tuple[Entry | Constant, tuple[int, ...]], ...]
+
+
+def saved_dtypes(published: PublishedModel) -> dict[str, str]:
+    """Returns the dtypes in which the tensors of a published model come back as they were; what most have is at "".
+
+    A config.json may lack its dtype, or say another than its tensors have.
+    """
+    sizes: Counter[str] = Counter()
+    for shape, dtype in published.source.tensors.values():
+        if dtype.name in SAVED_DTYPES:
+            sizes[dtype.name] += math.prod(shape)
+    if not sizes:
+        return {}
+    most = sizes.most_common(1)[0][0]
+    names = {name: dtype.name for name, (_, dtype) in published.source.tensors.items()}
+    others = {name: dtype for name, dtype in names.items() if dtype != most and dtype in SAVED_DTYPES}
+    return {"": most, **others}
 
 
 def write_published(
@@ -65,7 +89,7 @@ def write_published(
         settings: Our model group, from `settings_of`.
         params, model_state: The model's arrays, sharded in any way.
         origin: The published model that this one came from, whose family and further keys it takes over.
-        dtype: float32, float16 or bfloat16; None: that of the origin's config.json, else float32.
+        dtype: float32, float16 or bfloat16; None: for each tensor that of the origin's, else float32.
         max_shard_size: Most bytes per file, as in "5GB" or "500MB".
         tokenizer: Text of a tokenizer.json, where the origin has none.
 
@@ -79,30 +103,39 @@ def write_published(
     most = _num_bytes(max_shard_size)
     theirs: Mapping[str, Any] = {} if origin is None else origin.config
     family = family_for(settings, model_type=theirs.get("model_type"))
-    name = _dtype_name(dtype, theirs)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already and not empty; name a new folder")
+    name, dtypes = _dtype_name(dtype, origin), {} if dtype or origin is None else origin.dtypes
     rows = family.tensors(settings)
-    tensors = _plan(rows, DTYPES[{"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[name]])
+    tensors = _plan(rows, {**dtypes, "": name})
     held = {False: by_path(params), True: by_path(model_state)}
     _check_held(rows, held)
     shards = _shards(tensors, most)
     config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
     main = is_main_process()
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-    hosts: dict[tuple[bool, str], np.ndarray] = {}
-    for file, names in shards.items():
-        shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
-        arrays = ((one, _assembled(tensors[one], held, hosts)) for one in names)
+    # The other processes may come here when the main one has written into it already.
+    with on_main_process(_new_folder(folder)):
+        hosts: dict[tuple[bool, str], np.ndarray] = {}
+        for file, names in shards.items():
+            shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
+            arrays = ((one, _assembled(tensors[one], held, hosts)) for one in names)
+            if main:
+                write_safetensors(folder / file, shapes, arrays)
+            else:
+                for _ in arrays:  # every process takes part in gathering what is sharded over processes
+                    pass
         if main:
-            write_safetensors(folder / file, shapes, arrays)
-        else:
-            for _ in arrays:  # every process takes part in gathering what is sharded over processes
-                pass
-    if main:
-        _write_files(folder, config, shards, tensors, {} if origin is None else origin.files, tokenizer)
+            _write_files(folder, config, shards, tensors, {} if origin is None else origin.files, tokenizer)
     return folder
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already and not empty; name a new folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
+    yield
 
 
 def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,11 +150,13 @@ def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, An
     if isinstance(labels, Mapping) and len(labels) == len(theirs.get("id2label") or ()):
         # The family numbers the labels; the origin names them.
         written = {key: value for key, value in written.items() if key not in ("id2label", "label2id")}
-    return {**theirs, **written}
+    merged = {**theirs, **written}
+    # Another form of a key that only the origin has (rope_scaling beside rope_parameters) may contradict ours.
+    return merged if family.from_published(merged) == family.from_published(written) else written
 
 
-def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
-    """Name -> tensor to write, in the order of the layers."""
+def _plan(rows: tuple[Row, ...], dtypes: Mapping[str, str]) -> dict[str, _Written]:
+    """Name -> tensor to write, in the order of the layers; `dtypes` as those of `Origin`."""
     found: dict[str, _Written] = {}
     placed: list[tuple[tuple[int, ...], str]] = []
     for row in rows:
@@ -136,6 +171,7 @@ def _plan(rows: tuple[Row, ...], dtype: np.dtype) -> dict[str, _Written]:
                 if name not in found:
                     placed.append((position, name))
                 before = found[name].parts if name in found else ()
+                dtype = SAVED_DTYPES[dtypes.get(name, dtypes[""])]
                 found[name] = _Written(row.transform.theirs, dtype, (*before, (row, position)))
     # Stable: within a layer, in the order of the rows.
     return {name: found[name] for _, name in sorted(placed, key=lambda one: one[0])}
@@ -161,7 +197,7 @@ def assemble_tensor(rows: tuple[Row, ...], name: str, held: Mapping[bool, Mappin
         name: Name of the tensor, as it is written.
         held: Path -> array, for params (False) and model_state (True).
     """
-    return _assembled(_plan(rows, np.dtype("float32"))[name], held, {})
+    return _assembled(_plan(rows, {"": "float32"})[name], held, {})
 
 
 def _shards(tensors: Mapping[str, _Written], most: int) -> dict[str, list[str]]:
@@ -191,7 +227,15 @@ def _assembled(
         key = (row.state, row.path)
         if key not in hosts:
             hosts[key] = _on_host(held[row.state][row.path])
-        row.transform.write(out, hosts[key][position])
+        with np.errstate(over="raise"):
+            try:
+                row.transform.write(out, hosts[key][position])
+            except FloatingPointError:
+                most = ml_dtypes.finfo(tensor.dtype).max
+                raise ConfigError(
+                    f"{row.path} holds numbers beyond {float(most):g}, the largest of {tensor.dtype}; write float32 "
+                    "or bfloat16"
+                ) from None
     return out
 
 
@@ -209,7 +253,7 @@ def _write_files(
     config: Mapping[str, Any],
     shards: Mapping[str, list[str]],
     tensors: Mapping[str, _Written],
-    files: Mapping[str, str],
+    files: Mapping[str, str | bytes],
     tokenizer: str | None,
 ) -> None:
     if len(shards) > 1:
@@ -219,14 +263,14 @@ def _write_files(
             folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         )
     for name, text in _companions(config, files, tokenizer):
-        write_text_atomic(folder / name, text)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     # Last: a folder with a config.json is whole.
     write_json_atomic(folder / "config.json", dict(config))
 
 
 def _companions(
-    config: Mapping[str, Any], files: Mapping[str, str], tokenizer: str | None
-) -> Iterator[tuple[str, str]]:
+    config: Mapping[str, Any], files: Mapping[str, str | bytes], tokenizer: str | None
+) -> Iterator[tuple[str, str | bytes]]:
     yield from files.items()
     if tokenizer is not None and "tokenizer.json" not in files:
         yield "tokenizer.json", tokenizer
@@ -238,8 +282,8 @@ def _companions(
         yield "generation_config.json", json.dumps(known, indent=2) + "\n"
 
 
-def _dtype_name(dtype: str | None, config: Mapping[str, Any]) -> str:
-    name = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+def _dtype_name(dtype: str | None, origin: Origin | None) -> str:
+    name = dtype or ("float32" if origin is None else origin.dtypes.get("", "float32"))
     if name not in SAVED_DTYPES:
         raise ConfigError(f"dtype={name!r} cannot be written; use one of {', '.join(SAVED_DTYPES)}")
     return name

@@ -44,6 +44,26 @@ def parse_settings(settings: Mapping[str, Any]) -> Group:
     return TypeAdapter(ModelConfig).validate_python(dict(settings))
 
 
+def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns every key of the model group of a published model, with its sizes filled in.
+
+    Args:
+        path: The published model, for the message.
+        settings: Keys of our model group, as its family reads them.
+
+    Raises:
+        ConfigError: A value does not fit our model group.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return settings_of(parse_settings(settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"][1:])
+        raise ConfigError(f"the config.json of {path} gives model.{key}={first['input']}: {first['msg']}") from None
+
+
 def unsaid(family: Family, settings: Mapping[str, Any]) -> str | None:
     """Returns the first key of our model group whose value a config.json of the family cannot say, or None.
 

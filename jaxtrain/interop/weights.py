@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.published.config_file import is_published_folder
 from jaxtrain.published.entries import Entry, Row, Skipped, Tied, names_of, positions
-from jaxtrain.published.families.table import family_of
+from jaxtrain.published.families.table import family_of, read_settings
 from jaxtrain.published.family import Family
 from jaxtrain.published.folder import Source, open_folder
 from jaxtrain.published.transforms import Shape
@@ -92,7 +92,7 @@ def open_published(path: str | Path) -> PublishedModel:
     source = open_source(path)
     try:
         family = family_of(source.config.get("model_type"))
-        settings = family.from_published(source.config)
+        settings = read_settings(source.config)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return PublishedModel(Path(path), source, family, settings)
@@ -116,6 +116,7 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any], *, fresh
     used: set[str] = set()
     missing: list[str] = []
     strange: list[str] = []
+    integers: list[str] = []
     for row in rows:
         if isinstance(row, Entry):
             names = []
@@ -127,6 +128,8 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any], *, fresh
                         missing.append(candidates[0])
                     continue
                 names.append(name)
+                if tensors[name][1].kind in "iub":
+                    integers.append(f"{name} is {tensors[name][1]}")
                 if tensors[name][0] != row.transform.theirs:
                     strange.append(f"{name} is {list(tensors[name][0])}, not {list(row.transform.theirs)}")
             used.update(names)
@@ -138,7 +141,7 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any], *, fresh
             used.update(name for name in _all_names(row) if name in tensors)
     skipped = [re.compile(row.pattern) for row in rows if isinstance(row, Skipped)]
     extra = [name for name in tensors if name not in used and not any(one.fullmatch(name) for one in skipped)]
-    _refuse(published, missing, extra if not fresh else [], strange)
+    _refuse(published, missing, extra if not fresh else [], strange, integers)
     places = Places(found[False], found[True])
     for row in rows:
         if isinstance(row, Tied):
@@ -157,8 +160,15 @@ def _all_names(row: Row) -> list[str]:
     return [name for position in positions(row) for name in names_of(row, position)]
 
 
-def _refuse(published: PublishedModel, missing: list[str], extra: list[str], strange: list[str]) -> None:
-    problems = {"lacks": missing, "has too many": extra, "has other shapes": strange}
+def _refuse(
+    published: PublishedModel, missing: list[str], extra: list[str], strange: list[str], integers: list[str]
+) -> None:
+    problems = {
+        "lacks": missing,
+        "has too many": extra,
+        "has other shapes": strange,
+        "has integers for parameters": integers,
+    }
     said = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in problems.items() if names]
     if said:
         raise CheckpointError(

@@ -14,7 +14,7 @@ def is_published_folder(path: str | Path) -> bool:
     """Whether a path is a published folder by its config.json."""
     try:
         return "model_type" in json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 

@@ -17,8 +17,8 @@ SINGLE = "model.safetensors"
 # What a published folder holds beside config and tensors, and an exported one takes along.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
-    "preprocessor_config.json",
+    "generation_config.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt",
+    "added_tokens.json", "preprocessor_config.json",
 )  # fmt: skip
 _PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 
@@ -29,7 +29,7 @@ class Source(Protocol):
     Attributes:
         config: What the config.json says.
         tensors: Name -> shape and dtype of what `read` returns.
-        files: Name -> text of the tokenizer's files and the like.
+        files: Name -> text or bytes of the tokenizer's files and the like.
     """
 
     @property
@@ -39,7 +39,7 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, tuple[Shape, np.dtype]]: ...
 
     @property
-    def files(self) -> Mapping[str, str]: ...
+    def files(self) -> Mapping[str, str | bytes]: ...
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """A tensor, or its part `index` (one slice of step 1 per dimension)."""
@@ -60,14 +60,9 @@ class FolderSource:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     @property
-    def files(self) -> dict[str, str]:
-        """Name -> text of the files beside config and tensors that are there and are text."""
-        found = {}
-        for name in COMPANIONS:
-            path = self.folder / name
-            if path.is_file() and name != "tokenizer.model":
-                found[name] = path.read_text(encoding="utf-8")
-        return found
+    def files(self) -> dict[str, bytes]:
+        """Name -> bytes of the files beside config and tensors that are there."""
+        return {name: (self.folder / name).read_bytes() for name in COMPANIONS if (self.folder / name).is_file()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Returns a tensor as a read-only view of the file; only what is touched is read."""

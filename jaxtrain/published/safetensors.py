@@ -111,7 +111,9 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor
     """The tensor of one entry of the header, and its offsets."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)):
+        if not isinstance(dtype, str) or not all(
+            type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)
+        ):
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"{file}: the header's entry of {name} is no dtype, shape and data_offsets") from None

@@ -12,7 +12,7 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import fresh_parts
+from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.interop.save import write_published
 from jaxtrain.interop.settings import settings_of
 from jaxtrain.metrics.progress import Progress
@@ -56,6 +56,7 @@ def import_run(
     loaded = load_config(_defaults(str(path)), overrides=overrides, origin="import")
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     config, spent = loaded.config, TimeSpent()
+    check_fits(config.model)
     main = distributed.is_main_process()
     run = assemble(config, open_run_data(config), name=run_dir.name)
     start: dict[str, Any] = {"params": str(path), "skip": fresh_parts(config.model)}

@@ -15,7 +15,7 @@ from jaxtrain.config.published import published_from
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
-from jaxtrain.interop.fresh import fresh_notes, fresh_parts
+from jaxtrain.interop.fresh import check_fits, fresh_notes, fresh_parts
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Progress
@@ -98,6 +98,7 @@ def prepare_session(
         notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
         notes += [] if own_step.optimizer is None else optimizer_notes(loaded.origins)
         if resumed is None and model is None:
+            check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
         if resumed is not None:
             target = run.step.abstract_state

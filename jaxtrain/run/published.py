@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.published import published_from
-from jaxtrain.interop.save import Origin
+from jaxtrain.interop.save import Origin, saved_dtypes
 from jaxtrain.interop.weights import PublishedModel, open_published
-from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
+from jaxtrain.runtime.files import write_json_atomic
 
 # Folder of a run: config.json and the tokenizer files of the model that it started from.
 FOLDER = "published"
@@ -38,9 +38,9 @@ def keep_published(run_dir: Path, model: Group, *, is_resumed: bool) -> dict[str
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)
     for name, text in published.source.files.items():
-        write_text_atomic(kept / name, text)
+        (kept / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     write_json_atomic(kept / "config.json", dict(published.source.config))
-    record = {"folder": str(Path(path).resolve()), "digest": _digest(published)}
+    record = {"folder": str(Path(path).resolve()), "digest": _digest(published), "dtypes": saved_dtypes(published)}
     write_json_atomic(kept / _RECORD, record)
     return record
 
@@ -51,11 +51,10 @@ def origin_of(run_dir: Path) -> Origin | None:
     if not (kept / "config.json").is_file():
         return None
     files = {
-        file.name: file.read_text(encoding="utf-8")
-        for file in sorted(kept.iterdir())
-        if file.name not in ("config.json", _RECORD)
+        file.name: file.read_bytes() for file in sorted(kept.iterdir()) if file.name not in ("config.json", _RECORD)
     }
-    return Origin(json.loads((kept / "config.json").read_text(encoding="utf-8")), files)
+    record = json.loads((kept / _RECORD).read_text(encoding="utf-8"))
+    return Origin(json.loads((kept / "config.json").read_text(encoding="utf-8")), files, record.get("dtypes", {}))
 
 
 def _digest(published: PublishedModel) -> str:

@@ -29,7 +29,8 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
     if isinstance(parallel, dict):
         saved["parallel"] = {key: value for key, value in parallel.items() if key == "max_replicated_fraction"}
     # What computes attention and how logits are chunked was for the hardware of the run; neither changes a number.
-    for group, keys in (("model", ("attention",)), ("loss", ("logits", "block"))):
+    # The keys that a published model gave are saved too, and its folder may have moved, changed or gone.
+    for group, keys in (("model", ("attention", "from")), ("loss", ("logits", "block"))):
         if isinstance(saved.get(group), dict):
             saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
     words = [] if isinstance(overrides, Mapping) else list(overrides)

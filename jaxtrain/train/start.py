@@ -23,7 +23,7 @@ from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.load import read_places
-from jaxtrain.interop.settings import parse_settings, settings_of
+from jaxtrain.interop.settings import settings_in
 from jaxtrain.interop.weights import Place, PublishedModel, find_places, is_published, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
@@ -127,7 +127,10 @@ def _from_published(
 ) -> dict[str, Any]:
     """Parameters and model_state of a published folder or GGUF file, read in place."""
     published = open_published(path)
-    places = find_places(published, settings_of(parse_settings(published.settings)))
+    settings = settings_in(path, published.settings)
+    if "output" in _paths(drawn[0]) and settings.get("tie_embeddings"):
+        settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
+    places = find_places(published, settings)
     parts = {
         "params": _published_part(f"the model in {path}", published, places.params, wanted.params),
         "model_state": _published_part(f"the model in {path}", published, places.model_state, wanted.model_state),

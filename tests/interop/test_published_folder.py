@@ -36,6 +36,7 @@ DAMAGED = {
     "nested too deep": ((b"[" * 200_000, b""), "no JSON"),
     "no offsets": (({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "entry of a"),
     "negative size": (({"a": entry(0, 8, shape=(-2,))}, bytes(8)), "entry of a"),
+    "a list as dtype": (({"a": entry(0, 8, dtype=["F32"])}, bytes(8)), "entry of a"),
     "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "dtype F4"),
     "offsets of another size": (({"a": entry(0, 4)}, bytes(4)), "takes 8 bytes"),
     "offsets backwards": (({"a": entry(8, 0)}, bytes(8)), "hold -8"),

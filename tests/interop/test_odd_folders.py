@@ -1,0 +1,149 @@
+"""Published folders that say too little, too much or something else than their tensors."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.config.load import load_config
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.fresh import check_fits
+from jaxtrain.interop.settings import settings_in
+from jaxtrain.published.families.table import read_settings
+from jaxtrain.published.folder import SINGLE, open_folder
+from jaxtrain.published.safetensors import write_safetensors
+from jaxtrain.run.import_run import export_run, import_run
+
+PUBLISHED = Path(__file__).parent / "published"
+
+
+def folder_of(folder, *, name="llama", cast=lambda name, array: array, without=(), **config):
+    """A fixture whose tensors pass through `cast`, with other keys in its config.json."""
+    source = open_folder(PUBLISHED / name)
+    arrays = {one: np.asarray(cast(one, np.array(source.read(one)))) for one in source.tensors}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / SINGLE, {one: (a.shape, a.dtype) for one, a in arrays.items()}, arrays.items())
+    said = {key: value for key, value in {**source.config, **config}.items() if key not in without}
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+UNREADABLE = {
+    "a text as width": ("gemma2", "hidden_size", "abc"),
+    "no width": ("gpt2", "n_embd", None),
+    "a text as width of t5": ("t5", "d_model", "abc"),
+    "a number as architectures": ("llama", "architectures", 3),
+    "zero heads": ("phi3", "num_attention_heads", 0),
+    "a number as list": ("resnet_basic", "depths", 3),
+    "a text as rope_parameters": ("gemma3_text", "rope_parameters", "abc"),
+}
+
+
+@pytest.mark.parametrize(("name", "key", "value"), UNREADABLE.values(), ids=UNREADABLE)
+def test_values_of_another_kind_are_named(name, key, value):
+    config = json.loads((PUBLISHED / name / "config.json").read_text())
+    with pytest.raises(ConfigError, match=key) as caught:
+        settings_in("m", read_settings({**config, key: value}))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_of_null_is_refused():
+    config = json.loads((PUBLISHED / "llama" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"null .*model\.vocab_size"):
+        read_settings({**config, "vocab_size": None})
+
+
+def _norms_apart(name, array):
+    return array if "norm" in name else array.astype(ml_dtypes.bfloat16)
+
+
+DTYPES = {
+    "bfloat16, unsaid": (lambda name, array: array.astype(ml_dtypes.bfloat16), {"without": ("dtype", "torch_dtype")}),
+    "float32, said to be bfloat16": (lambda name, array: array, {"dtype": "bfloat16"}),
+    "norms in float32": (_norms_apart, {"dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize(("cast", "more"), DTYPES.values(), ids=DTYPES)
+def test_tensors_come_out_in_the_dtypes_they_had(cast, more, tmp_path):
+    pretrained = jt.load_pretrained(folder_of(tmp_path / "in", cast=cast, **more))
+    jt.save_pretrained(tmp_path / "out", pretrained.params, model=pretrained)
+    before, after = open_folder(tmp_path / "in"), open_folder(tmp_path / "out")
+    assert after.tensors == before.tensors
+    for name in before.tensors:
+        assert after.read(name).tobytes() == before.read(name).tobytes(), name
+    most = before.tensors["model.embed_tokens.weight"][1].name
+    assert after.config["dtype"] == after.config["torch_dtype"] == most
+
+
+def test_numbers_beyond_float16_are_refused(tmp_path):
+    pretrained = jt.load_pretrained(folder_of(tmp_path / "in", cast=lambda name, array: array * 0 + 1e6))
+    with pytest.raises(ConfigError, match="beyond 65504"):
+        jt.save_pretrained(tmp_path / "out", pretrained.params, model=pretrained, dtype="float16")
+
+
+def test_tokenizer_files_keep_their_bytes(tmp_path):
+    source = folder_of(tmp_path / "in")
+    files = {"tokenizer.model": b"\x00\xff", "spiece.model": b"\xff", "vocab.txt": b"\xfe\n", "merges.txt": b"a b\r\n"}
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    pretrained = jt.load_pretrained(source)
+    jt.save_pretrained(tmp_path / "out", pretrained.params, model=pretrained)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
+
+
+def test_no_form_of_a_key_contradicts_the_model(tmp_path):
+    """A rope_scaling that only the published config has must not come back beside a model without one."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    source = folder_of(tmp_path / "in", name="gemma3_text", rope_scaling=scaling)
+    pretrained = jt.load_pretrained(source, model={"rope_scaling": None})
+    jt.save_pretrained(tmp_path / "out", pretrained.params, model=pretrained)
+    assert jt.load_pretrained(tmp_path / "out").config.model_dump()["rope_scaling"] is None
+
+
+def test_integers_are_no_parameters(tmp_path):
+    source = folder_of(tmp_path / "in", cast=lambda name, array: array.astype(np.int8))
+    with pytest.raises(CheckpointError, match=r"integers for parameters .*is int8"):
+        jt.load_pretrained(source)
+
+
+OVERRIDDEN = {
+    "layers": ({"num_layers": 1}, "num_layers=1"),
+    "heads": ({"num_heads": 2, "num_kv_heads": 2}, "num_heads=2"),
+    "output layer": ({"tie_embeddings": True}, "tie_embeddings=True"),
+    "query norms": ({"qk_norm": True}, "qk_norm=True"),
+}
+
+
+@pytest.mark.parametrize(("keys", "said"), OVERRIDDEN.values(), ids=OVERRIDDEN)
+def test_other_arrays_are_refused_before_anything_is_compiled(keys, said):
+    path = str(PUBLISHED / "llama")
+    with pytest.raises(ConfigError, match=rf"model\.{said} asks for other arrays"):
+        check_fits(load_config({"model": {"from": path, **keys}}).config.model)
+
+
+@pytest.mark.parametrize("keys", [{"dropout": 0.1}, {"max_sequence_length": 32}, {"rope_theta": 5.0}], ids=str)
+def test_keys_without_arrays_may_differ(keys):
+    check_fits(load_config({"model": {"from": str(PUBLISHED / "llama"), **keys}}).config.model)
+
+
+@pytest.mark.long
+def test_a_run_outlives_the_folder_it_was_made_of(tmp_path):
+    """Its config names the folder, which is gone; and the output layer that its config.json hid is kept."""
+    source = folder_of(tmp_path / "in", tie_word_embeddings=True)
+    tensors = {name: np.array(open_folder(source).read(name)) for name in open_folder(source).tensors}
+    with pytest.raises(CheckpointError, match=r"set model\.tie_embeddings=false"):
+        import_run(source, tmp_path / "run")
+    import_run(source, tmp_path / "run", overrides=["model.tie_embeddings=false"])
+    shutil.rmtree(source)
+    run = jt.open_run(tmp_path / "run")
+    assert jax.tree.leaves(run.params)
+    exported = open_folder(export_run(tmp_path / "run", tmp_path / "out"))
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(exported.read(name), array, err_msg=name)
+    assert exported.config["tie_word_embeddings"] is False
