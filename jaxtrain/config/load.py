@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.base import Group
 from jaxtrain.config.call import CALLED
 from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
@@ -169,7 +170,8 @@ class _Tree:
 
     def take_tokenizer(self) -> None:
         """Use the tokenizer of the published model where the data takes one and none is set."""
-        folder = self.values.get("model", {}).get("from")
+        model = self.values.get("model")
+        folder = model.get("from") if isinstance(model, dict) else None
         data = self.values.get("data", {})
         kinds = members(Config.model_fields["data"].annotation)
         kind = kinds.get(data.get("kind", Config.model_fields["data"].default.kind))
@@ -245,9 +247,20 @@ def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(values)
     for name, field in Config.model_fields.items():
         group = values.get(name)
-        if isinstance(group, dict) and "kind" not in group and len(members(field.annotation)) > 1:
-            filled[name] = {"kind": field.default.kind, **group}
+        kinds = members(field.annotation)
+        if not isinstance(group, dict) or len(kinds) < 2:
+            continue
+        group = group if "kind" in group else {"kind": field.default.kind, **group}
+        chosen = kinds.get(str(group["kind"]))
+        filled[name] = group if chosen is None else {key: _with_inner_kind(chosen, key, group[key]) for key in group}
     return filled
+
+
+def _with_inner_kind(group: type[Group], key: str, value: Any) -> Any:
+    """The value of an optional key whose groups have kinds, with the first kind where it names none."""
+    field = group.model_fields.get(key)
+    kinds = [] if field is None or field.is_required() else list(members(field.annotation))
+    return {"kind": kinds[0], **value} if len(kinds) > 1 and isinstance(value, dict) and "kind" not in value else value
 
 
 def _check_call(name: Any, overrides: Any, keywords: Any) -> None:

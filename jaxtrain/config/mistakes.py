@@ -110,6 +110,9 @@ def _wrong_choice(mistake: Mistake, tag: str = "") -> dict[str, Any]:
     expected = mistake.context.get("expected_tags") or mistake.context.get("expected", "")
     options = [option.strip().strip("'") for option in expected.replace(" or ", ", ").split(",")]
     close = difflib.get_close_matches(str(given), options, 1)
+    if len(options) > _MOST_OPTIONS:
+        shown = difflib.get_close_matches(str(given), options, 6, 0.0)
+        options = [*shown, f"and {len(options) - len(shown)} others"]
     return {
         "key": ".".join(path),
         "value": _show(given),
@@ -143,11 +146,12 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
     # Errors inside a union or a list go on below the key, which is named with all of its value.
     key, siblings = locate(mistake.path, mistake.values)
     if key is None:
+        example = next((sibling for sibling in siblings if sibling.path.endswith(".kind")), siblings[0])
         return {
             "key": ".".join(mistake.path),
             "value": _show(mistake.value),
             "where": where_set(mistake.where, mistake.path),
-            "takes": f"it takes keys of its own, such as {siblings[0].path}",
+            "takes": f"it takes keys of its own, such as {example.path}",
         }
     value = _value(mistake.values, key.path, mistake.value)
     message = message or mistake.message.removeprefix("Input should be ")
@@ -160,6 +164,9 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
         "takes": f"it takes {key.type}{example}{limit}",
     }
 
+
+# Of more than this, only the nearest are shown.
+_MOST_OPTIONS = 20
 
 _MISSING = "key {key!r} is missing; {group} ({where_group}) needs it"
 _CHOICE = "{key} is {value} ({where}), not one of {options}{nearest}"

@@ -3,7 +3,20 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.transformer import TransformerConfig
+
+# Keys of a transformer or an encoder-decoder -> the positions that read them.
+_POSITIONS = {
+    "rope_theta": "rotary",
+    "rope_scaling": "rotary",
+    "rotary_fraction": "rotary",
+    "local_layers.rope_theta": "rotary",
+    "relative_buckets": "relative",
+    "relative_max_distance": "relative",
+    "position_offset": "learned",
+}
 
 
 def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ...]:
@@ -14,13 +27,19 @@ def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ..
         origins: dotted keys that somebody set -> where.
     """
     # The config that a run keeps holds every key: what is at its default asks for nothing.
-    default, reasons = Config(), tuple(_reasons(config))
+    default, reasons = _default(config), tuple(_reasons(config))
     found = ((key, why) for key in origins for start, why in reasons if f"{key}.".startswith(f"{start}."))
     return tuple(
         f"{key} ({origins[key]}) has no effect: {why}"
         for key, why in found
         if _value(config, key) != _value(default, key)
     )
+
+
+def _default(config: Config) -> Config:
+    """The defaults, those of the model by its kind."""
+    model = config.model
+    return Config(model=type(model)()) if isinstance(model, TransformerConfig | EncoderDecoderConfig) else Config()
 
 
 def _value(config: Config, key: str) -> Any:
@@ -39,6 +58,11 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "remat", "model.kind=mlp has no blocks, its activations are all kept"
     if precision.policy != "fp16":
         yield "precision.loss_scale", f"precision.policy={precision.policy} does not scale the loss, fp16 does"
+    if isinstance(config.model, TransformerConfig | EncoderDecoderConfig):
+        position = config.model.position
+        for key, reader in _POSITIONS.items():
+            if reader != position:
+                yield f"model.{key}", f"model.position={position} does not read it, {reader} does"
     schedule = config.optimizer.schedule.kind
     if schedule in ("constant", "inverse_sqrt"):
         for key in ("decay_steps", "final_fraction"):

@@ -24,6 +24,15 @@ class RopeScaling(Group):
     original_length: PositiveInt = 8192
     """Sequence length that the model was first trained at."""
 
+    @model_validator(mode="after")
+    def _ramp_rises(self) -> "RopeScaling":
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor {self.low_frequency_factor} is not between 0 and high_frequency_factor "
+                f"{self.high_frequency_factor}; Llama 3.1 has 1 and 4"
+            )
+        return self
+
 
 class LinearRope(Group):
     """Position interpolation (Chen et al. 2023): all frequencies are divided by the factor."""
@@ -62,7 +71,7 @@ class LongRope(Group):
     """Divisors of the frequencies for sequences up to original_length, one for each pair of dims."""
     long_factors: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=1)]
     """Divisors of the frequencies for longer sequences."""
-    original_length: PositiveInt
+    original_length: Annotated[int, Field(ge=2)]
     """Sequence length that the model was first trained at."""
     attention_factor: PositiveFloat | None = None
     """Factor of cos and sin; null: sqrt(1 + ln(s) / ln(o)), o original_length and s max_sequence_length / o."""

@@ -8,7 +8,7 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.heads import HeadConfig
 from jaxtrain.config.numbers import Fraction, NonNegative, PositiveFloat, PositiveInt
 from jaxtrain.config.published import Published
-from jaxtrain.config.rope import AnyRope, LongRope, with_default_kind
+from jaxtrain.config.rope import AnyRope, LongRope, YarnRope, with_default_kind
 from jaxtrain.config.sizes import TRANSFORMER_SIZES, fill_size
 
 GATED = ("swiglu", "geglu")
@@ -80,10 +80,6 @@ class TransformerConfig(Published):
     """Distance from which on all keys share a bucket (relative positions)."""
     position_offset: Annotated[int, Field(ge=0)] = 0
     """Learned embeddings before that of the first position (RoBERTa: 2)."""
-    relative_buckets: Annotated[int, Field(ge=4)] = 32
-    """Learned biases of each head, for relative positions: one for each bucket of distances."""
-    relative_max_distance: PositiveInt = 128
-    """Distance from which on all keys share a bucket, for relative positions."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: AnyRope | None = None
@@ -216,6 +212,8 @@ class TransformerConfig(Published):
                 "an even number, or position: learned"
             )
         scaling = self.rope_scaling
+        if isinstance(scaling, YarnRope) and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta {self.rope_theta} is not above 1, which yarn takes; the usual one is 10000")
         if isinstance(scaling, LongRope) and len(scaling.short_factors) != self.rotary_dims // 2:
             raise ValueError(
                 f"rope_scaling.short_factors has {len(scaling.short_factors)} entries, but a head has "
@@ -233,6 +231,16 @@ class TransformerConfig(Published):
             raise ValueError(
                 f"experts have losses per token, which a head of kind {self.head_kind} has no place for; leave experts "
                 "out, or set head: null"
+            )
+        head = self.head
+        if head is not None and head.is_pooled and head.pooling == "first" and self.causal:
+            raise ValueError(
+                "head.pooling=first with causal: true gives what the first token alone says, which sees no other; set "
+                "head.pooling: last (or mean), or causal: false"
+            )
+        if self.head_kind == "masked_language_model" and self.causal:
+            raise ValueError(
+                "a masked_language_model head with causal: true sees nothing after a masked token; set causal: false"
             )
         if self.local_layers is not None and self.sliding_window is not None:
             raise ValueError("sliding_window is the window of all layers and local_layers that of some; leave one out")

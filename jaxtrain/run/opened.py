@@ -342,7 +342,7 @@ class OpenedRun:
             The prompt with its continuation, or a list of them.
 
         Raises:
-            ConfigError: the run was not trained on text, or an option is out of range.
+            ConfigError: the run has no tokenizer, or an option is out of range.
         """
         from jaxtrain.inference.generate import Sampling, generate_text, room_for_new_tokens
 
@@ -356,7 +356,8 @@ class OpenedRun:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ConfigError(
-                f"{self.run_dir} has no tokenizer.json: it was not trained on text, so it cannot continue any"
+                f"{self.run_dir} has no tokenizer.json, so it cannot continue any text: it was not trained on text, or "
+                "the model that it was made of came without one"
             )
         if new_tokens is None:
             longest = max((max(len(tokenizer.encode(prompt)), 1) for prompt in listed), default=1)

@@ -12,6 +12,7 @@ from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.call import Call
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
+from jaxtrain.config.published import published_from
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
@@ -131,9 +132,12 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
         raise ConfigError("task=regression, but the targets of the data are classes; set task=classification")
     vocabulary = getattr(config.model, "vocab_size", None)
     if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
+        published = published_from(config.model)
+        write = f"set model.vocab_size={data.vocab_size} or more, or leave it out"
+        if published is not None:
+            write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
         raise ConfigError(
-            f"model.vocab_size={vocabulary} is below the {data.vocab_size} token ids of the data; "
-            f"set model.vocab_size={data.vocab_size} or more, or leave it out"
+            f"model.vocab_size={vocabulary} is below the {data.vocab_size} token ids of the data; {write}"
         )
     head = getattr(config.model, "head", None)
     classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)

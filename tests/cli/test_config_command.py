@@ -36,9 +36,13 @@ def test_prints_every_key_with_value_type_default_origin_and_doc(cli):
 
 # id: (overrides, key, (value, type, default, origin))
 KEYS = {
-    "kind": ([], "model.kind", ("transformer", "transformer | resnet | mlp | called", "transformer", "default")),
+    "kind": (
+        [],
+        "model.kind",
+        ("transformer", "transformer | encoder_decoder | vit | resnet | mlp | called", "transformer", "default"),
+    ),
     "null": ([], "model.head_dim", ("null", "int | null", "null", "default")),
-    "flag": (["model.bias=true"], "model.bias", ("true", "true | false", "false", "command line")),
+    "flag": (["model.bias=true"], "model.bias", ("true", "true | false | qkv", "false", "command line")),
     "list": (["optimizer.freeze=[a/*]"], "optimizer.freeze", ('["a/*"]', "list of text", "[]", "command line")),
     "text like a number": (["name='1e3'"], "name", ('"1e3"', "text | null", "null", "command line")),
     "size": (["model.size=gpt2"], "model.embed_dim", ("768", "int", "384", "size gpt2")),

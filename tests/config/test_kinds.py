@@ -14,6 +14,22 @@ WHERE = {
         r"remat \(command line\): remat.offload=\['block_input'\] does not work under remat.policy=dots",
     ),
     "text for offload": (["remat.offload=block_input"], r"takes list of text, as in \[block_input\]"),
+    "a head that sees one token": (
+        ["model.head.kind=sequence"],
+        r"head.pooling=first with causal: true gives what the first token alone says.*set head.pooling: last",
+    ),
+    "masks that the model cannot look behind": (
+        ["model.head.kind=masked_language_model"],
+        r"a masked_language_model head with causal: true sees nothing after a masked token; set causal: false",
+    ),
+    "a ramp of no width": (
+        ["model.rope_scaling={factor: 8, low_frequency_factor: 4}"],
+        r"low_frequency_factor 4.0 is not between 0 and high_frequency_factor 4.0; Llama 3.1 has 1 and 4",
+    ),
+    "yarn without a base": (
+        ["model.rope_scaling={kind: yarn, factor: 8, original_length: 64}", "model.rope_theta=1"],
+        r"rope_theta 1.0 is not above 1, which yarn takes",
+    ),
     "block of whatever": (["loss.block=3"], r"loss \(command line\): loss.block=3 has no effect with loss.logits=auto"),
 }
 
@@ -79,6 +95,18 @@ IDLE = {
         ["optimizer.schedule.kind=constant", "optimizer.schedule.final_fraction=0.5"],
         ["optimizer.schedule.final_fraction"],
     ),
+    "rotation of learned positions": (
+        ["model.position=learned", "model.rope_theta=500000", "model.rope_scaling.factor=2"],
+        ["model.rope_theta", "model.rope_scaling.factor"],
+    ),
+    "buckets of rotary positions": (
+        ["model.relative_buckets=16", "model.position_offset=2"],
+        [
+            "model.relative_buckets",
+            "model.position_offset",
+        ],
+    ),
+    "what the position reads": (["model.position=relative", "model.relative_buckets=16"], []),
     "an end": (["optimizer.schedule.final_fraction=0.5"], []),
     "at its default": (["parallel.schedule=1f1b", "profile.num_steps=3"], []),
 }

@@ -142,11 +142,7 @@ def test_a_scalar_over_a_group_forgets_where_its_keys_were_set(written):
     }
 
 
-GPT_SIZES = (
-    "gpt2, gpt2_medium, gpt2_large, gpt2_xl, gpt3_125m, gpt3_350m, gpt3_760m, gpt3_1.3b, gpt3_2.7b, gpt3_6.7b, "
-    "gpt3_13b, gpt3_175b, llama3_8b, llama3_70b, llama3.1_8b, llama3.1_70b, llama3.1_405b, llama3.2_1b, llama3.2_3b, "
-    "mixtral_8x7b, mixtral_8x22b"
-)
+GPT_SIZES = "gpt2_xl, gpt2_large, gpt2, gpt2_medium, gpt_neox_20b, gpt3_13b, and 72 others"
 MIXTURE = "data={kind: mixture, components: [%s]}"
 
 # Overrides and the whole message.
@@ -238,7 +234,8 @@ WRONG_VALUES = {
     ),
     "unknown choice": (
         "task=translation",
-        "task is 'translation' (command line), not one of language_modeling, classification, regression",
+        "task is 'translation' (command line), not one of language_modeling, masked_language_modeling, "
+        "sequence_to_sequence, classification, token_classification, regression",
     ),
     "choice in a nested group": (
         "optimizer.schedule.kind=cosin",

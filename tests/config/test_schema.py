@@ -50,6 +50,11 @@ def test_defaults_are_valid():
         required = {
             "path": "x",
             "factor": 8.0,
+            "original_length": 8192,
+            "short_factors": [1.0],
+            "long_factors": [2.0],
+            "pattern": [1, 0],
+            "window": 4,
             "source": {"kind": "text"},
             "components": [{"source": {"kind": "text"}}],
             "call": "module:function",

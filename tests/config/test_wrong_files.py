@@ -10,7 +10,8 @@ WRONG_FILES = {
     "wrong value": ("seed: 0\ntrain: {steps: a}\n", "train.steps is 'a' (mine.yaml:2); it takes int"),
     "unknown kind": (
         "model:\n  dropout: 0.1\n  kind: resnt\n",
-        "model.kind is 'resnt' (mine.yaml:3), not one of transformer, resnet, mlp, called; did you mean 'resnet'?",
+        "model.kind is 'resnt' (mine.yaml:3), not one of transformer, encoder_decoder, vit, resnet, mlp, called; "
+        "did you mean 'resnet'?",
     ),
     "sizes that do not fit": (
         "model:\n  embed_dim: 64\n  num_heads: 5\nseed: 1\n",

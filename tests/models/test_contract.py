@@ -242,6 +242,7 @@ def hidden(count):
 # Between them they have every parameter that no decoder of `VARIANTS` has.
 ENCODERS: tuple[dict[str, Any], ...] = (
     dict(
+        causal=False,
         head=dict(kind="masked_language_model"),
         norm="layernorm",
         bias=True,
@@ -249,7 +250,13 @@ ENCODERS: tuple[dict[str, Any], ...] = (
         token_types=2,
         **SMALL,
     ),
-    dict(head=dict(kind="sequence", hidden="tanh", num_labels=3), position="relative", qk_norm=True, **SMALL),
+    dict(
+        causal=False,
+        head=dict(kind="sequence", hidden="tanh", num_labels=3),
+        position="relative",
+        qk_norm=True,
+        **SMALL,
+    ),
 )
 TABLES = {
     "transformer": lambda: (

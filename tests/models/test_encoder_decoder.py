@@ -47,6 +47,22 @@ def _assert_close(found: jax.Array, wanted: jax.Array) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("scale", [None, 1.0], ids=["scores of 1 / sqrt(head_dim)", "scores of 1"])
+def test_tied_embeddings_start_without_a_guess(scale):
+    """Tied embeddings of variance 1 may not name the decoder's own input as the next token."""
+    settings = dict(kind="encoder_decoder", num_layers=4, embed_dim=256, num_heads=4, attention_scale=scale)
+    settings |= dict(tie_embeddings=True, logits_scale=256**-0.5, max_sequence_length=24)
+    model = build_model(settings, input_shape=(10,), vocab_size=1000)
+    params = jax.jit(model.init)(jax.random.key(0))[0]
+    inputs, targets = {"tokens": _tokens(0, 4, 10), "decoder_tokens": _tokens(1, 4, 20)}, _tokens(2, 4, 20)
+    logits = jax.jit(lambda params: model.apply(params, {}, inputs, key=None, train=False)[0])(params)
+    loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
+    # Logits of variance 1 give ln V + 1/2, and what is left of the own token a little more: with blocks whose outputs
+    # are small beside the embeddings it would be 10 above.
+    assert abs(loss - np.log(1000)) < 1.2
+
+
 def test_padding_of_the_input_is_invisible():
     tokens, output = _tokens(0, 2, 10), _tokens(1, 2, 6)
     seen = np.repeat([[1] * 7 + [0] * 3], 2, axis=0).astype(np.int32)

@@ -17,6 +17,7 @@ from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout
 from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
+from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
 from jaxtrain.ops.activation import gelu
@@ -29,8 +30,6 @@ RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 
 # `key` and `value`, in the compute dtype: [B, S, G, K] of one layer, and [num_layers, B, S, G, K] of the model.
 Cache = dict[str, jax.Array]
-
-INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
 
 
 def block_norm(config: TransformerConfig) -> Norm:
@@ -58,17 +57,15 @@ class Attention(nnx.Module):
     Args:
         config: sizes and variants.
         rngs: random streams; `params` draws the kernels.
+        stddevs: of the kernels.
     """
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         shapes = attention_shapes(config)
-        init = normal(INIT_STDDEV)
-        # The deeper the model, the smaller the outputs to the residual stream start (GPT-2, section 2.3).
-        init_out = normal(INIT_STDDEV / math.sqrt(2 * config.num_layers))
-        self.query = _linear(config, "query", shapes["query"], init, rngs)
-        self.key = _linear(config, "key", shapes["key"], init, rngs)
-        self.value = _linear(config, "value", shapes["value"], init, rngs)
-        self.output = _linear(config, "output", shapes["output"], init_out, rngs)
+        self.query = _linear(config, "query", shapes["query"], normal(stddevs.query), rngs)
+        self.key = _linear(config, "key", shapes["key"], normal(stddevs.key_value), rngs)
+        self.value = _linear(config, "value", shapes["value"], normal(stddevs.key_value), rngs)
+        self.output = _linear(config, "output", shapes["output"], normal(stddevs.attention_output), rngs)
         self.query_norm, self.key_norm = _head_norm(config), _head_norm(config)
         self.config = config
 
@@ -170,12 +167,12 @@ class MLP(nnx.Module):
     Args:
         config: sizes and variants.
         rngs: random streams; `params` draws the kernels.
+        stddevs: of the kernels.
     """
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         shapes = mlp_shapes(config)
-        init = normal(INIT_STDDEV)
-        init_out = normal(INIT_STDDEV / math.sqrt(2 * config.num_layers))
+        init, init_out = normal(stddevs.up), normal(stddevs.down)
         self.up = _linear(config, "up", shapes["up"], init, rngs)
         self.gate = _linear(config, "gate", shapes["gate"], init, rngs) if "gate" in shapes else None
         self.down = _linear(config, "down", shapes["down"], init_out, rngs)
@@ -215,13 +212,15 @@ class Block(nnx.Module):
     Args:
         config: sizes and variants.
         rngs: random streams; `params` draws the kernels.
+        stddevs: of the kernels; None: small ones.
     """
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs | None = None):
+        stddevs = stddevs or small_stddevs(config)
         self.attention_norm = block_norm(config)
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, rngs, stddevs)
         self.mlp_norm = block_norm(config)
-        self.mlp = MLP(config, rngs) if config.experts is None else MoE(config, rngs)
+        self.mlp = MLP(config, rngs, stddevs) if config.experts is None else MoE(config, rngs)
         sandwich = config.block == "sandwich"
         self.attention_output_norm = block_norm(config) if sandwich else None
         self.mlp_output_norm = block_norm(config) if sandwich else None

@@ -23,7 +23,8 @@ from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Attention, Block, Cache, block_norm
+from jaxtrain.models.shipped.block import RESIDUAL, Attention, Block, Cache, block_norm
+from jaxtrain.models.shipped.initial import INIT_STDDEV, Stddevs, fan_in_stddevs, small_stddevs
 from jaxtrain.models.shipped.relative import relative_bias, relative_table
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.ops.attention.reference import attention
@@ -64,12 +65,13 @@ class DecoderBlock(Block):
     Args:
         config: sizes and variants of the decoder's stack.
         rngs: random streams; `params` draws the kernels.
+        stddevs: of the kernels.
     """
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        super().__init__(config, rngs)
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
+        super().__init__(config, rngs, stddevs)
         self.cross_attention_norm = block_norm(config)
-        self.cross_attention = CrossAttention(config, rngs)
+        self.cross_attention = CrossAttention(config, rngs, stddevs)
 
     def run(
         self,
@@ -95,16 +97,16 @@ class DecoderBlock(Block):
 
 
 class _Encoder(nnx.Module):
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        self.relative_positions = relative_table(config, rngs)
-        self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
+        self.relative_positions = relative_table(config, rngs, stddevs.relative)
+        self.blocks = make_stack(lambda rngs: Block(config, rngs, stddevs), config.num_layers, rngs)
         self.output_norm = block_norm(config)
 
 
 class _Decoder(nnx.Module):
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        self.relative_positions = relative_table(config, rngs)
-        self.blocks = make_stack(lambda rngs: DecoderBlock(config, rngs), config.num_layers, rngs)
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
+        self.relative_positions = relative_table(config, rngs, stddevs.relative)
+        self.blocks = make_stack(lambda rngs: DecoderBlock(config, rngs, stddevs), config.num_layers, rngs)
         self.output_norm = block_norm(config)
 
 
@@ -120,11 +122,11 @@ class EncoderDecoder(nnx.Module):
 
     def __init__(self, config: EncoderDecoderConfig, vocab_size: int, remat: Remat, rngs: nnx.Rngs):
         # Where the logits are scaled by 1 / sqrt(D), embeddings start with a variance of 1, as in T5.
-        init = normal(INIT_STDDEV if config.logits_scale is None else 1.0)
-        shape = (vocab_size, config.embed_dim)
-        self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
-        self.encoder = _Encoder(config.encoder_stack, rngs)
-        self.decoder = _Decoder(config.decoder_stack, rngs)
+        is_scaled = config.logits_scale is not None
+        shape, stddevs = (vocab_size, config.embed_dim), fan_in_stddevs if is_scaled else small_stddevs
+        self.embedding = nnx.Param(normal(1.0 if is_scaled else INIT_STDDEV)(rngs.params(), shape, jnp.float32))
+        self.encoder = _Encoder(config.encoder_stack, rngs, stddevs(config.encoder_stack))
+        self.decoder = _Decoder(config.decoder_stack, rngs, stddevs(config.decoder_stack))
         init = normal(INIT_STDDEV)
         tied = config.tie_embeddings
         self.output = None if tied else nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))

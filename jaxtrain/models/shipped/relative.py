@@ -10,16 +10,16 @@ from flax import nnx
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import normal
-from jaxtrain.models.shipped.block import INIT_STDDEV
+from jaxtrain.models.shipped.initial import INIT_STDDEV
 from jaxtrain.ops.attention.relative import distance_bias
 
 
-def relative_table(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Param | None:
+def relative_table(config: TransformerConfig, rngs: nnx.Rngs, stddev: float = INIT_STDDEV) -> nnx.Param | None:
     """Draw the table [N, H] of a stack, where its positions are relative."""
     if config.position != "relative":
         return None
     shape = (config.relative_buckets, config.num_heads)
-    return nnx.Param(normal(INIT_STDDEV)(rngs.params(), shape, jnp.float32))
+    return nnx.Param(normal(stddev)(rngs.params(), shape, jnp.float32))
 
 
 def relative_bias(table: nnx.Param | None, config: TransformerConfig, reach: int) -> jax.Array | None:

@@ -21,7 +21,7 @@ from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, Cache, block_norm
+from jaxtrain.models.shipped.block import RESIDUAL, Block, Cache, block_norm
 from jaxtrain.models.shipped.heads import (
     HeadInputs,
     MaskedLanguageModelHead,
@@ -29,6 +29,7 @@ from jaxtrain.models.shipped.heads import (
     head_inputs,
     num_labels,
 )
+from jaxtrain.models.shipped.initial import INIT_STDDEV
 from jaxtrain.models.shipped.inputs import TransformerInputs
 from jaxtrain.models.shipped.moe import Routing
 from jaxtrain.models.shipped.relative import relative_bias, relative_table

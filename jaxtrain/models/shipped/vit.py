@@ -18,8 +18,9 @@ from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, block_norm
+from jaxtrain.models.shipped.block import RESIDUAL, Block, block_norm
 from jaxtrain.models.shipped.heads import HeadInputs, PooledHead, head_inputs
+from jaxtrain.models.shipped.initial import INIT_STDDEV
 from jaxtrain.models.shipped.shapes import patch_shape
 from jaxtrain.models.stack import make_stack
 from jaxtrain.models.stages import from_stages
