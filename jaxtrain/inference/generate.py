@@ -212,7 +212,10 @@ def generate_text(
         given, encoded = [[] for _ in given], [np.asarray(framing.framed(ids), np.int32) for ids in given]
     encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
     longest = max(map(len, encoded))
-    room = _room(model.decoder, longest, new_tokens)
+    room, short = _room(model.decoder, longest, new_tokens), model.decoder.short_length
+    if short is not None and longest + new_tokens <= short:
+        # Padding alone may not make a text a long one, whose positions rotate by other frequencies.
+        room = min(room, short - new_tokens)
     prompts_BP = np.zeros((len(encoded), _padded_length(longest, room)), np.int32)
     for row, ids in enumerate(encoded):
         prompts_BP[row, : len(ids)] = ids

@@ -39,6 +39,7 @@ class Decoder:
         encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
             be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
         start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
+        short_length: longest cache whose positions are those of short texts (longrope); None: all lengths are alike.
     """
 
     init_cache: Callable[[int, int, Any], Any]
@@ -46,6 +47,7 @@ class Decoder:
     max_length: int
     encode: Callable[[Params, jax.Array, jax.Array, Any], Any] | None = None
     start_token: int = 0
+    short_length: int | None = None
 
 
 class Embed(Protocol):

@@ -130,3 +130,19 @@ def test_a_request_for_no_text_is_one_line(step, params, prompts, new_tokens, wo
 
 def test_no_prompts_give_no_texts(step, params):
     assert generate(step, params) == []
+
+
+@pytest.mark.long
+def test_padding_does_not_make_a_text_a_long_one(params):
+    """Under longrope, whose other factors are for caches beyond `original_length`."""
+
+    def text(long_factor: float) -> list[str]:
+        scaling = dict(kind="longrope", original_length=20, short_factors=[1.0] * 4, long_factors=[long_factor] * 4)
+        config = {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 64}
+        model = jt.build_model({**config, "rope_scaling": scaling}, input_shape=(64,), vocab_size=256)
+        larger = jax.tree.map(lambda x: 8 * x, params)  # so that positions decide
+        return generate(
+            jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1])), larger, "hello", "a longer o"
+        )
+
+    assert text(1.0) == text(40.0)

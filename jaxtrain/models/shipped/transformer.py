@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxtrain.config.rope import LongRope
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
@@ -268,7 +269,9 @@ def transformer(
     )
     # An encoder predicts no next token, and neither does another head.
     predicts = config.causal and config.head_kind == "language_model"
-    decoder = Decoder(init_cache, decode, config.max_sequence_length) if predicts else None
+    scaling = config.rope_scaling if config.position == "rotary" else None
+    short = scaling.original_length if isinstance(scaling, LongRope) else None
+    decoder = Decoder(init_cache, decode, config.max_sequence_length, short_length=short) if predicts else None
     num_outputs = vocabulary if config.has_output_layer else labels or config.embed_dim
     return dataclasses.replace(
         built,
