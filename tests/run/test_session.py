@@ -67,7 +67,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
         train__steps=8,
         evaluation__every=2,
         checkpoint=dict(every=2, keep_last=1, keep_best=True),
-        optimizer=dict(kind="sgd", learning_rate=100.0, clip_norm=1.0),
+        optimizer=dict(kind="sgd", learning_rate=100.0, clip_norm=1.0, schedule=dict(kind="cosine")),
     )
     evaluated = {row["step"]: row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row}
     best = min(evaluated, key=lambda step: evaluated[step])
