@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from layouts import COMPILER, ONE, Layout, distance, layout
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
@@ -17,7 +18,6 @@ from jaxtrain.models.tasks import language_modeling
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.step import TrainStep
-from tests.parallel.layouts import COMPILER, ONE, Layout, distance, layout
 
 STEPS, ROWS, INPUT, OUTPUT, VOCABULARY = 8, 8, 24, 16, 48
 _SIZES = dict(embed_dim=16, num_heads=4, head_dim=8, mlp_dim=32, relative_buckets=8, relative_max_distance=16)

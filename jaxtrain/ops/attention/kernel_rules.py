@@ -76,8 +76,6 @@ def cudnn_refusal(case: AttentionCase) -> str | None:
         return "positions are relative"
     if form.window is not None and not form.causal:
         return "the window looks ahead"
-    if case.length % 2:  # jax refuses it where the kernel is differentiated
-        return f"the sequence is {case.length} long, it takes even lengths"
     if not case.divides:
         return "batch or heads do not divide by the mesh"
     if case.before_ampere:
@@ -88,6 +86,8 @@ def cudnn_refusal(case: AttentionCase) -> str | None:
     largest = _HOPPER_LARGEST_HEAD_DIM if case.hopper_here else _CUDNN_LARGEST_HEAD_DIM
     if case.head_dim % _CUDNN_HEAD_DIMS or case.head_dim > largest:
         return f"the head dim is {case.head_dim}, it takes multiples of {_CUDNN_HEAD_DIMS} up to {largest}"
+    if case.length % 2:  # jax refuses it where the kernel is differentiated
+        return f"the sequence is {case.length} long, it takes even lengths"
     return None
 
 
