@@ -1,14 +1,16 @@
 """How long reading a published folder into shardings takes, beside reading its bytes, and how much memory it takes.
 
-    python scripts/time_published_reading.py [--megabytes 400] [--dtype bfloat16] [--devices 8]
+    python scripts/time_published_reading.py [--megabytes 400] [--dtype bfloat16] [--devices 8] [--cold]
 
 Makes a Llama-like folder of about that size in a temporary directory, reads its files once so that they are in the
 page cache, and takes turns between reading the bytes (`readinto` a buffer) and reading the parameters onto fsdp=N.
+With --cold the file's pages are dropped from the cache before each turn, so that both come from the disk.
 Prints the medians, their ratio, and the growth of resident memory over the first read.
 """
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import tempfile
@@ -45,6 +47,13 @@ def make_folder(folder: Path, megabytes: int, dtype: str) -> None:
     write_safetensors(folder / "model.safetensors", shapes, tensors)
 
 
+def drop_from_cache(file: Path) -> None:
+    """Drops the pages of a file from the operating system's cache, written ones after they reached the disk."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,6 +61,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true")
     arguments = parser.parse_args()
     jaxtrain.start(emulate=arguments.devices)
     with tempfile.TemporaryDirectory() as temporary:
@@ -67,12 +77,16 @@ def main() -> None:
         times: dict[str, list[float]] = {"bytes": [], "parameters": []}
         grown = 0
         for round_number in range(arguments.rounds):
+            if arguments.cold:
+                drop_from_cache(file)
             start = time.perf_counter()
             params = jax.block_until_ready(pretrained.read(sharded)[0])
             times["parameters"].append(time.perf_counter() - start)
             if round_number == 0:
                 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
             del params
+            if arguments.cold:
+                drop_from_cache(file)
             start = time.perf_counter()
             buffer = bytearray(size)
             with file.open("rb") as stream:
