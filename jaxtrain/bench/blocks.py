@@ -23,7 +23,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
-from jaxtrain.models.shipped.transformer import Block
+from jaxtrain.models.shipped.block import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.compilers.exact import sharded_bytes
@@ -98,7 +98,8 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])
     layout = dataclasses.replace(step.layout, mesh=mesh)
-    if isinstance(config.model, TransformerConfig):
+    # Other heads, and what else a model embeds, are timed as one.
+    if isinstance(config.model, TransformerConfig) and config.model.head is None and not config.model.token_types:
         calls = _transformer_calls(config.model, config, workload, step, rows, counted)
     else:
         calls = [_whole_model(workload, step, rows, list(counted.values()), microbatches)]
@@ -164,6 +165,10 @@ def _forward_and_backward(function: Callable[..., Any], shapes: Sequence[Any], d
     return lambda: run(*arguments)
 
 
+# Parameters that a transformer reads before its first block.
+_EMBEDS = ("embedding", "positions", "embedding_norm", "relative_positions")
+
+
 def _transformer_calls(
     model: TransformerConfig,
     config: Config,
@@ -176,9 +181,9 @@ def _transformer_calls(
     parts, task = step.model.parts, step.task
     assert parts is not None, "transformers have parts"
     params = {name: leaf for name, leaf in step.abstract_state.params.items() if name != parts.stack}
-    embedding = {name: params[name] for name in ("embedding", "positions") if name in params}
-    head = {name: value for name, value in params.items() if name not in embedding or model.tie_embeddings}
-    head.pop("positions", None)
+    embedding = {name: params[name] for name in _EMBEDS if name in params}
+    head = {name: params[name] for name in params if name not in _EMBEDS}
+    head |= {"embedding": params["embedding"]} if model.tie_embeddings else {}
     assert workload.vocab_size is not None
     tokens = jax.random.randint(jax.random.key(1), (rows, length), 0, workload.vocab_size)
     positions = jnp.arange(length)[None]
@@ -204,7 +209,7 @@ def _transformer_calls(
     attention = counted["attention projections"], counted["attention scores"]
     # Of a norm: the input read twice and the gradients of both sides once, the output written.
     norm_bytes = 5 * POLICY_DTYPES[config.precision.policy].compute_bytes * rows * length * model.embed_dim
-    norms = 2 * model.num_layers * microbatches
+    norms = (4 if model.block == "sandwich" else 2) * model.num_layers * microbatches
     mlp = "MLP" if model.experts is None else "experts"
     calls = [
         _Call(
@@ -212,7 +217,7 @@ def _transformer_calls(
         ),
         _Call(
             *of("attention", *attention),
-            module_call("attention", lambda attention, x: attention(x, positions, None, None)[0]),
+            module_call("attention", lambda attention, x: attention(x, positions, None, None, None)[0]),
         ),
         _Call(
             *of(mlp, counted[mlp]),
@@ -232,14 +237,21 @@ def _whole_model(workload: Workload, step: TrainStep, rows: int, blocks: list[Bl
     state = step.abstract_state
     inputs = jax.ShapeDtypeStruct((rows, *workload.input_shape), step.policy.compute_dtype)
     key = jax.random.key(0)
+    tokens: Any = None
+    if workload.unit == "tokens":  # which have no gradient
+        tokens = jnp.zeros((rows, *workload.input_shape), jnp.int32)
+        if workload.decoder_length is not None:
+            tokens = {"tokens": tokens, "decoder_tokens": jnp.zeros((rows, workload.decoder_length), jnp.int32)}
 
     def make() -> Callable[[], Any]:
         model_state = _random_like(state.model_state, jnp.float32)
 
-        def outputs(params: Any, inputs: jax.Array) -> Any:
+        def outputs(params: Any, inputs: Any) -> Any:
             return step.model.apply(params, model_state, inputs, key=key, train=True)[0]
 
-        return _forward_and_backward(outputs, (state.params, inputs), step.policy.compute_dtype)
+        if tokens is None:
+            return _forward_and_backward(outputs, (state.params, inputs), step.policy.compute_dtype)
+        return _forward_and_backward(lambda params: outputs(params, tokens), (state.params,), step.policy.compute_dtype)
 
     flops = sum(_FORWARD_AND_BACKWARD * block.count * block.flops for block in blocks) / microbatches
     moved = sum(_FORWARD_AND_BACKWARD * block.count * block.bytes for block in blocks) / microbatches

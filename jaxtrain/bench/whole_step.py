@@ -82,7 +82,9 @@ class RandomBatches:
 
     def __init__(self, workload: Workload):
         self._spec = batch_shapes(workload)
-        self._most = {"inputs": workload.vocab_size, "targets": workload.vocab_size or workload.num_outputs}
+        # Ids of the vocabulary; numbers of documents are all 1, so that nothing is padding.
+        ids = dict.fromkeys(("inputs", "tokens", "decoder_tokens"), workload.vocab_size)
+        self._most = {**ids, "targets": workload.num_outputs or workload.vocab_size}
 
     def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Return the global shapes of a batch."""
@@ -104,9 +106,13 @@ class RandomBatches:
         """
         generator = np.random.default_rng(k)
 
-        def make(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        def make(name: str, shape: Any) -> Any:
+            if isinstance(shape, Mapping):
+                return {inner: make(inner, one) for inner, one in shape.items()}
+            if name.endswith("segments"):
+                return np.ones(shape.shape, shape.dtype)
             if np.issubdtype(shape.dtype, np.integer):
-                return generator.integers(0, self._most[name] or 2, shape.shape).astype(shape.dtype)
+                return generator.integers(0, self._most.get(name) or 2, shape.shape).astype(shape.dtype)
             return generator.standard_normal(shape.shape, np.float32)
 
         return {name: jax.device_put(make(name, shape), shardings[name]) for name, shape in self._spec.items()}

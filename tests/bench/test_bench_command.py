@@ -15,6 +15,26 @@ TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num
 # id: (words, blocks that must be timed, unit)
 CONFIGS = {
     "transformer": (["bench_cpu", *TINY_RUN], ["embedding", "attention", "MLP", "norm", "head and loss"], "tokens"),
+    "sandwich": (
+        ["bench_cpu", *TINY_RUN, "model.block=sandwich", "model.local_layers={pattern: [1, 0], window: 8}"],
+        ["embedding", "attention", "MLP", "norm", "head and loss"],
+        "tokens",
+    ),
+    "classifier": (
+        ["minilm_classify", *TINY, "data.sequence_length=16", "train.global_batch_size=8"],
+        ["whole model"],
+        "tokens",
+    ),
+    "encoder-decoder": (
+        ["t5_small", *TINY, "model.head_dim=16", "model.mlp_dim=32", "data.sequence_length=16"],
+        ["whole model"],
+        "tokens",
+    ),
+    "vision transformer": (
+        ["vit_digits", "model.embed_dim=32", "model.num_layers=2", "train.global_batch_size=16"],
+        ["whole model"],
+        "examples",
+    ),
     "mlp": (
         ["digits_mlp", "data.kind=synthetic", "data.task=table", "data.num_rows=64", "train.global_batch_size=16"],
         ["whole model"],
@@ -27,7 +47,9 @@ def positive(value) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.long) for name in CONFIGS if name != "mlp")]
+)
 def test_what_is_measured_makes_sense(tmp_path, capsys, name):
     words, blocks, unit = CONFIGS[name]
     assert main(["bench", *words, "--skip", "start", "--out", str(tmp_path), "--json", str(tmp_path / "b.json")]) == 0
