@@ -40,8 +40,8 @@ SHARED = [
     "parallel.data=1",
     "parallel.fsdp=8",
 ]
-# How far the planned peak may be off, where it is not a quarter: both sides of a small encoder-decoder count as gathered at
-# once (planned 1.34 x what the compiler of TPU v5e takes).
+# How far the planned peak may be off where it is not a quarter: both sides of a small encoder-decoder count as gathered
+# at once (planned 1.34 x what the compiler of TPU v5e takes).
 PEAK = {"encoder-decoder": 0.35}
 # Target -> the package that has its compiler.
 TARGETS = {"v5e-8": "libtpu", "h100x8": "jax_cuda12_plugin"}
