@@ -61,10 +61,10 @@ def check_fits(model: Group) -> None:
         return
     family, theirs = published_family(path), settings_in(path, published_settings(path))
     ours = settings_of(model, vocab_size=theirs.get("vocab_size"))
-    # A head may be another one; an output layer that a file holds beside what ties it may be asked for.
-    apart = ["head", "num_classes", *(["tie_embeddings"] if ours.get("tie_embeddings") is False else [])]
-    theirs |= {key: ours[key] for key in apart if key in ours and ours[key] is not None}
-    ours |= {key: theirs[key] for key in apart if key in theirs}
+    # A head may be another one, whose labels only the data may know.
+    ours |= {key: theirs[key] for key in ("head", "num_classes") if key in theirs}
+    # An output layer that a file holds beside what ties it may be asked for.
+    theirs |= {"tie_embeddings": False} if ours.get("tie_embeddings") is False else {}
     changed = [key for key in theirs if key != "size" and ours.get(key) != theirs[key]]
     for key in changed:
         if _arrays(family, {**theirs, key: ours[key]}) != _arrays(family, theirs):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain import load_pretrained, make_train_step
 from jaxtrain.config import load_config
-from jaxtrain.interop.fresh import fresh_notes, fresh_parts
+from jaxtrain.interop.fresh import check_fits, fresh_notes, fresh_parts
 from jaxtrain.interop.load import by_path
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import TASKS
@@ -49,6 +49,8 @@ HEADS = {
         {"head": {"kind": "embedding", "pooling": "mean"}},
         ["head/*"],
     ),
+    "labels that only the data knows": ("bert_base", {"head": {"kind": "sequence", "pooling": "mean"}}, ["head/*"]),
+    "tokens' labels that only the data knows": ("bert_mlm", {"head": {"kind": "token"}}, ["head/*"]),
     "other classes of images": ("vit_classification", {"num_classes": 4}, ["head/*"]),
 }
 
@@ -57,6 +59,7 @@ HEADS = {
 def test_another_head_is_drawn_and_the_rest_is_read(folder, keys, patterns):
     path = str(PUBLISHED / folder)
     config = load_config({"model": {"from": path, **keys}}).config
+    check_fits(config.model)
     assert fresh_parts(config.model) == patterns
     notes = fresh_notes(config.model)
     assert len(notes) == bool(patterns)
