@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from jaxtrain.published.transforms import Shape, Transform
+from jaxtrain.published.transforms import Shape, Transform, copy, vector
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,29 @@ def in_layers(rows: Iterable[Entry], prefix: str, layers: int) -> tuple[Entry, .
         return replace(row, names=tuple(prefix + name for name in names), stack=(layers, *row.stack))
 
     return tuple(stacked(row) for row in rows)
+
+
+def normed(path: str, name: str, width: int) -> list[Entry]:
+    """Returns the rows of a LayerNorm: its scale and its bias.
+
+    Args:
+        path: Path of the norm in ours.
+        name: Its name in theirs, where its parts are called weight and bias.
+        width: Size of both.
+    """
+    return [Entry(f"{path}/scale", f"{name}.weight", copy(width)), Entry(f"{path}/bias", f"{name}.bias", copy(width))]
+
+
+def biased(path: str, name: str, kernel: Transform, outputs: Shape) -> list[Entry]:
+    """Returns the rows of a linear layer with a bias.
+
+    Args:
+        path: Path of the layer in ours.
+        name: Its name in theirs, where its parts are called weight and bias.
+        kernel: How the weight becomes our kernel.
+        outputs: Dimensions of the output, and so of the bias.
+    """
+    return [Entry(f"{path}/kernel", f"{name}.weight", kernel), Entry(f"{path}/bias", f"{name}.bias", vector(*outputs))]
 
 
 def prefixed(rows: Iterable[Row], *, written: str, read: Sequence[str]) -> tuple[Row, ...]:

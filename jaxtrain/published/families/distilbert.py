@@ -6,12 +6,12 @@ Sources: the config.json published with each model; Sanh et al. 2019 (arXiv 1910
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.published.entries import Entry, Row, in_layers, prefixed
+from jaxtrain.published.entries import Row, biased, in_layers, normed, prefixed
 from jaxtrain.published.families import bert
 from jaxtrain.published.family import Family
 from jaxtrain.published.heads import HEAD_KEYS, head_kind, read_head, write_head
 from jaxtrain.published.keys import Fixed, Ignored, Mapped, Own, read_keys, write_keys
-from jaxtrain.published.transforms import copy, linear, vector
+from jaxtrain.published.transforms import linear
 
 # The code that reads these files has the epsilon written into it; config.json does not say it.
 _EPSILON = 1e-12
@@ -87,22 +87,14 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 def _blocks(model: Mapping[str, Any]) -> tuple[Row, ...]:
     D, H, K, F, L = (int(model[key]) for key in ("embed_dim", "num_heads", "head_dim", "mlp_dim", "num_layers"))
     rows = [
-        Entry("blocks/attention/output/kernel", "attention.out_lin.weight", linear((H, K), (D,))),
-        Entry("blocks/attention/output/bias", "attention.out_lin.bias", copy(D)),
-        Entry("blocks/attention_norm/scale", "sa_layer_norm.weight", copy(D)),
-        Entry("blocks/attention_norm/bias", "sa_layer_norm.bias", copy(D)),
-        Entry("blocks/mlp/up/kernel", "ffn.lin1.weight", linear((D,), (F,))),
-        Entry("blocks/mlp/up/bias", "ffn.lin1.bias", copy(F)),
-        Entry("blocks/mlp/down/kernel", "ffn.lin2.weight", linear((F,), (D,))),
-        Entry("blocks/mlp/down/bias", "ffn.lin2.bias", copy(D)),
-        Entry("blocks/mlp_norm/scale", "output_layer_norm.weight", copy(D)),
-        Entry("blocks/mlp_norm/bias", "output_layer_norm.bias", copy(D)),
+        *biased("blocks/attention/output", "attention.out_lin", linear((H, K), (D,)), (D,)),
+        *normed("blocks/attention_norm", "sa_layer_norm", D),
+        *biased("blocks/mlp/up", "ffn.lin1", linear((D,), (F,)), (F,)),
+        *biased("blocks/mlp/down", "ffn.lin2", linear((F,), (D,)), (D,)),
+        *normed("blocks/mlp_norm", "output_layer_norm", D),
     ]
     for ours, theirs in (("query", "q_lin"), ("key", "k_lin"), ("value", "v_lin")):
-        rows += [
-            Entry(f"blocks/attention/{ours}/kernel", f"attention.{theirs}.weight", linear((D,), (H, K))),
-            Entry(f"blocks/attention/{ours}/bias", f"attention.{theirs}.bias", vector(H, K)),
-        ]
+        rows += biased(f"blocks/attention/{ours}", f"attention.{theirs}", linear((D,), (H, K)), (H, K))
     return in_layers(rows, "transformer.layer.{layer}.", L)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.published.decoder import GELU_TANH, NO_DROPOUT, no_tokens
-from jaxtrain.published.entries import Entry, Row, Skipped, Tied, in_layers, prefixed
+from jaxtrain.published.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed
 from jaxtrain.published.family import Family
 from jaxtrain.published.keys import Fixed, Ignored, Mapped, read_keys, write_keys
 from jaxtrain.published.transforms import block, conv1d, copy, linear, vector
@@ -70,18 +70,6 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     )
     K = D // H
 
-    def norm(path: str, name: str) -> list[Entry]:
-        return [
-            Entry(f"{path}/scale", f"{name}.weight", copy(D)),
-            Entry(f"{path}/bias", f"{name}.bias", copy(D)),
-        ]
-
-    def layer(path: str, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> list[Entry]:
-        return [
-            Entry(f"{path}/kernel", f"{name}.weight", conv1d(inputs, outputs)),
-            Entry(f"{path}/bias", f"{name}.bias", vector(*outputs)),
-        ]
-
     fused: list[Entry] = []
     for at, name in enumerate(("query", "key", "value")):
         kernel = block(conv1d((D,), (H, K)), dim=1, start=at * D, of=3 * D)
@@ -89,18 +77,18 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         bias = block(vector(H, K), dim=0, start=at * D, of=3 * D)
         fused.append(Entry(f"blocks/attention/{name}/bias", "attn.c_attn.bias", bias))
     rows = [
-        *norm("blocks/attention_norm", "ln_1"),
+        *normed("blocks/attention_norm", "ln_1", D),
         *fused,
-        *layer("blocks/attention/output", "attn.c_proj", (H, K), (D,)),
-        *norm("blocks/mlp_norm", "ln_2"),
-        *layer("blocks/mlp/up", "mlp.c_fc", (D,), (F,)),
-        *layer("blocks/mlp/down", "mlp.c_proj", (F,), (D,)),
+        *biased("blocks/attention/output", "attn.c_proj", conv1d((H, K), (D,)), (D,)),
+        *normed("blocks/mlp_norm", "ln_2", D),
+        *biased("blocks/mlp/up", "mlp.c_fc", conv1d((D,), (F,)), (F,)),
+        *biased("blocks/mlp/down", "mlp.c_proj", conv1d((F,), (D,)), (D,)),
     ]
     body: tuple[Row, ...] = (
         Entry("embedding", "wte.weight", copy(V, D)),
         Entry("positions", "wpe.weight", copy(P, D)),
         *in_layers(rows, "h.{layer}.", L),
-        *norm("output_norm", "ln_f"),
+        *normed("output_norm", "ln_f", D),
         Skipped(r"h\.\d+\.attn\.(bias|masked_bias)", "the causal mask"),
     )
     output = (

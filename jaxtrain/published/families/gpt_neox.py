@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.published.decoder import GELU_TANH, NO_DROPOUT
-from jaxtrain.published.entries import Entry, Row, Skipped, Tied, in_layers
+from jaxtrain.published.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed
 from jaxtrain.published.family import Family
 from jaxtrain.published.keys import Fixed, Ignored, Mapped, Own, read_keys, write_keys
 from jaxtrain.published.rope import read_fraction, read_rope, rope_keys, write_rope
-from jaxtrain.published.transforms import copy, interleaved, linear, vector
+from jaxtrain.published.transforms import copy, interleaved, linear
 
 _COMMON = dict(
     vocab_size=50304, max_sequence_length=2048, position="rotary", rope_theta=10000.0, rotary_fraction=0.25,
@@ -82,30 +82,18 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     D, H, F, L, V = (int(model[key]) for key in ("embed_dim", "num_heads", "mlp_dim", "num_layers", "vocab_size"))
     K = D // H
 
-    def norm(path: str, name: str) -> list[Entry]:
-        return [
-            Entry(f"{path}/scale", f"{name}.weight", copy(D)),
-            Entry(f"{path}/bias", f"{name}.bias", copy(D)),
-        ]
-
-    def layer(path: str, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> list[Entry]:
-        return [
-            Entry(f"{path}/kernel", f"{name}.weight", linear(inputs, outputs)),
-            Entry(f"{path}/bias", f"{name}.bias", vector(*outputs)),
-        ]
-
     fused, name = [], "attention.query_key_value"
     for at, ours in enumerate(("query", "key", "value")):
         kernel, bias = interleaved((H, 3, K), at, (D,)), interleaved((H, 3, K), at)
         fused.append(Entry(f"blocks/attention/{ours}/kernel", f"{name}.weight", kernel))
         fused.append(Entry(f"blocks/attention/{ours}/bias", f"{name}.bias", bias))
     rows = [
-        *norm("blocks/attention_norm", "input_layernorm"),
+        *normed("blocks/attention_norm", "input_layernorm", D),
         *fused,
-        *layer("blocks/attention/output", "attention.dense", (H, K), (D,)),
-        *norm("blocks/mlp_norm", "post_attention_layernorm"),
-        *layer("blocks/mlp/up", "mlp.dense_h_to_4h", (D,), (F,)),
-        *layer("blocks/mlp/down", "mlp.dense_4h_to_h", (F,), (D,)),
+        *biased("blocks/attention/output", "attention.dense", linear((H, K), (D,)), (D,)),
+        *normed("blocks/mlp_norm", "post_attention_layernorm", D),
+        *biased("blocks/mlp/up", "mlp.dense_h_to_4h", linear((D,), (F,)), (F,)),
+        *biased("blocks/mlp/down", "mlp.dense_4h_to_h", linear((F,), (D,)), (D,)),
     ]
     output = (
         Tied(("embed_out.weight", "lm_head.weight"), "embedding", copy(V, D))
@@ -115,7 +103,7 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     return (
         Entry("embedding", "gpt_neox.embed_in.weight", copy(V, D)),
         *in_layers(rows, "gpt_neox.layers.{layer}.", L),
-        *norm("output_norm", "gpt_neox.final_layer_norm"),
+        *normed("output_norm", "gpt_neox.final_layer_norm", D),
         output,
         Skipped(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)", "mask and frequencies"),
     )

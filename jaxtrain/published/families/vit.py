@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.entries import Entry, Row, Skipped, in_layers, prefixed
+from jaxtrain.published.entries import Entry, Row, Skipped, biased, in_layers, normed, prefixed
 from jaxtrain.published.family import Family
 from jaxtrain.published.heads import HEAD_KEYS, read_labels
 from jaxtrain.published.keys import Fixed, Ignored, Mapped, read_keys, write_keys
-from jaxtrain.published.transforms import copy, linear, patches, reshaped, vector
+from jaxtrain.published.transforms import copy, linear, patches, reshaped
 
 _VIT = dict(kind="vit", patch_size=16, pooling="first", activation="gelu_exact", norm_epsilon=1e-12)
 
@@ -85,8 +85,7 @@ def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         Entry("patches/kernel", "embeddings.patch_embeddings.projection.weight", patches(D, C, P)),
         Entry("patches/bias", "embeddings.patch_embeddings.projection.bias", copy(D)),
         *_blocks(model),
-        Entry("output_norm/scale", "layernorm.weight", copy(D)),
-        Entry("output_norm/bias", "layernorm.bias", copy(D)),
+        *normed("output_norm", "layernorm", D),
         Skipped(r"pooler\.dense\.(weight|bias)", "a classifier has no such layer"),
     )
     rows = prefixed(encoder, written="vit.", read=("vit.", ""))
@@ -104,22 +103,14 @@ def _blocks(model: Mapping[str, Any]) -> tuple[Row, ...]:
     D, H, L = (int(model[key]) for key in ("embed_dim", "num_heads", "num_layers"))
     K, F = D // H, int(model["mlp_dim"] or 4 * D)
     rows = [
-        Entry("blocks/attention_norm/scale", "layernorm_before.weight", copy(D)),
-        Entry("blocks/attention_norm/bias", "layernorm_before.bias", copy(D)),
-        Entry("blocks/attention/output/kernel", "attention.output.dense.weight", linear((H, K), (D,))),
-        Entry("blocks/attention/output/bias", "attention.output.dense.bias", copy(D)),
-        Entry("blocks/mlp_norm/scale", "layernorm_after.weight", copy(D)),
-        Entry("blocks/mlp_norm/bias", "layernorm_after.bias", copy(D)),
-        Entry("blocks/mlp/up/kernel", "intermediate.dense.weight", linear((D,), (F,))),
-        Entry("blocks/mlp/up/bias", "intermediate.dense.bias", copy(F)),
-        Entry("blocks/mlp/down/kernel", "output.dense.weight", linear((F,), (D,))),
-        Entry("blocks/mlp/down/bias", "output.dense.bias", copy(D)),
+        *normed("blocks/attention_norm", "layernorm_before", D),
+        *biased("blocks/attention/output", "attention.output.dense", linear((H, K), (D,)), (D,)),
+        *normed("blocks/mlp_norm", "layernorm_after", D),
+        *biased("blocks/mlp/up", "intermediate.dense", linear((D,), (F,)), (F,)),
+        *biased("blocks/mlp/down", "output.dense", linear((F,), (D,)), (D,)),
     ]
     for name in ("query", "key", "value"):
-        rows += [
-            Entry(f"blocks/attention/{name}/kernel", f"attention.attention.{name}.weight", linear((D,), (H, K))),
-            Entry(f"blocks/attention/{name}/bias", f"attention.attention.{name}.bias", vector(H, K)),
-        ]
+        rows += biased(f"blocks/attention/{name}", f"attention.attention.{name}", linear((D,), (H, K)), (H, K))
     return in_layers(rows, "encoder.layer.{layer}.", L)
 
 
