@@ -36,10 +36,10 @@ def run(*words, **settings):
     return subprocess.run([*words], capture_output=True, text=True, timeout=120, **settings)
 
 
-# What a command costs before it does anything is what it imports: `scripts/bench_start.py` measures the seconds, and here
-# the modules are counted, which no other process of the machine changes. The bounds for the files of jaxtrain and of the
-# standard library are a few per cent above what was counted on Python 3.11 and 3.12. The files of other packages have
-# no bound, because each version of a package may divide them in another way.
+# What a command costs before it does anything is what it imports. `scripts/bench_start.py` measures the seconds; the
+# modules are counted here, which no other process of the machine changes. The bounds for the files of jaxtrain and of
+# the standard library are a few per cent above what was counted on Python 3.11 and 3.12. The files of other packages
+# have no bound, because each version of a package may divide them in another way.
 @pytest.mark.parametrize(
     ("words", "ours", "standard", "packages"),
     [
