@@ -105,7 +105,7 @@ def write_published(
     family = family_for(settings, model_type=theirs.get("model_type"))
     name, dtypes = _dtype_name(dtype, origin), {} if dtype or origin is None else origin.dtypes
     # Only the main process looks: when another one comes here, it may have written into the folder already.
-    with on_main_process(_empty(folder)):
+    with on_main_process(empty_folder(folder)):
         pass
     rows = family.tensors(settings)
     tensors = _plan(rows, {**dtypes, "": name})
@@ -115,7 +115,7 @@ def write_published(
     config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
     main = is_main_process()
     if main:
-        _make_folder(folder)
+        make_folder(folder)
     hosts: dict[tuple[bool, str], np.ndarray] = {}
     for file, names in shards.items():
         shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
@@ -131,13 +131,15 @@ def write_published(
 
 
 @contextlib.contextmanager
-def _empty(folder: Path) -> Iterator[None]:
+def empty_folder(folder: Path) -> Iterator[None]:
+    """Raises on entering where a folder is there already and not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; name a new folder")
     yield
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Makes a folder; raises ConfigError where the file system refuses."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -232,7 +234,7 @@ def _assembled(
             continue
         key = (row.state, row.path)
         if key not in hosts:
-            hosts[key] = _on_host(held[row.state][row.path])
+            hosts[key] = on_host(held[row.state][row.path])
         with np.errstate(over="raise"):
             try:
                 row.transform.write(out, hosts[key][position])
@@ -245,8 +247,8 @@ def _assembled(
     return out
 
 
-def _on_host(array: Any) -> np.ndarray:
-    """A whole array on the host, whichever processes hold its shards."""
+def on_host(array: Any) -> np.ndarray:
+    """Returns a whole array on the host, whichever processes hold its shards."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         from jax.experimental import multihost_utils
 
