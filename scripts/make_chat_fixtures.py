@@ -1,8 +1,8 @@
 """Makes what the tests of chat templates compare with, in tests/data/chats/.
 
-tokenizer.json is a small byte-level BPE tokenizer with the special tokens of several families. expected.json holds, for
-each template (*.jinja) and conversation (conversations.json) of the folder, the text and the ids that transformers makes
-of it, and its mask of the answers where the template marks them itself.
+tokenizer.json is a small byte-level BPE tokenizer with the special tokens of several families. expected.json holds,
+for each template (*.jinja) and conversation (conversations.json) of the folder, the text and the ids that transformers
+makes of it, and its mask of the answers where the template marks them itself.
 
 Run it in an environment with the package `transformers`:
 

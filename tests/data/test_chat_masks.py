@@ -144,7 +144,7 @@ REFUSED = {
         r"writes message 2 of rows.jsonl:1 otherwise where more messages follow.*data.train_on=last",
     ),
     "another beginning of answers": (
-        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}think{% endif %}",
         messages("a", "b"),
         ConfigError,
         r"writes message 2 of rows.jsonl:1 otherwise than it asks the model to begin",
