@@ -11,8 +11,8 @@ from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState
 from jaxtrain.models.model_call import ModelCall
+from jaxtrain.models.targets import target_weights
 from jaxtrain.models.task import Batch, CallingLoss, Sums, Task, TaskSums
-from jaxtrain.models.tasks import target_weights
 
 # What the step, a row of metrics.jsonl and the evaluator report by themselves.
 _RESERVED = (
