@@ -162,7 +162,7 @@ def read_reference(path: Path) -> Reference:
         with np.load(path, allow_pickle=False) as arrays:
             record = json.loads(str(arrays["record"]))
             train = arrays["train"]
-            validation = arrays["validation"] if "validation" in arrays else None
+            validation = arrays.get("validation")
         intact = record["values"] == _values_digest(train, validation)
     except (OSError, ValueError, KeyError, TypeError, EOFError, json.JSONDecodeError) as error:
         raise CheckpointError(
