@@ -32,6 +32,7 @@ from jaxtrain.run.own_parts import optimizer_notes, own_parts
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import open_record
+from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
 from jaxtrain.run.resume import (
     check_resumed,
     check_same_computation,
@@ -117,6 +118,10 @@ def prepare_session(
                 for line in check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None):
                     progress.message(line)
 
+        if run.awaits_reference and resumed is not None:
+            recorded = checkpointer.metadata().get("reference")
+            known = resumed_reference(run, run_dir, recorded, lambda: _created(run, own_step), progress, main=main)
+            run, metadata["reference"] = with_known_reference(run, known), known.record
         state = _compiled_state(
             run, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
         )
@@ -133,6 +138,10 @@ def prepare_session(
             previous = set_aside(run_dir)
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
+        if run.awaits_reference:
+            with spent.measure("evaluation"):
+                known = first_reference(run, state, run_dir, progress, main=main)
+            run, metadata["reference"] = with_known_reference(run, known), known.record
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
@@ -220,18 +229,9 @@ def _compiled_state(
 ) -> TrainState:
     """Compile the step, once `check` has seen it, and create the state or restore the newest intact checkpoint."""
 
-    def create() -> TrainState:
-        given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
-        if own_step.params is None and published_from(run.config.model) is not None:
-            given |= {
-                "params": published_from(run.config.model),
-                "skip": [*own_step.skip, *fresh_parts(run.config.model)],
-            }
-        return run.step.init(run.config.seed, **given)
-
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = None if is_resumed else pool.submit(create)
+        created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
             _compile(run, progress, check)
         if created is None:
@@ -239,6 +239,17 @@ def _compiled_state(
                 return checkpointer.restore(run.step.abstract_state)
         with progress.phase("creating state"), spent.measure("creating state"):
             return jax.block_until_ready(created.result())
+
+
+def _created(run: Run, own_step: OwnStep) -> TrainState:
+    """The state at step 0."""
+    given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
+    if own_step.params is None and published_from(run.config.model) is not None:
+        given |= {
+            "params": published_from(run.config.model),
+            "skip": [*own_step.skip, *fresh_parts(run.config.model)],
+        }
+    return run.step.init(run.config.seed, **given)
 
 
 def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:

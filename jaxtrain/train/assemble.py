@@ -32,6 +32,7 @@ from jaxtrain.train.finetuned import finetuned
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
+from jaxtrain.train.reference import awaiting_reference, lacks_reference
 from jaxtrain.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Run:
         batches: batch k of the training rows, or of an iterable.
         step: the train step, with model, task and mesh.
         num_parameters: of the model.
+        awaits_reference: whether the rows hold NaN as their entry `reference` until the run has computed it.
     """
 
     config: Config
@@ -58,6 +60,7 @@ class Run:
     batches: "Batches | BatchStream"
     step: TrainStep
     num_parameters: int
+    awaits_reference: bool = False
 
     @property
     def stream(self) -> dict[str, Any]:
@@ -367,6 +370,10 @@ def assemble(
         devices=devices,
         own=own,
     )
+    awaits = lacks_reference(step.task, spec)
+    if awaits:
+        data = awaiting_reference(step, data, spec)
+        batches = training_batches(config, data)
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
     parameters = sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params))
-    return Run(config, name, data, batches, step, parameters)
+    return Run(config, name, data, batches, step, parameters, awaits)
