@@ -20,7 +20,7 @@ from jaxtrain.train.state import TrainState
 RESUME_MODES = ("auto", "must", "never")
 _SHAPES_STATE = {
     "precision.policy",
-    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw")),
+    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw", "groups")),
     "optimizer.min_dim_size_to_factor",
 }
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other

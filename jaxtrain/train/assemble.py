@@ -12,6 +12,7 @@ from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.call import Call
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
+from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
 from jaxtrain.config.published import published_from
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
@@ -24,6 +25,7 @@ from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.rules import directions
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
@@ -189,8 +191,8 @@ def build_step(
     mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
     model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
     optimizer = config.optimizer
-    if own.optimizer is None and optimizer.kind == "muon" and optimizer.adamw:
-        check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
+    if own.optimizer is None:
+        _check_matrices_of_adamw(optimizer, model)
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
@@ -213,6 +215,19 @@ def build_step(
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
     )
+
+
+def _check_matrices_of_adamw(optimizer: OptimizerConfig, model: Model) -> None:
+    """Raise where Muon leaves a matrix to AdamW that the model does not have."""
+    if isinstance(optimizer, CalledOptimizer):
+        return
+    keys = [
+        *(f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(optimizer.groups))),
+        "optimizer.adamw",
+    ]
+    for key, direction in zip(keys, directions(optimizer), strict=True):
+        if isinstance(direction, MuonDirection) and direction.adamw:
+            check_patterns(key, direction.adamw, list(parameter_shapes(model)))
 
 
 def _check_call(config: Any, input_shape: Any) -> None:
