@@ -1,6 +1,7 @@
 """Whether task, model, data and loss of a config belong together. No jax here: `config` and `plan` ask too."""
 
 from jaxtrain.config.call import Call
+from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     CalledData,
     JsonlData,
@@ -25,6 +26,7 @@ _TASKS = {
     "pairs of texts": ("sequence_to_sequence",),
     "labelled text": ("classification", "regression"),
     "tagged text": ("token_classification",),
+    "pairs of answers": ("dpo", "reward"),
     "examples": ("classification", "regression"),
 }
 # What rows are -> the kinds of model that take them.
@@ -34,6 +36,7 @@ _MODELS = {
     "pairs of texts": ("encoder_decoder",),
     "labelled text": ("transformer",),
     "tagged text": ("transformer",),
+    "pairs of answers": ("transformer",),
     "examples": ("mlp", "resnet", "vit"),
 }
 # Task -> the kinds of head whose outputs it takes, the usual one first; of a transformer without one: language_model.
@@ -89,6 +92,8 @@ def row_form(config: Config) -> str:
             return "tagged text"
         case TextPairData():
             return "pairs of texts"
+        case ChatData():
+            return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
         case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData(task="tokens"):
             if data.corruption is None:
                 return "tokens"

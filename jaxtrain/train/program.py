@@ -64,7 +64,7 @@ def create_state(
     start_state: ModelState = drawn[1] if model_state is None else merge_leaves(model_state, drawn[1])
     averaged = settings.ema_decay is not None
     ema = cast_floats(select_leaves(start, settings.trainable), jnp.float32) if averaged else None
-    stored = stored_params(start, policy, settings.trainable)
+    stored = stored_params(program.sharded_model.model, start, policy, settings.trainable)
     optimizer_state = first_optimizer_state(program, stored)
     return TrainState(
         step=jnp.int32(0),
