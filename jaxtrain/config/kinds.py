@@ -15,6 +15,7 @@ from jaxtrain.config.data import (
     TextPairData,
     TokenData,
 )
+from jaxtrain.config.finetune import check_freeze
 from jaxtrain.config.models import CalledModel, TransformerConfig
 from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
@@ -71,6 +72,7 @@ def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = No
     Raises:
         ConfigError: names what would work.
     """
+    check_freeze(config.finetune, config.optimizer.freeze)
     called_task = isinstance(config.task, Call)
     if config.model.kind == "transformer" and not (own_task or called_task):
         _check_sight(config)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.call import Call
+from jaxtrain.config.finetune import FinetuneConfig, check_freeze
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
@@ -18,7 +19,7 @@ from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.model import Model, parameter_shapes, with_remat
+from jaxtrain.models.model import Model, count_parameters, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
@@ -29,6 +30,7 @@ from jaxtrain.optim.rules import directions
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
+from jaxtrain.train.finetuned import finetuned
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
@@ -189,7 +191,8 @@ def build_step(
     _check_call(config, input_shape)
     own = own or OwnStep()
     mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
-    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
+    sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
+    model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
     optimizer = config.optimizer
     if own.optimizer is None:
         _check_matrices_of_adamw(optimizer, model)
@@ -265,7 +268,8 @@ def build_sharded_model(
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
     mesh = make_mesh(**config_degrees(config.parallel), devices=devices) if mesh is None else mesh
-    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
+    sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
+    model = finetuned(config, model_of(config, **sizes, model=model))
     return shard_model(
         model,
         mesh=mesh,
@@ -302,6 +306,9 @@ def model_of(
 
 def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:
     """Parameter path -> whether a config trains it; None: it trains all."""
+    if model.adapted is not None:
+        check_freeze(FinetuneConfig(lora=model.adapted.lora), config.optimizer.freeze)
+        return model.adapted.trains
     freeze = config.optimizer.freeze
     return trainable_predicate(freeze, list(parameter_shapes(model)) if freeze else [])
 
@@ -376,5 +383,4 @@ def assemble(
         own=own,
     )
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params))
-    return Run(config, name, data, batches, step, parameters)
+    return Run(config, name, data, batches, step, count_parameters(step.model))
