@@ -78,6 +78,7 @@ _HOMES = {
     "masked_language_modeling": "jaxtrain.models.tasks",
     "open_data": "jaxtrain.data",
     "open_run": "jaxtrain.run.open_run",
+    "parameter_groups": "jaxtrain.optim.groups",
     "prefetch": "jaxtrain.data",
     "quantize": "jaxtrain.models.quantize",
     "reference_rows": "jaxtrain.train.reference",
