@@ -1,6 +1,7 @@
 """Whether task, model, data and loss of a config belong together. No jax here: `config` and `plan` ask too."""
 
 from jaxtrain.config.call import Call
+from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     CalledData,
     JsonlData,
@@ -14,6 +15,7 @@ from jaxtrain.config.data import (
     TextPairData,
     TokenData,
 )
+from jaxtrain.config.finetune import check_freeze
 from jaxtrain.config.models import CalledModel, TransformerConfig
 from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
@@ -25,6 +27,7 @@ _TASKS = {
     "pairs of texts": ("sequence_to_sequence",),
     "labelled text": ("classification", "regression"),
     "tagged text": ("token_classification",),
+    "pairs of answers": ("dpo", "reward"),
     "examples": ("classification", "regression"),
 }
 # What rows are -> the kinds of model that take them.
@@ -34,6 +37,7 @@ _MODELS = {
     "pairs of texts": ("encoder_decoder",),
     "labelled text": ("transformer",),
     "tagged text": ("transformer",),
+    "pairs of answers": ("transformer",),
     "examples": ("mlp", "resnet", "vit"),
 }
 # Task -> the kinds of head whose outputs it takes, the usual one first; of a transformer without one: language_model.
@@ -68,6 +72,7 @@ def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = No
     Raises:
         ConfigError: names what would work.
     """
+    check_freeze(config.finetune, config.optimizer.freeze)
     called_task = isinstance(config.task, Call)
     if config.model.kind == "transformer" and not (own_task or called_task):
         _check_sight(config)
@@ -89,6 +94,8 @@ def row_form(config: Config) -> str:
             return "tagged text"
         case TextPairData():
             return "pairs of texts"
+        case ChatData():
+            return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
         case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData(task="tokens"):
             if data.corruption is None:
                 return "tokens"

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
 from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
 from jaxtrain.config.data import DataConfig, TextData
+from jaxtrain.config.finetune import FinetuneConfig
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.models import ModelConfig
 from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
@@ -271,6 +272,8 @@ class Config(Group):
     """The network."""
     data: DataConfig = TextData()
     """Where the rows come from."""
+    finetune: FinetuneConfig = FinetuneConfig()
+    """Low-rank adapters in place of the weights, and the number format of the weights below them."""
     optimizer: OptimizerConfig = AdamWConfig()
     """How the parameters are updated."""
     parallel: ParallelConfig = ParallelConfig()

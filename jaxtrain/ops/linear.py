@@ -16,6 +16,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import splits_sequence
 from jaxtrain.ops.fp8 import fp8_matmul
 from jaxtrain.ops.int8 import int8_matmul
+from jaxtrain.ops.low_rank import adapter_inputs, low_rank_matmul
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.precision.quantized import QuantizedKernel
 
@@ -81,17 +82,19 @@ def linear(
     rows = leading if splits_sequence() else (math.prod(leading),)
     x_NI = x.reshape(*rows, math.prod(inputs))
     kernel_IO = kernel.reshape(math.prod(inputs), math.prod(outputs))
-    y_NO = _product(x_NI, kernel_IO, _format.get() if low_precision else None)
+    wanted = _format.get() if low_precision else None
+    if isinstance(kernel_IO, LowRankKernel):
+        adapted_NI = adapter_inputs(x, kernel_IO).reshape(x_NI.shape)
+        y_NO = _product(x_NI, kernel_IO.base, wanted) + low_rank_matmul(adapted_NI, kernel_IO)
+    else:
+        y_NO = _product(x_NI, kernel_IO, wanted)
     if bias is not None:
         y_NO = y_NO + bias.reshape(-1)
     return y_NO.reshape(*leading, *outputs)
 
 
 def _product(x_NI: jax.Array, kernel_IO: Any, wanted: tuple[str, list[str]] | None) -> jax.Array:
-    """x @ kernel for every kind of kernel; `wanted` as in `_format`."""
-    if isinstance(kernel_IO, LowRankKernel):
-        low_rank = jnp.dot(jnp.dot(x_NI, kernel_IO.lora_a), kernel_IO.lora_b)
-        return _product(x_NI, kernel_IO.base, wanted) + kernel_IO.scale * low_rank
+    """x @ kernel for every kind of kernel without an adapter; `wanted` as in `_format`."""
     if isinstance(kernel_IO, QuantizedKernel):
         return int8_matmul(x_NI, kernel_IO)
     if wanted is None:

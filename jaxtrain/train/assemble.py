@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.call import Call
+from jaxtrain.config.finetune import FinetuneConfig, check_freeze
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
 from jaxtrain.config.published import published_from
@@ -27,6 +28,7 @@ from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
+from jaxtrain.train.finetuned import finetuned
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
@@ -187,7 +189,8 @@ def build_step(
     _check_call(config, input_shape)
     own = own or OwnStep()
     mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
-    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
+    sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
+    model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
     optimizer = config.optimizer
     if own.optimizer is None and optimizer.kind == "muon" and optimizer.adamw:
         check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
@@ -250,7 +253,8 @@ def build_sharded_model(
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
     mesh = make_mesh(**config_degrees(config.parallel), devices=devices) if mesh is None else mesh
-    model = model_of(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model)
+    sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
+    model = finetuned(config, model_of(config, **sizes, model=model))
     return shard_model(
         model,
         mesh=mesh,
@@ -287,6 +291,9 @@ def model_of(
 
 def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:
     """Parameter path -> whether a config trains it; None: it trains all."""
+    if model.adapted is not None:
+        check_freeze(FinetuneConfig(lora=model.adapted.lora), config.optimizer.freeze)
+        return model.adapted.trains
     freeze = config.optimizer.freeze
     return trainable_predicate(freeze, list(parameter_shapes(model)) if freeze else [])
 
