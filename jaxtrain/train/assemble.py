@@ -18,7 +18,7 @@ from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.model import Model, parameter_shapes, with_remat
+from jaxtrain.models.model import Model, count_parameters, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
@@ -368,5 +368,4 @@ def assemble(
         own=own,
     )
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params))
-    return Run(config, name, data, batches, step, parameters)
+    return Run(config, name, data, batches, step, count_parameters(step.model))
