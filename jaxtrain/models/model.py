@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.config.arguments import check_functions, check_kind, check_whole, refusal
+from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import parameters_table, parameters_text
 from jaxtrain.layout.rules import check_axes
@@ -14,6 +15,9 @@ from jaxtrain.layout.sharding import path_name, shard_key
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime.card import card
+
+LOW_RANK = ("lora_a", "lora_b")
+"""Last parts of the paths of adapters."""
 
 Params = dict[str, Any]
 ModelState = dict[str, Any]
@@ -180,6 +184,7 @@ class Model:
         num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.
         remat: the remat policy that the model was built with; None: none.
         rebuild: builds the model again with another remat policy; None: not possible.
+        adapted: what `adapt` made of its linear layers; None: nothing.
 
     Example:
         >>> def init(key):
@@ -203,6 +208,7 @@ class Model:
     num_outputs: int | None = None
     remat: Remat | None = None
     rebuild: "Rebuild | None" = None
+    adapted: "Adapted | None" = None
 
     def __post_init__(self) -> None:
         write = "Model('mine', init, apply), or from_functions(init, apply) for functions without state"
@@ -226,6 +232,27 @@ class Model:
             "generates": None if self.decoder is None else f"up to {self.decoder.max_length:,} tokens",
         }
         return card(repr(self).partition(":")[0], facts, body=parameters_table(params, axes=self.axes))
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """How the linear layers of a model differ from those of the model that it was made of; see `adapt`.
+
+    Attributes:
+        original: the model without adapters, with floating-point kernels.
+        lora: settings of the adapters; None: there are none, only quantized kernels.
+        base: format of the kernels below the adapters: "int8" or "nf4"; None: floats.
+        double_quantization: whether the scales of nf4 kernels are quantized too.
+        targets: paths of the kernels that have an adapter, in the order of the parameters.
+        trains: parameter path -> whether it is trained unless something else is asked for.
+    """
+
+    original: Model
+    lora: LoraConfig | None
+    base: str | None
+    double_quantization: bool
+    targets: tuple[str, ...]
+    trains: Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -310,55 +337,6 @@ def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | 
     return key if key is None or isinstance(function, DrawsByRow | PartsApply | DefersLogits) else shard_key(key)
 
 
-def from_functions(
-    init: Callable[[jax.Array], Params],
-    apply: Callable[[Params, Any], Any] | None = None,
-    *,
-    axes: Mapping[str, tuple[str | None, ...]] | None = None,
-    name: str = "functions",
-    parts: Parts | None = None,
-) -> Model:
-    """A model from two pure functions without state or randomness, or from an init and its parts.
-
-    Args:
-        init: key -> params, a nested dict of float32 arrays.
-        apply: (params, inputs) -> outputs; left out where `parts` say it.
-        axes: see `Model.axes`.
-        name: for people.
-        parts: the model partitioned for a pipeline.
-
-    Raises:
-        ConfigError: something that is no function, or not exactly one of `apply` and `parts`.
-
-    Example:
-        >>> init = lambda key: {"w": jax.random.normal(key, (4, 3))}
-        >>> model = jt.from_functions(init, lambda params, inputs: inputs @ params["w"])
-    """
-
-    if not callable(init) or not (apply is None or callable(apply)):
-        raise ConfigError(
-            "from_functions takes two functions, init(key) -> params and apply(params, inputs) -> outputs, not "
-            f"{type(init).__name__} and {type(apply).__name__}"
-        )
-    if (apply is None) == (parts is None):
-        raise ConfigError(
-            f"from_functions takes apply or parts, not {'neither' if apply is None else 'both'}; "
-            "write from_functions(init, apply)"
-        )
-    if parts is not None:
-        write = "parts=Parts('blocks', num_layers, embed, layers, head)"
-        check_kind(parts, Parts, what="from_functions: parts", takes="a record of parts", write=write)
-
-    def apply_model(
-        params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
-    ) -> tuple[Any, ModelState]:
-        assert apply is not None
-        return apply(params, inputs), model_state
-
-    applied = apply_model if parts is None else PartsApply(parts)
-    return Model(name, lambda key: (init(key), {}), applied, axes or {}, parts=parts)
-
-
 def _drawn(model: Model) -> tuple[Any, Any]:
     """What `init` gives, as shapes; nothing where it fails, which a user sees when the model is used, not shown."""
     try:
@@ -390,6 +368,8 @@ def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
 def count_parameters(model: Model) -> int:
     """Number of parameters, from shapes alone: nothing is allocated.
 
+    Quantized kernels count as the floats that they stand for.
+
     Raises:
         ConfigError: something that is no model.
 
@@ -398,4 +378,7 @@ def count_parameters(model: Model) -> int:
         15
     """
     check_is_model(model, what="count_parameters")
-    return sum(shape.size for shape in parameter_shapes(model).values())
+    if model.adapted is None:
+        return sum(shape.size for shape in parameter_shapes(model).values())
+    factors = (leaf.size for path, leaf in parameter_shapes(model).items() if path.rsplit("/", 1)[-1] in LOW_RANK)
+    return count_parameters(model.adapted.original) + sum(factors)

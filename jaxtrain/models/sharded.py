@@ -24,8 +24,8 @@ from jaxtrain.layout.sharding import (
 )
 from jaxtrain.models.context import model_context
 from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, key_for
+from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.policy import Policy, cast_floats
-from jaxtrain.precision.quantized import QuantizedKernel
 from jaxtrain.runtime.card import card
 
 
@@ -162,21 +162,25 @@ def _inapplicable(model: Model, inputs: Any, error: Exception) -> str:
     )
 
 
-def stored_params(params: Params, policy: Policy, trainable: Callable[[str], bool] | None) -> Params:
+def stored_params(model: Model, params: Params, policy: Policy, trainable: Callable[[str], bool] | None) -> Params:
     """Parameters in the dtypes that they are stored in.
 
     Args:
+        model: what they are parameters of.
         params: as `Model.init` or a user gives them.
         policy: trained parameters are stored in its param dtype.
         trainable: parameter path -> whether it is trained; None: all are. Frozen ones keep the dtype that they came
-            in: they may be quantized.
+            in: they may be quantized. Those of an adapted model are stored in the compute dtype, in which they are
+            read: that is half of the bytes under bf16, and the same numbers.
     """
+    frozen_in = None if model.adapted is None else policy.compute_dtype
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        trained = trainable is None or trainable(path_name(path))
-        return cast_floats(leaf, policy.param_dtype) if trained else leaf
+        if trainable is None or trainable(path_name(path)):
+            return cast_floats(leaf, policy.param_dtype)
+        return leaf if frozen_in is None else cast_floats(leaf, frozen_in)
 
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)
 
 
 def place_model(
@@ -208,7 +212,7 @@ def place_model(
         what, takes = f"init of the model {model.name}", "to return the pair (params, model_state)"
         raise ConfigError(refusal(what, takes, created, "`return params, {}`, or use from_functions(init, apply)"))
     drawn, model_state = created
-    params = jax.eval_shape(lambda params: stored_params(params, policy, trainable), drawn)
+    params = jax.eval_shape(lambda params: stored_params(model, params, policy, trainable), drawn)
     _check_table(params, model)
     layout = with_parameters(layout, params)
     _check_tensor(params, model, layout)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.dtypes import POLICY_DTYPES
-from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.precision.kernels import is_quantized
 
 Tree = TypeVar("Tree")
 
@@ -121,11 +121,11 @@ def cast_floats(tree: Tree, dtype: DTypeLike) -> Tree:
         A tree of the same structure and sharding; integers, random keys and quantized kernels are not changed.
     """
 
-    def cast(x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel:
+    def cast(x: Any) -> Any:
         # The scales of a quantized kernel are part of its values: rounding them would change every weight.
-        return x if isinstance(x, QuantizedKernel) or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
+        return x if is_quantized(x) or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
-    return jax.tree.map(cast, tree, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+    return jax.tree.map(cast, tree, is_leaf=is_quantized)
 
 
 @dataclass(frozen=True)

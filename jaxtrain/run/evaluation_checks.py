@@ -9,7 +9,7 @@ from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import EvaluationState, TrainState
 from jaxtrain.train.step import TrainStep
@@ -61,5 +61,5 @@ def _check_parameters(sharded_model: ShardedModel, params: Any) -> None:
 
 
 def _paths(params: Any) -> list[str]:
-    flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
     return [path_name(path) for path, _ in flat]

@@ -54,7 +54,8 @@ def make_train_step(
         clip_norm: largest global norm of the gradient; None: no clipping.
         ema_decay: keep a moving average of the parameters and of model_state (batch statistics); evaluation uses the
             average. The decay after t updates is min(ema_decay, (1 + t) / (10 + t)).
-        trainable: parameter path -> whether it is trained, True for some and False for others; None: all are.
+        trainable: parameter path -> whether it is trained, True for some and False for others; None: all are, or of
+            an adapted model its adapters.
         learning_rate: the rate that the metrics show; it does not change the optimizer.
         loss_scaling: how the fp16 loss scale moves.
         rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
@@ -79,6 +80,8 @@ def make_train_step(
     check_options(accumulation_steps, clip_norm, ema_decay, trainable)
     check_placement(mesh, rules, parallelism, of="make_train_step")
     check_settings(learning_rate, loss_scaling, compiler_options, offload_optimizer)
+    if trainable is None and model.adapted is not None and model.adapted.lora is not None:
+        trainable = model.adapted.trains
     mesh = make_mesh() if mesh is None else mesh
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, mesh, parallelism, rules)

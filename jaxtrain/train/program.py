@@ -64,7 +64,7 @@ def create_state(
     start_state: ModelState = drawn[1] if model_state is None else merge_leaves(model_state, drawn[1])
     averaged = settings.ema_decay is not None
     ema = cast_floats(select_leaves(start, settings.trainable), jnp.float32) if averaged else None
-    stored = stored_params(start, policy, settings.trainable)
+    stored = stored_params(program.sharded_model.model, start, policy, settings.trainable)
     optimizer_state = first_optimizer_state(program, stored)
     return TrainState(
         step=jnp.int32(0),
@@ -159,7 +159,16 @@ def _sums_of(
     if task.calls_model:
         assert fixed.step is not None
         loss_key, call_key = jax.random.split(key)
-        call = ModelCall(sharded_model.apply, params, model_state, True, fixed.step, call_key, fixed.average)
+        call = ModelCall(
+            sharded_model.apply,
+            params,
+            model_state,
+            True,
+            fixed.step,
+            call_key,
+            fixed.average,
+            sharded_model.apply_deferred,
+        )
         with jax.named_scope("loss"):
             return calling_sums(task, call, rows, loss_key)
     apply = sharded_model.apply_deferred if task.takes_deferred_logits else sharded_model.apply

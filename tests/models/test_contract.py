@@ -13,9 +13,10 @@ from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.from_functions import from_functions
 from jaxtrain.models.from_linen import from_linen
 from jaxtrain.models.from_nnx import from_nnx
-from jaxtrain.models.model import Model, from_functions
+from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.axes import ENCODER_DECODER, RESNET, TRANSFORMER
 from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
 from jaxtrain.models.shipped.mlp import mlp
