@@ -1,4 +1,4 @@
-"""Time to the first step: cold and warm starts of a config, and the time to compile a deeper model.
+"""Time to the first step: cold and warm starts of a config, commands without jax, and compiling a deeper model.
 
     python scripts/bench_start.py [--config quickstart] [--rounds 3] [--layers 6 48]
 
@@ -10,6 +10,7 @@ processes without a cache, interleaved. The script prints one JSON object; figur
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 from jaxtrain.bench.start import start_seconds  # noqa: E402  (the checkout's, not an installed one)
 
 _LIMIT_SECONDS = 600
+_LIGHT_COMMANDS = ("--help", "train --help", "config", "config quickstart")
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -61,6 +63,16 @@ def compile_depth(config: str, layers: int, cache: Path) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def processor_seconds(words: str) -> float:
+    """Measure the processor time of a command, which other processes of the machine lengthen less than the clock."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "jaxtrain", *words.split()]
+    environment = {**os.environ, "PYTHONPATH": _path()}
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=_LIMIT_SECONDS)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> None:
     """Run the rounds and print medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,6 +83,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the config that is started")
     arguments = parser.parse_args()
     cold, warm, said = [], [], {}
+    light: dict[str, list[float]] = {words: [] for words in _LIGHT_COMMANDS}
     depths: dict[int, list[dict[str, float]]] = {layers: [] for layers in arguments.layers}
     for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as cache:
@@ -78,6 +91,8 @@ def main() -> None:
                 found = start_seconds(arguments.config, arguments.overrides, cache)
                 seconds.append(found.seconds)
                 said[name] = found.said
+        for words, seconds in light.items():
+            seconds.append(processor_seconds(words))
         for layers, rows in depths.items():
             with tempfile.TemporaryDirectory() as cache:
                 rows.append(compile_depth(arguments.depth_config, layers, Path(cache)))
@@ -92,6 +107,7 @@ def main() -> None:
         "cold_seconds": round(statistics.median(cold), 2),
         "warm_seconds": round(statistics.median(warm), 2),
         "cold_over_warm": round(statistics.median(cold) / statistics.median(warm), 2),
+        "light_processor_seconds": {words: round(statistics.median(taken), 3) for words, taken in light.items()},
         "trace_and_compile_seconds": {str(layers): round(depth_seconds(layers), 2) for layers in depths},
         f"{deep}_layers_over_{shallow}": round(depth_seconds(deep) / depth_seconds(shallow), 3),
         "said": said,

@@ -3,25 +3,36 @@
 from collections.abc import Sequence
 
 from jaxtrain.commands.output import print_text
+from jaxtrain.errors import ConfigError
 from jaxtrain.run.import_run import export_run, import_run
 from jaxtrain.runtime import distributed
 
 
-def run_import(path: str, overrides: Sequence[str], *, output: str, check: bool, emulate: int | None) -> int:
-    """Make a run of a published model.
+def run_import(path: str, overrides: Sequence[str], *, output: str | None, check: bool, emulate: int | None) -> int:
+    """Make a run of a published model, or compare it with transformers, or both.
 
     Args:
         path: the published folder or file.
         overrides: settings of the run.
-        output: directory of the run.
-        check: whether its logits are compared with those of transformers.
+        output: directory of the run; None: no run is made.
+        check: whether its outputs are compared with those of transformers.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
 
     Returns:
         The exit code 0.
+
+    Raises:
+        ConfigError: There is neither a directory nor something to check.
     """
     if check:
         _check_transformers()
+    if output is None:
+        if not check or overrides:
+            given = f" for {overrides[0]}" if overrides else ""
+            raise ConfigError(f"-o RUN_DIR is missing{given}: name the directory of the run, or write --check alone")
+        distributed.start(emulate=emulate)
+        _print_check(path)
+        return 0
     run_dir = import_run(path, output, overrides=overrides, emulate=emulate)
     if distributed.is_main_process():
         print_text(str(run_dir))
@@ -48,7 +59,7 @@ def run_export(
         dtype: of the tensors; None: that of the model that the run started from, else float32.
         max_shard_size: most bytes per file.
         step: step of the checkpoint; None: the newest intact one.
-        check: whether the folder's logits are compared with those of transformers.
+        check: whether the folder's outputs are compared with those of transformers.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
 
     Returns:
@@ -73,5 +84,5 @@ def _check_transformers() -> None:
 def _print_check(path: str) -> None:
     from jaxtrain.interop.check import compare_with_transformers
 
-    for line in compare_with_transformers(path):
-        print_text(line)
+    if distributed.is_main_process():
+        print_text(compare_with_transformers(path))

@@ -9,7 +9,7 @@ def import_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain import`."""
     parser.add_argument("path", metavar="FOLDER", help="published folder (config.json, safetensors), or a .gguf file")
     add_overrides(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="RUN_DIR", help="directory of the run to make")
+    parser.add_argument("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
     add_check(parser)
     add_emulate(parser)
 

@@ -38,7 +38,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that compares with transformers."""
-    parser.add_argument("--check", action="store_true", help="compare logits with those of transformers, if installed")
+    parser.add_argument("--check", action="store_true", help="compare outputs with those of transformers, if installed")
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:

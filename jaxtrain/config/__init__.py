@@ -7,17 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.config.load import Loaded, find_config, load_config, shipped_configs
+    from jaxtrain.config.load import Loaded, load_config
     from jaxtrain.config.schema import Config
+    from jaxtrain.config.shipped import find_config, shipped_configs
 
 __all__ = ["Config", "Loaded", "find_config", "load_config", "shipped_configs"]
+_HOMES = {"Config": "schema", "find_config": "shipped", "shipped_configs": "shipped"}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'jaxtrain.config' has no attribute {name!r}")
 
-    home = "jaxtrain.config.schema" if name == "Config" else "jaxtrain.config.load"
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(f"jaxtrain.config.{_HOMES.get(name, 'load')}"), name)
     globals()[name] = value
     return value

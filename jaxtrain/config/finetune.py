@@ -1,11 +1,13 @@
 """The group `finetune` of a config: adapters, and the number format of the weights below them. No jax here."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.numbers import PositiveInt
+from jaxtrain.errors import ConfigError
 
 
 class LoraConfig(Group):
@@ -44,3 +46,29 @@ class FinetuneConfig(Group):
     """Number format of the frozen linear layers below the adapters; null: the dtype of the computation."""
     double_quantization: bool = True
     """nf4: quantize the scales of the blocks too, which takes 4.127 instead of 4.5 bits per weight."""
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        if self.base is not None and self.lora is None:
+            raise ValueError(
+                f"base={self.base} without lora: kernels of {self.base} are not trained; set lora.rank, such as 16, or "
+                "leave base out"
+            )
+        return self
+
+
+def check_freeze(finetune: FinetuneConfig, freeze: Sequence[str]) -> None:
+    """Raises where a config freezes parameters that adapters freeze already.
+
+    Args:
+        finetune: The group `finetune`.
+        freeze: The key `optimizer.freeze`.
+
+    Raises:
+        ConfigError: Both say what is trained.
+    """
+    if finetune.lora is not None and freeze:
+        raise ConfigError(
+            f"optimizer.freeze={list(freeze)} beside finetune.lora, which trains its adapters and "
+            "finetune.lora.train_also alone; leave optimizer.freeze out"
+        )

@@ -1,6 +1,7 @@
 """Whether task, model, data and loss of a config belong together. No jax here: `config` and `plan` ask too."""
 
 from jaxtrain.config.call import Call
+from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     CalledData,
     JsonlData,
@@ -14,6 +15,7 @@ from jaxtrain.config.data import (
     TextPairData,
     TokenData,
 )
+from jaxtrain.config.finetune import check_freeze
 from jaxtrain.config.models import CalledModel, TransformerConfig
 from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
@@ -25,6 +27,7 @@ _TASKS = {
     "pairs of texts": ("sequence_to_sequence",),
     "labelled text": ("classification", "regression"),
     "tagged text": ("token_classification",),
+    "pairs of answers": ("dpo", "reward"),
     "examples": ("classification", "regression"),
 }
 # What rows are -> the kinds of model that take them.
@@ -34,6 +37,7 @@ _MODELS = {
     "pairs of texts": ("encoder_decoder",),
     "labelled text": ("transformer",),
     "tagged text": ("transformer",),
+    "pairs of answers": ("transformer",),
     "examples": ("mlp", "resnet", "vit"),
 }
 # Task -> the kinds of head whose outputs it takes, the usual one first; of a transformer without one: language_model.
@@ -43,6 +47,17 @@ _HEADS = {
     "classification": ("sequence",),
     "token_classification": ("token",),
     "regression": ("regression",),
+    "dpo": ("language_model",),
+    "reward": ("regression", "sequence"),
+}
+_TOKEN_LOSS = ("language_modeling", "masked_language_modeling", "sequence_to_sequence")
+# Key of the group `loss` -> the tasks that read it, the usual one first.
+_LOSS = {
+    "z_loss": _TOKEN_LOSS,
+    "logits": (*_TOKEN_LOSS, "dpo"),
+    "block": (*_TOKEN_LOSS, "dpo"),
+    "beta": ("dpo",),
+    "label_smoothing": ("dpo",),
 }
 
 
@@ -68,6 +83,7 @@ def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = No
     Raises:
         ConfigError: names what would work.
     """
+    check_freeze(config.finetune, config.optimizer.freeze)
     called_task = isinstance(config.task, Call)
     if config.model.kind == "transformer" and not (own_task or called_task):
         _check_sight(config)
@@ -89,6 +105,8 @@ def row_form(config: Config) -> str:
             return "tagged text"
         case TextPairData():
             return "pairs of texts"
+        case ChatData():
+            return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
         case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData(task="tokens"):
             if data.corruption is None:
                 return "tokens"
@@ -104,9 +122,9 @@ def gives_tokens(config: Config) -> bool:
 def _check_sight(config: Config) -> None:
     """Raise where a transformer sees its targets, or does not see what it needs."""
     assert isinstance(config.model, TransformerConfig)
-    if not config.model.causal and config.task == "language_modeling":
+    if not config.model.causal and config.task in ("language_modeling", "dpo"):
         raise ConfigError(
-            "model.causal=false would let task=language_modeling read its targets; set model.causal=true, "
+            f"model.causal=false would let task={config.task} read its targets; set model.causal=true, "
             "task=masked_language_modeling, or bring a task of your own (task.call, or Python)"
         )
     if config.model.causal and config.task == "masked_language_modeling":
@@ -125,6 +143,17 @@ def _check_head(config: Config) -> None:
         raise ConfigError(
             f"task={config.task} takes model.head.kind={wanted[0]}, but it is {kind}; set model.head.kind={wanted[0]}"
         )
+    if config.task == "reward" and head is not None:
+        if head.num_labels != 1:
+            raise ConfigError(
+                f"task=reward takes one number per text, but model.head.num_labels={head.num_labels or 'null'}; "
+                "set model.head.num_labels=1"
+            )
+        if config.model.causal and head.pooling != "last":
+            raise ConfigError(
+                f"task=reward scores the last token, which alone sees the text, but model.head.pooling={head.pooling}; "
+                "set model.head.pooling=last"
+            )
 
 
 def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
@@ -185,10 +214,8 @@ def check_loss(config: Config) -> None:
     Raises:
         ConfigError: names the first of them.
     """
-    if config.task in ("language_modeling", "masked_language_modeling", "sequence_to_sequence"):
-        return
     for name, value in config.loss:
-        if value != getattr(LossConfig(), name):
+        if value != getattr(LossConfig(), name) and config.task not in _LOSS[name]:
             raise ConfigError(
-                f"loss.{name}={value} is for task=language_modeling, but task={task_name(config)}; leave it out"
+                f"loss.{name}={value} is for task={_LOSS[name][0]}, but task={task_name(config)}; leave it out"
             )

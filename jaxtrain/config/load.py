@@ -1,7 +1,6 @@
 """One loader for YAML file, `key=value` and Python keywords; every mistake is one line that says where it was set."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxtrain.config.no_effect import no_effect_notes
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
+from jaxtrain.config.shipped import find_config, is_shipped
 from jaxtrain.config.sizes import ALL_SIZES
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
@@ -62,46 +62,6 @@ class Loaded:
                 f"{self.run_dir} was trained with a {part} from Python ({self.from_python[part]}), which its config "
                 f"does not describe; call jt.run_config({str(self.run_dir)!r}, {part}=...) with it"
             )
-
-
-def config_folder() -> Path:
-    """Folder of the shipped configs: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
-
-
-def shipped_configs() -> list[str]:
-    """Names of the shipped configs, sorted."""
-    return sorted(path.stem for path in config_folder().glob("*.yaml"))
-
-
-def _is_shipped(name: str) -> bool:
-    return "/" not in name and (config_folder() / f"{name}.yaml").is_file()
-
-
-def find_config(name: str) -> Path:
-    """The file of a shipped name or a path.
-
-    Raises:
-        ConfigError: there is no such config; names the nearest.
-    """
-    if _is_shipped(name):
-        return config_folder() / f"{name}.yaml"
-    path = local_path(name, what="config")
-    if path.is_file():
-        return path
-    if path.is_dir():
-        raise ConfigError(
-            f"config {name!r} is a folder without run.json; name a .yaml file, the directory of a run, or one of "
-            f"{', '.join(shipped_configs())}"
-        )
-    # Of names that are as close, one that begins as the given one is meant.
-    close = sorted(
-        difflib.get_close_matches(path.stem, shipped_configs()), key=lambda one: not one.startswith(path.stem)
-    )
-    hint = f"did you mean {close[0]!r}?" if close else f"shipped: {', '.join(shipped_configs())}"
-    raise ConfigError(f"no config {name!r}, neither a shipped name nor a file; {hint}")
 
 
 # A key `call` in them says the kind as well.
@@ -334,7 +294,7 @@ def load_config(
     if isinstance(name, Mapping):
         for key, value in name.items():
             tree.set(tuple(str(key).split(".")), value, origin)
-    elif name is not None and not _is_shipped(str(name)) and is_run(local_path(name, what="config")):
+    elif name is not None and not is_shipped(str(name)) and is_run(local_path(name, what="config")):
         run_dir = Path(name)
         saved = read_run(run_dir)
         label = str(saved.get("name") or label)

@@ -1,6 +1,7 @@
 """The special tokens that a tokenizer gets where it is made for a run. No jax here: the planner asks too."""
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.chat import TURN_BEGINS, TURN_ENDS, ChatData
 from jaxtrain.config.data import (
     Corruption,
     LabelledTextData,
@@ -30,4 +31,6 @@ def added_tokens(config: Group) -> tuple[str, ...]:
         return _ENCODER_TOKENS
     if isinstance(config, TextPairData) or isinstance(corruption, SpanCorruption):
         return ("<pad>", "</s>", *(sentinel_name(k) for k in reversed(range(NUM_SENTINELS))))
+    if isinstance(config, ChatData):
+        return ("<pad>", TURN_BEGINS, TURN_ENDS)
     return ()

@@ -13,9 +13,9 @@ from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.folders import empty_folder, make_folder, on_host
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.pretrained import Pretrained, load_pretrained
-from jaxtrain.interop.save import empty_folder, make_folder, on_host
 from jaxtrain.interop.settings import family_for, settings_of
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt

@@ -343,7 +343,9 @@ def gather_parameters(
 
     def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         name = path_name(path)
-        if any(name == one or name.startswith(f"{one}/") for one in skip):
+        # A key is the same on every device.
+        skipped = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if skipped or any(name == one or name.startswith(f"{one}/") for one in skip):
             return leaf
         full = f"{prefix}/{name}" if prefix else name
         if num_layers is None:

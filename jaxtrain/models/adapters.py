@@ -1,24 +1,29 @@
 """Models whose linear layers have low-rank adapters, or quantized kernels, in place of their float kernels."""
 
-import difflib
 import fnmatch
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.arguments import check_kind
+from jaxtrain.config.arguments import check_choice, check_kind
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import AxesTable, FamilyTable, table_row
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.model import Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
+from jaxtrain.models.adapted_apply import Preparation, prepared
+from jaxtrain.models.adapted_axes import adapted_axes
+from jaxtrain.models.adapter_targets import find_targets, layer_sizes
+from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
+from jaxtrain.optim.masks import check_patterns
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.precision.quantized import quantize_kernel
+from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
-_FACTORS = ("lora_a", "lora_b")
+FORMATS = ("int8",)
+"""Number formats of kernels below adapters."""
 
 
 def adapt(
@@ -29,7 +34,8 @@ def adapt(
     The result is a model like any other. A step trains its adapters only, unless it is told what to train.
 
     Args:
-        model: a model with linear layers (`Model.linears`).
+        model: a model with linear layers (`Model.linears`); or any model, whose kernels `lora.targets` names by their
+            paths: matrices [D, F], also as stacks of layers [num_layers, D, F] where its parts say so.
         lora: settings of the adapters; None: no adapters.
         base: format of the kernels of all linear layers: "int8" or "nf4"; None: as they are.
         double_quantization: nf4: whether the scales are quantized too.
@@ -38,7 +44,8 @@ def adapt(
         A model whose parameters hold a `LowRankKernel` or a quantized kernel in the place of each kernel.
 
     Raises:
-        ConfigError: the model has no linear layers, a target matches none, or the rank exceeds a dim.
+        ConfigError: a target matches no layer or matches experts, the rank exceeds a dim, a format or dropout is
+            asked for of layers that are not ours, or the model is adapted already.
 
     Example:
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
@@ -49,103 +56,64 @@ def adapt(
     check_is_model(model, what="adapt")
     if lora is not None:
         check_kind(lora, LoraConfig, what="adapt: lora", takes="a LoraConfig", write="lora=jt.LoraConfig(rank=16)")
+    if base is not None:
+        check_choice(base, FORMATS, what="adapt: base", write=f"base={FORMATS[0]!r}")
+    if lora is None and base is None:
+        raise ConfigError("adapt takes lora=, base= or both; write adapt(model, lora=jt.LoraConfig(rank=16))")
     if model.adapted is not None:
         raise ConfigError(f"the model {model.name} is adapted already; adapt the model that it was made of")
-    if not model.linears:
+    if base is not None and not model.linears:
         raise ConfigError(
-            f"adapters are for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
+            f"base={base!r} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none; "
+            "leave it out"
         )
-    targets = () if lora is None else find_targets(model, lora)
+    targets = {} if lora is None else find_targets(model, lora)
     shapes = parameter_shapes(model)
-    axes: AxesTable = dict(model.axes)
-    for path, (num_inputs, num_outputs) in model.linears.items():
-        row = table_row(path, model.axes)
-        has_base = path in targets
-        if row is None or not (has_base or base):
-            continue
-        axes.pop(path, None)
-        first = len(shapes[path].shape) - num_inputs - num_outputs
-        stack, inputs, outputs = row[:first], row[first : first + num_inputs], row[first + num_inputs :]
-        place = f"{path}/base" if has_base else path
-        if base is None:
-            axes[place] = row
-        else:
-            axes |= {f"{place}/values": row, f"{place}/scale": (*stack, *outputs)}
-        if has_base:
-            axes |= {f"{path}/lora_a": (*stack, *inputs, None), f"{path}/lora_b": (*stack, None, *outputs)}
-    if isinstance(model.axes, FamilyTable):
-        axes = FamilyTable(axes)
+    if lora is not None:
+        check_patterns("lora.train_also", lora.train_also, list(shapes))
+    kernels = {**(model.linears if base else {}), **targets}
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         params, model_state = model.init(key)
-        return _with_kernels(params, model, lora, base, targets, key), model_state
+        return _with_kernels(params, kernels, lora, base, double_quantization, tuple(targets), key), model_state
 
     patterns = () if lora is None else lora.train_also
 
     def trains(path: str) -> bool:
-        return path.rsplit("/", 1)[-1] in _FACTORS or any(fnmatch.fnmatchcase(path, one) for one in patterns)
+        return path.rsplit("/", 1)[-1] in LOW_RANK or any(fnmatch.fnmatchcase(path, one) for one in patterns)
 
-    return replace(
-        model, init=init, axes=axes, adapted=Adapted(model, lora, base, double_quantization, targets, trains)
+    adapted = Adapted(model, lora, base, double_quantization, tuple(targets), trains)
+    prepare = Preparation(
+        {path: len(shapes[path].shape) - sum(dims) for path, dims in targets.items()},
+        frozenset(path for path in targets if path not in model.linears),
+        lora is not None and lora.dropout > 0,
     )
-
-
-def find_targets(model: Model, lora: LoraConfig) -> tuple[str, ...]:
-    """Find the kernels that get an adapter.
-
-    Args:
-        model: a model with linear layers.
-        lora: settings of the adapters.
-
-    Returns:
-        Paths of kernels.
-
-    Raises:
-        ConfigError: a target matches no linear layer, or the rank exceeds a dim of one.
-    """
-    layers = {path.removesuffix("/kernel"): path for path in model.linears}
-    found: set[str] = set()
-    for target in lora.targets:
-        matched = [layer for layer in layers if _is_target(layer, target)]
-        if not matched:
-            names = list(dict.fromkeys([layer.rsplit("/", 1)[-1] for layer in layers] + list(layers)))
-            near = difflib.get_close_matches(target, names, n=3) or names[:8]
-            raise ConfigError(
-                f"lora.targets: {target!r} matches no linear layer of the model {model.name}; there are "
-                f"{', '.join(near)}"
-            )
-        found.update(matched)
-    shapes = parameter_shapes(model)
-    for layer in found:
-        inputs, outputs = _sizes(shapes[layers[layer]].shape, *model.linears[layers[layer]])
-        if lora.rank > min(inputs, outputs):
-            raise ConfigError(
-                f"lora.rank={lora.rank} exceeds a dim of {layer} ({inputs} inputs, {outputs} outputs); use "
-                f"rank={min(inputs, outputs)} or less, or leave the layer out of lora.targets"
-            )
-    return tuple(layers[layer] for layer in layers if layer in found)
-
-
-def _is_target(layer: str, target: str) -> bool:
-    return fnmatch.fnmatchcase(layer, target) or layer.rsplit("/", 1)[-1] == target
-
-
-def _sizes(shape: tuple[int, ...], num_inputs: int, num_outputs: int) -> tuple[int, int]:
-    first = len(shape) - num_inputs - num_outputs
-    return math.prod(shape[first : first + num_inputs]), math.prod(shape[first + num_inputs :])
+    if prepare.added_up and prepare.dropout:
+        raise ConfigError(
+            f"lora.dropout={lora.dropout if lora else 0} is for layers of jaxtrain.models.layers.Linear, whose inputs "
+            f"it drops, and the model {model.name} has none; use dropout=0"
+        )
+    axes = adapted_axes(model, kernels, shapes, base=base, targets=tuple(targets))
+    return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
 
 
 def _with_kernels(
-    params: Params, model: Model, lora: LoraConfig | None, base: str | None, targets: tuple[str, ...], key: jax.Array
+    params: Params,
+    kernels: Mapping[str, tuple[int, int]],
+    lora: LoraConfig | None,
+    base: str | None,
+    double_quantization: bool,
+    targets: tuple[str, ...],
+    key: jax.Array,
 ) -> Params:
-    """The parameters with kernels of their kind in place of those of linear layers; adapters begin at 0."""
+    """The parameters with kernels of their kind in place of float kernels; adapters begin at 0."""
 
-    def one(path: tuple, leaf: jax.Array) -> jax.Array | LowRankKernel:
+    def one(path: tuple, leaf: jax.Array) -> Any:
         name = path_name(path)
-        dims = model.linears.get(name)
+        dims = kernels.get(name)
         if dims is None:
             return leaf
-        kernel = leaf if base is None else quantize_kernel(leaf, *dims, activations=False)
+        kernel = leaf if base is None else quantized_kernel(leaf, dims, base, double_quantization)
         if lora is None or name not in targets:
             return kernel
         return _adapted_kernel(kernel, leaf.shape, dims, lora, jax.random.fold_in(key, zlib.crc32(name.encode())))
@@ -153,13 +121,28 @@ def _with_kernels(
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def quantized_kernel(
+    kernel: jax.Array, dims: tuple[int, int], base: str | None, double_quantization: bool
+) -> QuantizedKernel:
+    """A float kernel in the number format of a base.
+
+    Args:
+        kernel: [*stack, *D, *F].
+        dims: numbers of dims of D and of F.
+        base: one of `FORMATS`.
+        double_quantization: nf4: whether its scales are quantized too.
+    """
+    assert base == "int8", base
+    return quantize_kernel(kernel, *dims, activations=False)
+
+
 def _adapted_kernel(
-    kernel: jax.Array, shape: tuple[int, ...], dims: tuple[int, int], lora: LoraConfig, key: jax.Array
+    kernel: Any, shape: tuple[int, ...], dims: tuple[int, int], lora: LoraConfig, key: jax.Array
 ) -> LowRankKernel:
     """A kernel with an adapter whose product is 0: A is drawn, B is 0."""
     num_inputs, num_outputs = dims
     first = len(shape) - num_inputs - num_outputs
-    bound = 1 / math.sqrt(_sizes(shape, *dims)[0])
+    bound = 1 / math.sqrt(layer_sizes(shape, *dims)[0])
     drawn = jax.random.uniform(key, (*shape[: first + num_inputs], lora.rank), jnp.float32, -bound, bound)
     zeros = jnp.zeros((*shape[:first], lora.rank, *shape[first + num_inputs :]), jnp.float32)
     return LowRankKernel(kernel, drawn, zeros, lora.scale, lora.dropout)

@@ -9,8 +9,8 @@ from flax import nnx
 
 from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.sharding import row_numbers
 from jaxtrain.models.initializers import Initializer
+from jaxtrain.ops.dropout import drop_by_row
 from jaxtrain.ops.linear import linear
 
 
@@ -107,6 +107,4 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         raise ConfigError(refusal("dropout: key", "a random key, or None", key, write))
     if rate == 0 or key is None:
         return x
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(x.shape[0]))
-    keep = jax.vmap(lambda row_key: jax.random.bernoulli(row_key, 1 - rate, x.shape[1:]))(keys)
-    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+    return drop_by_row(x, rate, key)

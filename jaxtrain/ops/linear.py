@@ -16,7 +16,10 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import splits_sequence
 from jaxtrain.ops.fp8 import fp8_matmul
 from jaxtrain.ops.int8 import int8_matmul
+from jaxtrain.ops.low_rank import adapter_inputs, low_rank_matmul
+from jaxtrain.ops.nf4 import nf4_matmul
 from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.nf4 import Nf4Kernel
 from jaxtrain.precision.quantized import QuantizedKernel
 
 # The number format of the step that is being traced, and one entry per layer that was multiplied in it. Set by
@@ -52,7 +55,7 @@ def use_linear_format(name: str | None, *, required_of: str | None = None) -> It
 
 def linear(
     x: jax.Array,
-    kernel: jax.Array | QuantizedKernel | LowRankKernel,
+    kernel: jax.Array | QuantizedKernel | Nf4Kernel | LowRankKernel,
     bias: jax.Array | None = None,
     *,
     num_input_dims: int = 1,
@@ -81,19 +84,23 @@ def linear(
     rows = leading if splits_sequence() else (math.prod(leading),)
     x_NI = x.reshape(*rows, math.prod(inputs))
     kernel_IO = kernel.reshape(math.prod(inputs), math.prod(outputs))
-    y_NO = _product(x_NI, kernel_IO, _format.get() if low_precision else None)
+    wanted = _format.get() if low_precision else None
+    if isinstance(kernel_IO, LowRankKernel):
+        adapted_NI = adapter_inputs(x, kernel_IO).reshape(x_NI.shape)
+        y_NO = _product(x_NI, kernel_IO.base, wanted) + low_rank_matmul(adapted_NI, kernel_IO)
+    else:
+        y_NO = _product(x_NI, kernel_IO, wanted)
     if bias is not None:
         y_NO = y_NO + bias.reshape(-1)
     return y_NO.reshape(*leading, *outputs)
 
 
 def _product(x_NI: jax.Array, kernel_IO: Any, wanted: tuple[str, list[str]] | None) -> jax.Array:
-    """x @ kernel for every kind of kernel; `wanted` as in `_format`."""
-    if isinstance(kernel_IO, LowRankKernel):
-        low_rank = jnp.dot(jnp.dot(x_NI, kernel_IO.lora_a), kernel_IO.lora_b)
-        return _product(x_NI, kernel_IO.base, wanted) + kernel_IO.scale * low_rank
+    """x @ kernel for every kind of kernel without an adapter; `wanted` as in `_format`."""
     if isinstance(kernel_IO, QuantizedKernel):
         return int8_matmul(x_NI, kernel_IO)
+    if isinstance(kernel_IO, Nf4Kernel):
+        return nf4_matmul(x_NI, kernel_IO)
     if wanted is None:
         return jnp.dot(x_NI, kernel_IO)
     wanted[1].append(wanted[0])

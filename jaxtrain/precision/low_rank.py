@@ -20,6 +20,7 @@ class LowRankKernel:
         lora_b: float [*stack, R, *F].
         scale: what the product is multiplied by.
         dropout: share of the adapter's inputs that become 0 in training.
+        key: random key [*stack] of the masks, which a model puts in while it trains; None: nothing is dropped.
     """
 
     base: Any
@@ -27,6 +28,7 @@ class LowRankKernel:
     lora_b: jax.Array
     scale: float = field(default=1.0, metadata=dict(static=True))
     dropout: float = field(default=0.0, metadata=dict(static=True))
+    key: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,4 +49,4 @@ class LowRankKernel:
         """
         base = self.base.reshape(num_inputs, num_outputs)
         lora_a, lora_b = self.lora_a.reshape(num_inputs, self.rank), self.lora_b.reshape(self.rank, num_outputs)
-        return LowRankKernel(base, lora_a, lora_b, self.scale, self.dropout)
+        return LowRankKernel(base, lora_a, lora_b, self.scale, self.dropout, self.key)

@@ -5,7 +5,6 @@ The only reader of cluster environment, with `node_devices`.
 
 import importlib.util
 import os
-import urllib.request
 from dataclasses import dataclass
 
 from jaxtrain.errors import ConfigError
@@ -102,6 +101,9 @@ def _tpu_vm_workers() -> str:
     """The hosts of the slice that this Cloud TPU VM belongs to, divided by commas; empty anywhere else."""
     if not has_tpu_chips() or "TPU_SKIP_MDS_QUERY" in os.environ:
         return ""
+    # Here, because it imports ssl, http and email, which no other process has a use for.
+    import urllib.request
+
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/attributes/worker-network-endpoints",

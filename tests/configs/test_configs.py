@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.config.load import find_config, shipped_configs
+from jaxtrain.config.shipped import find_config, shipped_configs
 from jaxtrain.run.trainer import run_config
 from jaxtrain.train.assemble import assemble, open_run_data
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from jaxtrain.config import load_config
 from jaxtrain.config.arguments import check_choice, check_kind, check_whole, refusal
 from jaxtrain.config.base import Group
+from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     CalledData,
     DataConfig,
@@ -57,9 +58,10 @@ class Data:
         tokenizer: The tokenizer that made the tokens; None: not known, or no tokens.
         description: Lines that describe the data to the user.
         reading: JSON values with which inputs and classes were turned into numbers: the names of the classes in the
-            order of their numbers, and the mean and deviation of the columns of a table. `open_data` accepts it, so
-            that other rows are read in the same way. None for sources that need none.
+            order of their numbers, the mean and deviation of the columns of a table, the template of chats. `open_data`
+            accepts it, so that other rows are read in the same way. None for sources that need none.
         decoder_length: Tokens per row of a decoder beside an encoder; None: rows have no such tokens.
+        counts: Of chats: conversations or pairs, tokens, trained tokens, and what was cut or dropped; None for others.
 
     Example:
         >>> import dataclasses
@@ -82,6 +84,7 @@ class Data:
     description: tuple[str, ...]
     reading: dict[str, Any] | None = None
     decoder_length: int | None = None
+    counts: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
         for name, rows in (("train", self.train), ("validation", self.validation)):
@@ -159,6 +162,9 @@ def open_data(
         case LabelledTextData() | TaggedTextData() | TextPairData():
             length = row_length(config.sequence_length, sequence_length)
             return _text_data(config, length, task=task, reading=reading)
+        case ChatData():
+            length = row_length(config.sequence_length, sequence_length)
+            return _chat_data(config, length, pairs=gives_pairs(config, task), reading=reading)
         case SyntheticData():
             from jaxtrain.data.sources.synthetic import open_examples
 
@@ -314,6 +320,27 @@ def _text_data(
         description=found.description,
         reading=found.reading,
         decoder_length=found.decoder_length,
+    )
+
+
+def _chat_data(config: ChatData, sequence_length: int, *, pairs: bool, reading: Mapping[str, Any] | None) -> Data:
+    """The data of conversations or of pairs of answers."""
+    from jaxtrain.data.chat.source import open_chat
+
+    found = open_chat(config, sequence_length=sequence_length, pairs=pairs, reading=reading)
+    return Data(
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.identity,
+        vocab_size=found.tokenizer.vocab_size,
+        num_outputs=None,
+        input_shape=(2, sequence_length) if pairs else (sequence_length,),
+        unit="tokens",
+        units_per_row=2 * sequence_length if pairs else sequence_length,
+        tokenizer=found.tokenizer,
+        description=found.description,
+        reading=found.reading,
+        counts=found.counts,
     )
 
 

@@ -108,7 +108,18 @@ def _csv_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record
         raise DataError(f"{file} is not CSV ({error}); write it with a header and commas") from None
 
 
-def _jsonl_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads a file of JSON lines.
+
+    Args:
+        file: Which one.
+
+    Yields:
+        File and line, and the object of the line; empty lines are left out.
+
+    Raises:
+        DataError: A line is not UTF-8, not JSON, or no object.
+    """
     offset = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -122,17 +133,43 @@ def _jsonl_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Reco
             except json.JSONDecodeError as error:
                 reason = f"{error.msg} at column {error.colno}"
                 raise DataError(f"{where} is not JSON: {reason}; fix or remove the line") from None
+            except RecursionError:
+                raise DataError(f"{where} is nested too deeply; fix or remove the line") from None
             if not isinstance(found, dict):
                 raise DataError(
                     f"{where} holds a value of type {type(found).__name__}, not an object; write one object per line"
                 )
-            for key, name in columns:
-                if name not in found:
-                    raise _missing(where, key, name, list(found))
-            yield Record(where, tuple(found[name] for _, name in columns))
+            yield where, found
+
+
+def _jsonl_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+    for where, found in json_objects(file):
+        for key, name in columns:
+            if name not in found:
+                raise _missing(where, key, name, list(found))
+        yield Record(where, tuple(found[name] for _, name in columns))
 
 
 def _parquet_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+    for where, found in parquet_objects(file, columns):
+        yield Record(where, tuple(found[name] for _, name in columns))
+
+
+def parquet_objects(
+    file: Path, columns: Sequence[tuple[str, str]] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads the rows of a Parquet file.
+
+    Args:
+        file: Which one.
+        columns: (key of the config, name of the column) of those that are read; None: all.
+
+    Yields:
+        File and number of the row, and its columns by name.
+
+    Raises:
+        DataError: The file is no Parquet file or lacks a column, or pyarrow is not installed.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
@@ -141,14 +178,15 @@ def _parquet_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Re
     try:
         with parquet.ParquetFile(file) as opened:
             there = opened.schema_arrow.names
-            for key, name in columns:
+            for key, name in columns or ():
                 if name not in there:
                     raise _missing(str(file), key, name, there)
+            names = there if columns is None else [name for _, name in columns]
             number = 0
-            for batch in opened.iter_batches(columns=[name for _, name in columns]):
-                lists = [batch.column(name).to_pylist() for _, name in columns]
+            for batch in opened.iter_batches(columns=names):
+                lists = [batch.column(name).to_pylist() for name in names]
                 for values in zip(*lists, strict=True):
                     number += 1
-                    yield Record(f"{file} row {number}", values)
+                    yield f"{file} row {number}", dict(zip(names, values, strict=True))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} is no Parquet file ({str(error).splitlines()[0]}); write it again") from None

@@ -1,0 +1,26 @@
+"""Settings of the tokenizer that a data group may have."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Group
+
+
+class TokenizerConfig(Group):
+    """How text becomes token ids."""
+
+    kind: Literal["byte", "bpe", "file"] = "byte"
+    """byte: ids 0 to 255; bpe: trained on the data and saved with the run; file: a saved tokenizer.json."""
+    vocab_size: Annotated[int, Field(ge=257)] = 1024
+    """Size of a BPE vocabulary trained here: 256 bytes, the end-of-text id, and one id per merge."""
+    path: str | None = None
+    """Path of a tokenizer.json, for kind file."""
+    start: str | None = None
+    """Token that begins a row of an encoder; null: the usual name that the tokenizer has ([CLS], <s>)."""
+    end: str | None = None
+    """Token that ends a text in rows of encoders and decoders; null: the usual name ([SEP], </s>)."""
+    mask: str | None = None
+    """Token that hides another one, for data.corruption.kind=mask; null: the usual name ([MASK], <mask>)."""
+    padding: str | None = None
+    """Token that fills rows up; null: the usual name ([PAD], <pad>), else id 0."""

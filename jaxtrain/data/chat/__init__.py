@@ -1,0 +1,1 @@
+"""Conversations and preferences: files, templates, which tokens are trained, rows."""

@@ -1,0 +1,214 @@
+"""Conversations and pairs of answers, read from files of the usual forms."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.chat import PYTHON_DOCS, ChatData
+from jaxtrain.config.local_path import local_path
+from jaxtrain.data.chat.python_docs import documented
+from jaxtrain.data.files import find_files
+from jaxtrain.data.text.records import json_objects, parquet_objects
+from jaxtrain.errors import DataError
+
+# What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
+Message = Mapping[str, Any]
+
+ANSWERS = "assistant"
+_SUFFIXES = (".jsonl", ".parquet")
+_FORMS = "messages, prompt and completion, or prompt, chosen and rejected"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in their order.
+
+    Attributes:
+        where: File and line, for messages.
+        messages: What was said.
+        first: Index of the first message that may be an answer to train on; those before it are the prompt.
+    """
+
+    where: str
+    messages: tuple[Message, ...]
+    first: int = 0
+
+    @property
+    def prompt(self) -> str:
+        """What stands before the first answer, as text: conversations with equal ones are one group."""
+        end = next((i for i in range(self.first, len(self.messages)) if self.messages[i]["role"] == ANSWERS), None)
+        return "\n".join(f"{one['role']}: {one.get('content')}" for one in self.messages[:end])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations that begin alike.
+
+    Attributes:
+        where: File and line, for messages.
+        chosen: That with the preferred answer.
+        rejected: That with the other one.
+        group: Pairs of one group stay on one side of the split; None: those of equal prompts are a group.
+    """
+
+    where: str
+    chosen: Conversation
+    rejected: Conversation
+    group: str | None = None
+
+
+def read_conversations(path: str | Sequence[str]) -> list[Conversation]:
+    """Reads conversations.
+
+    Args:
+        path: As `ChatData.path`.
+
+    Raises:
+        DataError: A file is missing or malformed, or a row is no conversation, or has an empty answer or none.
+    """
+    if path == PYTHON_DOCS:
+        return [_asked(one.where, one.question, one.answer) for one in documented()]
+    return [_conversation(where, row) for where, row in _rows(path)]
+
+
+def read_pairs(path: str | Sequence[str]) -> list[Pair]:
+    """Reads pairs of answers.
+
+    Args:
+        path: As `ChatData.path`.
+
+    Raises:
+        DataError: As for `read_conversations`, or both answers are equal.
+    """
+    if path == PYTHON_DOCS:
+        return list(_documented_pairs())
+    return [_pair(where, row) for where, row in _rows(path)]
+
+
+def label_of(config: ChatData) -> str:
+    """Returns what people call the data."""
+    if config.path == PYTHON_DOCS:
+        return f"built-in {PYTHON_DOCS}"
+    return config.path if isinstance(config.path, str) else ", ".join(config.path)
+
+
+def _asked(where: str, question: str, answer: str) -> Conversation:
+    return Conversation(where, ({"role": "user", "content": question}, {"role": ANSWERS, "content": answer}), first=1)
+
+
+def _documented_pairs() -> Iterator[Pair]:
+    """Questions with their own answer and that of another function; the two functions form a group."""
+    found = documented()
+    for one, other in zip(found[::2], found[1::2], strict=False):
+        for mine, wrong in ((one, other), (other, one)):
+            chosen = _asked(mine.where, mine.question, mine.answer)
+            yield Pair(mine.where, chosen, _asked(mine.where, mine.question, wrong.answer), group=one.where)
+
+
+def _rows(path: str | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (file and line, object) of all files that paths name."""
+    count = 0
+    for one in [path] if isinstance(path, str) else path:
+        for file in _files(one):
+            read = {".jsonl": json_objects, ".parquet": parquet_objects}.get(file.suffix)
+            if read is None:
+                raise DataError(f"data.path {file} is no .jsonl or .parquet file; convert it, or rename it")
+            for row in read(file):
+                count += 1
+                yield row
+    if not count:
+        raise DataError(f"data.path {path} has no rows; give a file with at least one")
+
+
+def _files(path: str) -> list[Path]:
+    root = local_path(path, what="data.path", error=DataError).expanduser()
+    if not root.is_dir():
+        return [file for _, file in find_files(path, suffix=".jsonl")]
+    there = [suffix for suffix in _SUFFIXES if any(root.rglob(f"*{suffix}"))]
+    return [file for suffix in there or [".jsonl"] for _, file in find_files(path, suffix=suffix)]
+
+
+def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
+    if "messages" in row:
+        conversation = Conversation(where, _messages(where, row["messages"], "messages"))
+    elif "prompt" in row and "completion" in row:
+        before = _messages(where, row["prompt"], "prompt", role="user")
+        after = _messages(where, row["completion"], "completion", role=ANSWERS)
+        conversation = Conversation(where, (*before, *after), first=len(before))
+    elif "chosen" in row and "rejected" in row:
+        raise DataError(f"{where} is a pair of answers; set task=dpo or task=reward, or write messages")
+    else:
+        raise _no_form(where, row)
+    return _checked(conversation)
+
+
+def _pair(where: str, row: Mapping[str, Any]) -> Pair:
+    if "chosen" not in row or "rejected" not in row:
+        if "messages" in row or "completion" in row:
+            raise DataError(f"{where} is one conversation, not a pair; write prompt, chosen and rejected")
+        raise _no_form(where, row)
+    chosen, rejected = (_messages(where, row[name], name, role=ANSWERS) for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise DataError(f"{where} has equal answers, chosen and rejected; a pair needs two that differ")
+    if chosen[0]["role"] == rejected[0]["role"] == ANSWERS:
+        if row.get("prompt") is None:
+            raise DataError(f"{where} has no prompt before its answers; write prompt, chosen and rejected")
+        prompt = _messages(where, row["prompt"], "prompt", role="user")
+        chosen, rejected = (*prompt, *chosen), (*prompt, *rejected)
+    shortest = min(len(chosen), len(rejected))
+    first = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+    if first == 0:
+        raise DataError(f"{where} has no common beginning of chosen and rejected; write the prompt in both, or apart")
+    if first == shortest:
+        raise DataError(f"{where}: one of chosen and rejected is the beginning of the other; give two answers")
+    both = [_checked(Conversation(where, messages, first=first)) for messages in (chosen, rejected)]
+    return Pair(where, both[0], both[1])
+
+
+def _no_form(where: str, row: Mapping[str, Any]) -> DataError:
+    there = f"it has {', '.join(map(str, row)) or 'no keys'}"
+    return DataError(f"{where} is no conversation ({there}); write {_FORMS}")
+
+
+def _messages(where: str, value: Any, key: str, *, role: str | None = None) -> tuple[Message, ...]:
+    """Returns the messages of a value: a list of them or, where `role` is given, also a text."""
+    if isinstance(value, str) and role is not None:
+        return ({"role": role, "content": value},)
+    if not isinstance(value, list) or not value:
+        takes = "a list of messages" if role is None else "a text or a list of messages"
+        found = "an empty list" if value == [] else f"a value of type {type(value).__name__}"
+        raise DataError(f"{where} {key} holds {found}; write {takes}: [{{role, content}}, ...]")
+    return tuple(_message(f"{where} {key}[{i}]", one) for i, one in enumerate(value))
+
+
+def _message(where: str, value: Any) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        meant = " (from and value are role and content)" if isinstance(value, dict) and "from" in value else ""
+        raise DataError(f"{where} has no role{meant}; write {{role: user, content: ...}}")
+    # A Parquet column has every key in every row.
+    found = {name: one for name, one in value.items() if one is not None}
+    if not isinstance(found.get("content", ""), str):
+        raise DataError(f"{where} has a content of type {type(found['content']).__name__}; chats are text alone")
+    if "content" not in found and "tool_calls" not in found:
+        raise DataError(f"{where} has no content; write {{role: {found['role']}, content: ...}}")
+    return found
+
+
+def _checked(conversation: Conversation) -> Conversation:
+    """Returns a conversation up to its last answer.
+
+    Raises:
+        DataError: There is no answer, an empty one, or nothing before the first.
+    """
+    where, messages = conversation.where, conversation.messages
+    answers = [i for i in range(conversation.first, len(messages)) if messages[i]["role"] == ANSWERS]
+    if not answers:
+        roles = ", ".join(dict.fromkeys(one["role"] for one in messages))
+        raise DataError(f"{where} has no answer (roles: {roles}); write one with role: {ANSWERS}")
+    for i in answers:
+        if not messages[i].get("content", "").strip() and not messages[i].get("tool_calls"):
+            raise DataError(f"{where} has an empty answer (message {i + 1}); fill it in, or remove the row")
+    if answers[0] == 0:
+        raise DataError(f"{where} begins with an answer; write what it answers before it")
+    return Conversation(where, messages[: answers[-1] + 1], conversation.first)

@@ -1,0 +1,77 @@
+"""The axes table of an adapted model: a row for each array that stands in the place of a kernel."""
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import DEFAULT_RULES, AxesTable, FamilyTable, table_row
+from jaxtrain.models.model import Model
+
+Names = tuple[str | None, ...]
+
+
+def adapted_axes(
+    model: Model,
+    kernels: Mapping[str, tuple[int, int]],
+    shapes: Mapping[str, Any],
+    *,
+    base: str | None,
+    targets: tuple[str, ...],
+) -> AxesTable:
+    """The axes table of an adapted model.
+
+    Args:
+        model: the model without adapters.
+        kernels: path of each kernel that something else stands in the place of -> its number of input and output dims.
+        shapes: path -> shape of every parameter of the model.
+        base: format of the kernels; None: floats.
+        targets: paths of the kernels that have an adapter.
+
+    Raises:
+        ConfigError: a row of the model's own table matches no parameter.
+    """
+    if not isinstance(model.axes, FamilyTable):
+        for row in model.axes:
+            if not any(path == row or fnmatch.fnmatchcase(path, row) for path in shapes):
+                raise ConfigError(f"axes of the model {model.name}: {row!r} matches no parameter")
+    # Rows of the original kernels stay: a model may still ask how such an array is sharded.
+    axes: dict[str, Names] = dict(model.axes)
+    for path, dims in kernels.items():
+        row = table_row(path, model.axes)
+        if row is None:
+            continue
+        first = len(shapes[path].shape) - sum(dims)
+        stack, inputs, outputs = row[:first], row[first : first + dims[0]], row[first + dims[0] :]
+        place = f"{path}/base" if path in targets else path
+        axes |= base_rows(place, stack, inputs, outputs, base=base)
+        if path in targets:
+            rows = {
+                f"{path}/lora_a": (*stack, *inputs, _rank_name(inputs, outputs)),
+                f"{path}/lora_b": (*stack, _rank_name(outputs, inputs), *outputs),
+            }
+            axes |= rows
+    return FamilyTable(axes)
+
+
+def base_rows(place: str, stack: Names, inputs: Names, outputs: Names, *, base: str | None) -> dict[str, Names]:
+    """The rows of what a kernel is stored as.
+
+    Args:
+        place: path of the kernel, or of the base below an adapter.
+        stack, inputs, outputs: names of the dims that count layers, and of the input and output dims.
+        base: format of the kernel; None: floats.
+    """
+    if base is None:
+        return {place: (*stack, *inputs, *outputs)}
+    return {f"{place}/values": (*stack, *inputs, *outputs), f"{place}/scale": (*stack, *outputs)}
+
+
+def _rank_name(own: Names, other: Names) -> str | None:
+    """The name of the dim of the rank: of a factor without a dim on `fsdp` that of the other factor's dim there.
+
+    Otherwise every shard of `fsdp` would store the whole factor.
+    """
+    stored = [name for name in other if name is not None and "fsdp" in DEFAULT_RULES.get(name, ())]
+    has_own = any(name is not None and "fsdp" in DEFAULT_RULES.get(name, ()) for name in own)
+    return None if has_own or not stored else stored[0]

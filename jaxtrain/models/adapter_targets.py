@@ -1,0 +1,113 @@
+"""Which kernels of a model get an adapter: what names and patterns of layers match, and what cannot have one."""
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Mapping
+
+from jaxtrain.config.finetune import LoraConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import Model, parameter_shapes
+
+
+def find_targets(model: Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Find the kernels that get an adapter.
+
+    Args:
+        model: the model without adapters.
+        lora: settings of the adapters.
+
+    Returns:
+        Path of each kernel, in the order of the model -> how many of its last dims are inputs, how many are outputs.
+
+    Raises:
+        ConfigError: a target matches no layer, or experts, or the rank exceeds a dim.
+    """
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
+    kernels = dict(model.linears) or _matrices(model, shapes)
+    names = {path: _layer(path) for path in kernels}
+    found: set[str] = set()
+    for target in lora.targets:
+        if target == "*":
+            _check_every_layer(model, lora)
+        matched = [path for path in kernels if _is_target(path, names[path], target)]
+        found.update(matched)
+        _check_experts(model, target, shapes, kernels)
+        if not matched:
+            known = list(dict.fromkeys([*(name.rsplit("/", 1)[-1] for name in names.values()), *names.values()]))
+            near = difflib.get_close_matches(target, known, n=3) or known[:8]
+            raise ConfigError(
+                f"lora.targets: {target!r} matches no linear layer of the model {model.name}; there are "
+                f"{', '.join(near) or 'none'}"
+            )
+    for path in kernels:
+        if path in found:
+            _check_rank(names[path], shapes[path], kernels[path], lora.rank)
+    return {path: dims for path, dims in kernels.items() if path in found}
+
+
+def _layer(path: str) -> str:
+    """The layer that a kernel belongs to."""
+    return path.removesuffix("/kernel")
+
+
+def _is_target(path: str, layer: str, target: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, target) for name in (path, layer)) or layer.rsplit("/", 1)[-1] == target
+
+
+def _matrices(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """The parameters of a model without linear layers of ours that a low-rank product can be added to."""
+    stack = None if model.parts is None else f"{model.parts.stack}/"
+    dims = {path: len(shape) - (stack is not None and path.startswith(stack)) for path, shape in shapes.items()}
+    return {path: (1, 1) for path, count in dims.items() if count == 2}
+
+
+def _check_every_layer(model: Model, lora: LoraConfig) -> None:
+    """Raise where '*' would not be every linear layer."""
+    if not model.linears:
+        raise ConfigError(
+            f"lora.targets='*' is for models of our linear layers (jaxtrain.models.layers.Linear), and the model "
+            f"{model.name} has none; name its kernels, such as targets=('layers/*/kernel',)"
+        )
+    if model.has_experts:
+        names = ", ".join(dict.fromkeys(repr(_layer(path).rsplit("/", 1)[-1]) for path in model.linears))
+        raise ConfigError(
+            f"lora.targets='*' includes the experts of the model {model.name}, which cannot have adapters; write "
+            f"targets=({names})"
+        )
+
+
+def _check_experts(
+    model: Model, target: str, shapes: Mapping[str, tuple[int, ...]], kernels: Mapping[str, tuple[int, int]]
+) -> None:
+    """Raise where a target names experts, which no adapter is added to."""
+    if not model.has_experts:
+        return
+    experts = [path for path in shapes if path.rsplit("/", 1)[-1] == "kernel" and path not in kernels]
+    named = [path for path in experts if _is_target(path, _layer(path), target)]
+    if named:
+        layers = ", ".join(dict.fromkeys(_layer(path).rsplit("/", 1)[-1] for path in kernels))
+        raise ConfigError(
+            f"lora.targets: {target!r} matches {_layer(named[0])} of the experts of the model {model.name}, which "
+            f"cannot have adapters; use {layers}"
+        )
+
+
+def _check_rank(layer: str, shape: tuple[int, ...], dims: tuple[int, int], rank: int) -> None:
+    inputs, outputs = layer_sizes(shape, *dims)
+    if rank > min(inputs, outputs):
+        raise ConfigError(
+            f"lora.rank={rank} exceeds a dim of {layer} ({inputs} inputs, {outputs} outputs); use "
+            f"rank={min(inputs, outputs)} or less, or leave the layer out of lora.targets"
+        )
+
+
+def layer_sizes(shape: tuple[int, ...], num_inputs: int, num_outputs: int) -> tuple[int, int]:
+    """The number of inputs and of outputs of a layer.
+
+    Args:
+        shape: of its kernel, [*stack, *D, *F].
+        num_inputs, num_outputs: dims of D and of F.
+    """
+    first = len(shape) - num_inputs - num_outputs
+    return math.prod(shape[first : first + num_inputs]), math.prod(shape[first + num_inputs :])
