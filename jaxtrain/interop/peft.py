@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.config.adapter import lora_settings
 from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.finetune import LoraConfig
@@ -72,15 +73,8 @@ def open_adapter(path: str | Path, rows: Sequence[Row]) -> OpenedAdapter:
     folder = open_adapter_folder(path)
     found = read_adapter_arrays(folder, rows)
     said = folder.config
-    alpha = said.alpha if (found.rank, found.scale) == (said.rank, said.scale) else None
-    lora = LoraConfig(
-        rank=found.rank,
-        alpha=alpha or found.scale * (found.rank**0.5 if said.rank_stabilised else found.rank),
-        dropout=said.dropout,
-        targets=tuple(kernel.removesuffix(_KERNEL) for kernel in found.factors),
-        rank_stabilised=said.rank_stabilised,
-        train_also=tuple(found.whole),
-    )
+    kernels, whole = tuple(found.factors), tuple(found.whole)
+    lora = LoraConfig(**lora_settings(said, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole))
     factors = {f"{kernel}/{name}": one for kernel, pair in found.factors.items() for name, one in _named(pair)}
     return OpenedAdapter(Path(path), said, lora, {**factors, **found.whole})
 
