@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError, UserError
+from jaxtrain.interop.folders import check_empty
 from jaxtrain.interop.gather import on_main_host
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.settings import family_for
@@ -146,8 +147,7 @@ def _partial(folder: Path) -> Path:
 @contextlib.contextmanager
 def _partial_folder(folder: Path) -> Iterator[None]:
     """Makes the folder that is written into, and removes it where it was not renamed."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already and not empty; name a new folder")
+    check_empty(folder)
     partial = _partial(folder)
     try:
         # What an export that was killed has left.

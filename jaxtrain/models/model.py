@@ -16,6 +16,9 @@ from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime.card import card
 
+LOW_RANK = ("lora_a", "lora_b")
+"""Last parts of the paths of adapters."""
+
 Params = dict[str, Any]
 ModelState = dict[str, Any]
 
@@ -362,6 +365,8 @@ def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
 def count_parameters(model: Model) -> int:
     """Number of parameters, from shapes alone: nothing is allocated.
 
+    Quantized kernels count as the floats that they stand for.
+
     Raises:
         ConfigError: something that is no model.
 
@@ -370,4 +375,7 @@ def count_parameters(model: Model) -> int:
         15
     """
     check_is_model(model, what="count_parameters")
-    return sum(shape.size for shape in parameter_shapes(model).values())
+    if model.adapted is None:
+        return sum(shape.size for shape in parameter_shapes(model).values())
+    factors = (leaf.size for path, leaf in parameter_shapes(model).items() if path.rsplit("/", 1)[-1] in LOW_RANK)
+    return count_parameters(model.adapted.original) + sum(factors)

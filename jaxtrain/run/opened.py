@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config
 from jaxtrain.config.call import Call
+from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
@@ -199,7 +200,13 @@ class OpenedRun:
         from jaxtrain.run.restored import quantized_params, restore_for_evaluation
 
         model = self.sharded_model
-        found = restore_for_evaluation(self.run_dir, model, step=self._wanted_step, report=self._report)
+        found = restore_for_evaluation(
+            self.run_dir,
+            model,
+            step=self._wanted_step,
+            report=self._report,
+            moved_to=published_from(self.config.model),
+        )
         if self._quantize is None:
             return found
         params, remark = quantized_params(found.params, model, self._quantize)
@@ -310,8 +317,9 @@ class OpenedRun:
         """The rows that `evaluate` takes, in batches that divide by the mesh; see there."""
         from jaxtrain.data import Data
         from jaxtrain.run.held_out_rows import check_data_fits, held_out_rows
+        from jaxtrain.run.reference import evaluated_rows
 
-        rows = self.data if data is None else data
+        rows = evaluated_rows(self.data if data is None else data, self.task, self.run_dir)
         limit = self.config.evaluation.max_batches if data is None else None
         found = held_out_rows(self.config, rows, self.sharded_model, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:

@@ -215,6 +215,7 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
     info["parameters"] = _parameters(run)
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]
+    info["base"] = metadata.get("base")
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info

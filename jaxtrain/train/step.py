@@ -166,9 +166,7 @@ class TrainStep:
             >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
         key = random_key(seed, self.abstract_state.key)
-        given = accept_start(
-            params, model_state, skip, drawn=self.sharded_model.drawn_shapes(), wanted=self.abstract_state
-        )
+        given = accept_start(params, model_state, skip, sharded_model=self.sharded_model)
         state = self._initialize(key, **given)
         self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
         return state
