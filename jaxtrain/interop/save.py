@@ -3,17 +3,19 @@
 import contextlib
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import CheckpointError, ConfigError, UserError
+from jaxtrain.interop.folders import check_empty
+from jaxtrain.interop.gather import on_main_host
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.settings import family_for
 from jaxtrain.interop.weights import PublishedModel
@@ -84,6 +86,9 @@ def write_published(
 ) -> Path:
     """Writes a published folder. Every process calls it, the main one writes.
 
+    Tensors are gathered one at a time, into a folder beside the one that is asked for, which gets its name when it is
+    whole: an export that fails or is killed leaves nothing that looks like a model, and may be tried again.
+
     Args:
         folder: The folder to make; it may exist if it is empty.
         settings: Our model group, from `settings_of`.
@@ -98,15 +103,13 @@ def write_published(
 
     Raises:
         ConfigError: The folder is not empty, no family can say the model, or an argument is out of range.
+        CheckpointError: The folder cannot be written.
     """
     folder = Path(folder)
     most = _num_bytes(max_shard_size)
     theirs: Mapping[str, Any] = {} if origin is None else origin.config
     family = family_for(settings, model_type=theirs.get("model_type"))
     name, dtypes = _dtype_name(dtype, origin), {} if dtype or origin is None else origin.dtypes
-    # Only the main process looks: when another one comes here, it may have written into the folder already.
-    with on_main_process(_empty(folder)):
-        pass
     rows = family.tensors(settings)
     tensors = _plan(rows, {**dtypes, "": name})
     held = {False: by_path(params), True: by_path(model_state)}
@@ -114,34 +117,76 @@ def write_published(
     shards = _shards(tensors, most)
     config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
     main = is_main_process()
-    if main:
-        _make_folder(folder)
-    hosts: dict[tuple[bool, str], np.ndarray] = {}
-    for file, names in shards.items():
-        shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
-        arrays = ((one, _assembled(tensors[one], held, hosts)) for one in names)
-        if main:
-            write_safetensors(folder / file, shapes, arrays)
-        else:
-            for _ in arrays:  # every process takes part in gathering what is sharded over processes
+    # Only the main process looks: when another one comes here, it may have written into the folder already.
+    with on_main_process(_partial_folder(folder), does="make the folder"):
+        partial, failure = _partial(folder), None
+        for file, names in shards.items():
+            shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
+            gathered = _gathered({one: tensors[one] for one in names}, held)
+            if main and failure is None:
+                try:
+                    write_safetensors(partial / file, shapes, (_assembled(*one) for one in gathered))
+                except UserError as error:
+                    failure = error
+            # Every process takes part in gathering what is sharded over processes, also for one that cannot write.
+            for _ in gathered:
                 pass
-    if main:
-        _write_files(folder, config, shards, tensors, {} if origin is None else origin.files, tokenizer)
+        files = {} if origin is None else origin.files
+        finished = _finished(folder, config, shards, tensors, files=files, tokenizer=tokenizer, failure=failure)
+        with on_main_process(finished, does="write the folder"):
+            pass
     return folder
 
 
+def _partial(folder: Path) -> Path:
+    """Where a folder is written until it is whole: beside it, so that it is renamed in one move."""
+    place = folder.resolve()
+    return place.with_name(f".{place.name}.partial")
+
+
 @contextlib.contextmanager
-def _empty(folder: Path) -> Iterator[None]:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already and not empty; name a new folder")
-    yield
-
-
-def _make_folder(folder: Path) -> None:
+def _partial_folder(folder: Path) -> Iterator[None]:
+    """Makes the folder that is written into, and removes it where it was not renamed."""
+    check_empty(folder)
+    partial = _partial(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # What an export that was killed has left.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
+    try:
+        yield
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _finished(
+    folder: Path,
+    config: Mapping[str, Any],
+    shards: Mapping[str, list[str]],
+    tensors: Mapping[str, _Written],
+    *,
+    files: Mapping[str, str | bytes],
+    tokenizer: str | None,
+    failure: UserError | None,
+) -> Iterator[None]:
+    """Writes what stands beside the tensors and gives the folder its name; or raises why tensors were not written."""
+    if failure is not None:
+        raise failure
+    partial, place = _partial(folder), folder.resolve()
+    try:
+        _write_files(partial, config, shards, tensors, files, tokenizer)
+        if place.exists():
+            # An empty folder stays the one that it is (somebody may be in it); its config.json comes last.
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(place / file.name)
+        else:
+            partial.rename(place)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written ({error.strerror or error})") from None
+    yield
 
 
 def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +248,8 @@ def assemble_tensor(rows: tuple[Row, ...], name: str, held: Mapping[bool, Mappin
         name: Name of the tensor, as it is written.
         held: Path -> array, for params (False) and model_state (True).
     """
-    return _assembled(_plan(rows, {"": "float32"})[name], held, {})
+    tensors = {name: _plan(rows, {"": "float32"})[name]}
+    return next(_assembled(*one)[1] for one in _gathered(tensors, held))
 
 
 def _shards(tensors: Mapping[str, _Written], most: int) -> dict[str, list[str]]:
@@ -222,36 +268,35 @@ def _shards(tensors: Mapping[str, _Written], most: int) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _assembled(
-    tensor: _Written, held: Mapping[bool, Mapping[str, Any]], hosts: dict[tuple[bool, str], np.ndarray]
-) -> np.ndarray:
+def _gathered(
+    tensors: Mapping[str, _Written], held: Mapping[bool, Mapping[str, Any]]
+) -> Iterator[tuple[str, _Written, list[np.ndarray | None]]]:
+    """Each tensor with what it is made of, on the main process; None per part on the others, and for constants."""
+    for name, tensor in tensors.items():
+        parts = [
+            None if isinstance(row, Constant) else on_main_host(held[row.state][row.path], position)
+            for row, position in tensor.parts
+        ]
+        yield name, tensor, parts
+
+
+def _assembled(name: str, tensor: _Written, parts: list[np.ndarray | None]) -> tuple[str, np.ndarray]:
     out = np.empty(tensor.shape, tensor.dtype)
-    for row, position in tensor.parts:
+    for (row, _), part in zip(tensor.parts, parts, strict=True):
         if isinstance(row, Constant):
             out[...] = row.value
             continue
-        key = (row.state, row.path)
-        if key not in hosts:
-            hosts[key] = _on_host(held[row.state][row.path])
+        assert part is not None, "only the main process writes"
         with np.errstate(over="raise"):
             try:
-                row.transform.write(out, hosts[key][position])
+                row.transform.write(out, part)
             except FloatingPointError:
                 most = ml_dtypes.finfo(tensor.dtype).max
                 raise ConfigError(
                     f"{row.path} holds numbers beyond {float(most):g}, the largest of {tensor.dtype}; write float32 "
                     "or bfloat16"
                 ) from None
-    return out
-
-
-def _on_host(array: Any) -> np.ndarray:
-    """A whole array on the host, whichever processes hold its shards."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)
+    return name, out
 
 
 def _write_files(

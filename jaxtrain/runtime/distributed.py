@@ -125,11 +125,12 @@ def _join(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def on_main_process(resource: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def on_main_process(resource: contextlib.AbstractContextManager[Any], *, does: str = "start the run") -> Iterator[None]:
     """Enters a context on process 0 on behalf of all processes; if that fails, every process raises.
 
     Args:
         resource: The context, which only process 0 enters and leaves.
+        does: What entering it does, for the message of the other processes.
 
     Raises:
         UserError: On process 0, the error of the context.
@@ -152,7 +153,7 @@ def on_main_process(resource: contextlib.AbstractContextManager[Any]) -> Iterato
             except UserError as error:
                 failure = error
         if not multihost_utils.broadcast_one_to_all(np.int32(failure is None)):
-            raise failure or ConfigError("process 0 could not start the run; its message says why")
+            raise failure or ConfigError(f"process 0 could not {does}; its message says why")
         yield
 
 

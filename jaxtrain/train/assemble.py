@@ -34,6 +34,7 @@ from jaxtrain.train.finetuned import finetuned
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
+from jaxtrain.train.reference import awaiting_reference, lacks_reference
 from jaxtrain.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Run:
         batches: batch k of the training rows, or of an iterable.
         step: the train step, with model, task and mesh.
         num_parameters: of the model.
+        awaits_reference: whether the rows hold NaN as their entry `reference` until the run has computed it.
     """
 
     config: Config
@@ -60,6 +62,7 @@ class Run:
     batches: "Batches | BatchStream"
     step: TrainStep
     num_parameters: int
+    awaits_reference: bool = False
 
     @property
     def stream(self) -> dict[str, Any]:
@@ -382,5 +385,9 @@ def assemble(
         devices=devices,
         own=own,
     )
+    awaits = lacks_reference(step.task, spec)
+    if awaits:
+        data = awaiting_reference(step, data, spec)
+        batches = training_batches(config, data)
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    return Run(config, name, data, batches, step, count_parameters(step.model))
+    return Run(config, name, data, batches, step, count_parameters(step.model), awaits)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.interop import load
 from jaxtrain.interop.load import by_path, copy_into, read_places
 from jaxtrain.published.folder import open_folder
 
@@ -84,7 +85,10 @@ def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
-def test_tiles_copy_every_number(order):
+@pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "in tiles"])
+def test_transposed_views_are_copied_number_for_number(order, has_cpu, monkeypatch):
+    if not has_cpu:  # as with JAX_PLATFORMS=cuda
+        monkeypatch.setattr(load, "_cpu_device", lambda: None)
     theirs = np.random.default_rng(0).normal(size=(37, 70, 41)).astype(np.float32)
     part = theirs.transpose(order)
     for dtype in (np.float32, jnp.bfloat16):
