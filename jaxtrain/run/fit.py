@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
@@ -235,7 +236,9 @@ def _check_mesh(mesh: Any, parallelism: Any) -> None:
 def _data(given: Any, validation: Any, *, seed: int, task: "Task") -> "Data":
     from jaxtrain.data.sources.given import data_of
 
-    return data_of(given, validation=validation, seed=seed, counts_tokens=task.name == "language_modeling")
+    return data_of(
+        given, validation=validation, seed=seed, counts_tokens=task.name in ("language_modeling", *PREFERENCES)
+    )
 
 
 def _sizes(data: "Data", *, epochs: float | None, batch_size: int | None) -> dict[str, int]:
