@@ -47,6 +47,19 @@ _HEADS = {
     "classification": ("sequence",),
     "token_classification": ("token",),
     "regression": ("regression",),
+    "dpo": ("language_model",),
+    "reward": ("regression", "sequence"),
+}
+# Tasks that compare two answers.
+PREFERENCES = ("dpo", "reward")
+_TOKEN_LOSS = ("language_modeling", "masked_language_modeling", "sequence_to_sequence")
+# Key of the group `loss` -> the tasks that read it, the usual one first.
+_LOSS = {
+    "z_loss": _TOKEN_LOSS,
+    "logits": (*_TOKEN_LOSS, "dpo"),
+    "block": (*_TOKEN_LOSS, "dpo"),
+    "beta": ("dpo",),
+    "label_smoothing": ("dpo",),
 }
 
 
@@ -111,9 +124,9 @@ def gives_tokens(config: Config) -> bool:
 def _check_sight(config: Config) -> None:
     """Raise where a transformer sees its targets, or does not see what it needs."""
     assert isinstance(config.model, TransformerConfig)
-    if not config.model.causal and config.task == "language_modeling":
+    if not config.model.causal and config.task in ("language_modeling", "dpo"):
         raise ConfigError(
-            "model.causal=false would let task=language_modeling read its targets; set model.causal=true, "
+            f"model.causal=false would let task={config.task} read its targets; set model.causal=true, "
             "task=masked_language_modeling, or bring a task of your own (task.call, or Python)"
         )
     if config.model.causal and config.task == "masked_language_modeling":
@@ -132,6 +145,17 @@ def _check_head(config: Config) -> None:
         raise ConfigError(
             f"task={config.task} takes model.head.kind={wanted[0]}, but it is {kind}; set model.head.kind={wanted[0]}"
         )
+    if config.task == "reward" and head is not None:
+        if head.num_labels != 1:
+            raise ConfigError(
+                f"task=reward takes one number per text, but model.head.num_labels={head.num_labels or 'null'}; "
+                "set model.head.num_labels=1"
+            )
+        if config.model.causal and head.pooling != "last":
+            raise ConfigError(
+                f"task=reward scores the last token, which alone sees the text, but model.head.pooling={head.pooling}; "
+                "set model.head.pooling=last"
+            )
 
 
 def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
@@ -192,10 +216,8 @@ def check_loss(config: Config) -> None:
     Raises:
         ConfigError: names the first of them.
     """
-    if config.task in ("language_modeling", "masked_language_modeling", "sequence_to_sequence"):
-        return
     for name, value in config.loss:
-        if value != getattr(LossConfig(), name):
+        if value != getattr(LossConfig(), name) and config.task not in _LOSS[name]:
             raise ConfigError(
-                f"loss.{name}={value} is for task=language_modeling, but task={task_name(config)}; leave it out"
+                f"loss.{name}={value} is for task={_LOSS[name][0]}, but task={task_name(config)}; leave it out"
             )

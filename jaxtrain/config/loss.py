@@ -1,4 +1,4 @@
-"""How the logits of a batch are held in memory, and which settings of that go together. No jax here."""
+"""Settings of losses: which of them go together, and what they may be. No jax here."""
 
 from typing import Literal
 
@@ -25,3 +25,19 @@ def check_blocks(by: str, size: int | None) -> None:
         raise ConfigError(f"loss.block={size}: use an integer of at least 1, or leave it out")
     if size is not None and by in ("auto", "whole"):
         raise ConfigError(f"loss.block={size} has no effect with loss.logits={by}; set that to tokens or vocabulary")
+
+
+def check_preference(beta: float, label_smoothing: float) -> None:
+    """Checks the settings of the loss of preferred answers.
+
+    Args:
+        beta: The value of `loss.beta`.
+        label_smoothing: The value of `loss.label_smoothing`.
+
+    Raises:
+        ConfigError: `beta` is not above 0, or `label_smoothing` is not from 0 to below 0.5.
+    """
+    if not beta > 0:
+        raise ConfigError(f"loss.beta={beta:g}: use a number above 0, such as 0.1")
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"loss.label_smoothing={label_smoothing:g}: use a number from 0 to below 0.5, such as 0.1")

@@ -9,7 +9,7 @@ from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
 from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.finetune import FinetuneConfig
-from jaxtrain.config.loss import check_blocks
+from jaxtrain.config.loss import check_blocks, check_preference
 from jaxtrain.config.models import ModelConfig
 from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
@@ -29,6 +29,8 @@ TaskName = Literal[
     "classification",
     "token_classification",
     "regression",
+    "dpo",
+    "reward",
 ]
 TaskConfig = Annotated[
     Annotated[TaskName, Tag(NAMED)] | Annotated[CalledTask, Tag(CALLED)], Discriminator(named_or_called)
@@ -126,7 +128,7 @@ class RematConfig(Group):
 
 
 class LossConfig(Group):
-    """The loss of language models."""
+    """The loss of language models, and of preferred answers."""
 
     z_loss: Annotated[float, Field(gt=0)] | None = None
     """Weight of the squared logsumexp that is added to the training loss (PaLM: 1e-4); null: not added."""
@@ -135,10 +137,16 @@ class LossConfig(Group):
     block: PositiveInt | None = None
     """Tokens or ids per block, for logits tokens and vocabulary; null: chosen from the sizes."""
 
+    beta: float = 0.1
+    """Task dpo: how near the model stays to where it starts, above 0; a larger value keeps it nearer."""
+    label_smoothing: float = 0.0
+    """Task dpo: probability that the answers of a pair are labelled the wrong way round, below 0.5."""
+
     @model_validator(mode="after")
     def _together(self) -> Self:
         with mistakes_told_by_pydantic():
             check_blocks(self.logits, self.block)
+            check_preference(self.beta, self.label_smoothing)
         return self
 
 
@@ -263,7 +271,7 @@ class Config(Group):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of every random number: parameters, data order, dropout."""
     task: TaskConfig = "language_modeling"
-    """What the loss compares the outputs with: tokens, classes, or numbers; or a loss of your own (call)."""
+    """What the loss compares: tokens, classes, numbers, or two answers (dpo, reward); or a loss of your own (call)."""
     compilation_cache: str | None = "auto"
     """Folder of compiled programs; auto: the user's cache folder; null: compile in every process."""
     compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it
@@ -283,7 +291,7 @@ class Config(Group):
     remat: RematConfig = RematConfig()
     """Which activations are kept for the backward pass, and which are computed again."""
     loss: LossConfig = LossConfig()
-    """The loss of language models."""
+    """The loss of language models, and of preferred answers."""
     train: TrainConfig = TrainConfig()
     """Length of the run and size of the batch."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -26,6 +26,7 @@ class ModelCall:
         train: True in a train step, False in evaluation.
         step: int32 [], steps done before this one.
         key: what calls without a key of their own draw from.
+        apply_deferred: what computes `deferred`: `ShardedModel.apply_deferred`; None: `apply_model` does.
 
     Example:
         >>> def loss(apply, batch, key):  # apply is a ModelCall
@@ -41,6 +42,7 @@ class ModelCall:
     step: jax.Array
     key: jax.Array
     _average: tuple[Params, ModelState] | None = None
+    apply_deferred: Apply | None = None
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -102,13 +104,40 @@ class ModelCall:
         model_state: ModelState | None = None,
     ) -> tuple[Any, ModelState]:
         """The outputs of the model, and its model_state after them; arguments as for a call."""
+        return self._called(self.apply_model, inputs, key, train, params, model_state)
+
+    def deferred(
+        self,
+        inputs: Any,
+        *,
+        key: jax.Array | None = None,
+        train: bool | None = None,
+        params: Params | None = None,
+        model_state: ModelState | None = None,
+    ) -> Any:
+        """The outputs of the model with `DeferredLogits` in place of logits, where it has them.
+
+        `cross_entropy` takes both and never holds more than a block of deferred logits. Arguments as for a call.
+        """
+        apply = self.apply_deferred or self.apply_model
+        return self._called(apply, inputs, key, train, params, model_state)[0]
+
+    def _called(
+        self,
+        apply: Apply,
+        inputs: Any,
+        key: jax.Array | None,
+        train: bool | None,
+        params: Params | None,
+        model_state: ModelState | None,
+    ) -> tuple[Any, ModelState]:
         train = self.train if train is None else train
         number = next(self._calls)
         if key is None and train:
             key = jax.random.fold_in(self.key, number)
         chosen = self.params if params is None else _like(params, self.params, "params")
         state = self.model_state if model_state is None else _like(model_state, self.model_state, "model_state")
-        return self.apply_model(chosen, state, inputs, key=key, train=train)
+        return apply(chosen, state, inputs, key=key, train=train)
 
 
 def _like(given: Any, wanted: Any, what: str) -> dict[str, Any]:

@@ -70,9 +70,15 @@ class CallingLoss:
 
     Attributes:
         function: (apply, batch, key) -> what `Task.loss` returns; `apply` is a `ModelCall`.
+        reference: see `Task.calling`.
+        has_separate_rows: as of `LogitsLoss`.
+        ids: entries of a batch that hold ids of the model's vocabulary; larger ones are refused when a batch is read.
     """
 
     function: Callable[["ModelCall", Batch, jax.Array], Any]
+    reference: Callable[["ModelCall", Batch], jax.Array] | None = None
+    has_separate_rows: bool = False
+    ids: tuple[str, ...] = ()
 
     def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
         raise ConfigError("the loss of Task.calling calls the model: it takes (apply, batch, key) and no outputs")
@@ -136,6 +142,7 @@ class Task:
         batch_axes: Mapping[str, tuple[str | None, ...]] | None = None,
         reads_weights: bool = False,
         rows: Rows = "separate",
+        reference: Callable[["ModelCall", Batch], jax.Array] | None = None,
     ) -> "Task":
         """A task whose loss calls the model itself, as often as it likes, also with other parameters.
 
@@ -147,12 +154,15 @@ class Task:
                 `batch` is any dict of arrays; it needs no entry `inputs`. `key` is of the step and the microbatch; in
                 evaluation, of the batch's number. Its numbers are drawn for all rows at once, the same on every mesh.
             batch_axes, reads_weights, rows: as in `Task`; with accumulation, `rows="global"` is refused.
+            reference: (apply, batch) -> float32 [B, ...], numbers of each row by the parameters that training starts
+                from, such as log-probabilities. A run computes them once, keeps them in its directory, and gives them
+                to the loss as the entry `reference`. None: there are none.
 
         Returns:
             The task. It is refused on a mesh with `pipe` > 1, whose stages run a model once.
 
         Raises:
-            ConfigError: no name or no function.
+            ConfigError: no name, no function, or a `reference` that is no function.
 
         Example:
             >>> def loss(apply, batch, key):
@@ -165,12 +175,20 @@ class Task:
                 f"Task.calling takes a name and a loss function, not {shown(name)} and {shown(loss)}; "
                 "write Task.calling('name', loss) with loss(apply, batch, key) -> (sum, weight, metrics)"
             )
-        return cls(name, CallingLoss(loss), batch_axes or {}, reads_weights, rows=rows)
+        if reference is not None:
+            write = "reference=jaxtrain.answer_log_probabilities"
+            check_function(reference, what="Task.calling: reference", takes="(apply, batch) -> [B, ...]", write=write)
+        return cls(name, CallingLoss(loss, reference), batch_axes or {}, reads_weights, rows=rows)
 
     @property
     def calls_model(self) -> bool:
         """Whether the loss calls the model itself."""
         return isinstance(self.loss, CallingLoss)
+
+    @property
+    def reference(self) -> Callable[["ModelCall", Batch], jax.Array] | None:
+        """What computes the entry `reference` of each row before training; None: the loss needs none."""
+        return self.loss.reference if isinstance(self.loss, CallingLoss) else None
 
     def __repr__(self) -> str:
         return f"Task {self.name!r}"

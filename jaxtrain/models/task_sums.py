@@ -11,8 +11,8 @@ from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState
 from jaxtrain.models.model_call import ModelCall
+from jaxtrain.models.targets import target_weights
 from jaxtrain.models.task import Batch, CallingLoss, Sums, Task, TaskSums
-from jaxtrain.models.tasks import target_weights
 
 # What the step, a row of metrics.jsonl and the evaluator report by themselves.
 _RESERVED = (
@@ -38,7 +38,7 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSum
     Raises:
         ConfigError: the loss returned something else.
     """
-    batch = _with_weights(batch)
+    batch = with_weights(batch)
     return _checked_sums(task, (task.loss if train else task.evaluation)(outputs, batch), batch)
 
 
@@ -58,7 +58,7 @@ def calling_sums(task: Task, call: ModelCall, batch: Batch, key: jax.Array) -> t
         ConfigError: the loss returned something else, or in training no model_state although the model has one.
     """
     assert isinstance(task.loss, CallingLoss)
-    batch = _with_weights(batch)
+    batch = with_weights(batch)
     found = task.loss.function(call, batch, key)
     items = found if isinstance(found, (tuple, list)) else (found,)
     model_state = call.model_state
@@ -168,7 +168,7 @@ def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | No
     return jnp.asarray(value, jnp.float32), None if weight is None else jnp.asarray(weight, jnp.float32)
 
 
-def _with_weights(batch: Batch) -> Batch:
+def with_weights(batch: Batch) -> Batch:
     """Add `weights` of 1 to a batch without any, so that a loss finds them in training as in evaluation."""
     targets = batch.get("targets")
     if "weights" in batch or not isinstance(targets, (jax.Array, np.ndarray)) or not targets.ndim:

@@ -9,109 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_number, refusal, shown
+from jaxtrain.config.arguments import check_number, shown
 from jaxtrain.config.call import CalledTask
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.task import Batch, LogitsLoss, Task, TaskSums
+from jaxtrain.models.preferences import dpo, reward
+from jaxtrain.models.targets import broadcast_weights, checked_ids, num_classes
+from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task, TaskSums
 from jaxtrain.ops.loss.blocks import Logits
-from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy, cross_entropy_sums
+from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums
 from jaxtrain.ops.loss.right import weight_of_right
 from jaxtrain.runtime.call import call_function, described
-
-
-def target_weights(batch: Batch) -> jax.Array:
-    """Weigh each target of a batch: by its `weights` or 1, and by 0 where the target is negative.
-
-    Args:
-        batch: `targets` of any shape; integers below 0 (-100, say) are ignored, as everywhere in the field. Optional
-            `weights` of the same shape, or of its first dimensions ([B] for targets [B, L]).
-
-    Returns:
-        float32, of the shape of the targets.
-
-    Raises:
-        ConfigError: no batch with an array of targets, or weights of another shape.
-
-    Example:
-        >>> jt.target_weights({"targets": jnp.array([2, -100, 0])}).tolist()
-        [1.0, 0.0, 1.0]
-    """
-    write = "target_weights({'inputs': x, 'targets': y})"
-    if not isinstance(batch, Mapping):
-        raise ConfigError(refusal("target_weights", "a batch", batch, write))
-    for name in ("targets", "weights"):
-        value = batch.get(name)
-        if value is not None and not isinstance(value, jax.Array | np.ndarray):
-            raise ConfigError(refusal(f"target_weights: {name}", "an array", value, write))
-    weights, targets = _weights(batch), batch["targets"]
-    return jnp.where(targets < 0, 0.0, weights) if jnp.issubdtype(targets.dtype, jnp.integer) else weights
-
-
-def _weights(batch: Batch) -> jax.Array:
-    """The batch's `weights`, or 1, broadcast to the shape of the targets: float32."""
-    if "targets" not in batch:
-        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {', '.join(batch) or 'nothing'}")
-    shape, weights = batch["targets"].shape, batch.get("weights")
-    if weights is None:
-        return jnp.ones(shape, jnp.float32)
-    if weights.shape != shape[: weights.ndim]:
-        raise ConfigError(
-            f"weights {list(weights.shape)} do not fit targets {list(shape)}; give one weight per target, or per row"
-        )
-    weights = jnp.asarray(weights, jnp.float32)
-    return jnp.broadcast_to(weights.reshape(*weights.shape, *[1] * (len(shape) - weights.ndim)), shape)
-
-
-def _checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Check and prepare the targets and weights of a loss over classes.
-
-    Args:
-        task: its name, for error messages.
-        logits: [..., V], computed or deferred.
-        batch: `targets` [...] and optional `weights`.
-
-    Returns:
-        int32 ids from 0 on, and float32 weights, NaN for an id that no logit has; both [...].
-
-    Raises:
-        ConfigError: logits, targets or weights of the wrong shape or dtype.
-    """
-    if isinstance(logits, DeferredLogits):
-        shape, dtype = (*logits.hidden.shape[:-1], logits.vocabulary), logits.hidden.dtype
-    elif isinstance(logits, (jax.Array, np.ndarray)):
-        shape, dtype = logits.shape, logits.dtype
-    else:
-        raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {shown(logits)}")
-    weights = target_weights(batch)
-    targets = batch["targets"]
-    if jnp.issubdtype(targets.dtype, jnp.integer):
-        # The number of classes may not fit into the 8 or 16 bits that ids are stored in.
-        targets = targets.astype(jnp.int32)
-    if not shape or not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigError(f"{task} needs logits [B, ..., classes], but the model gives {dtype.name}{list(shape)}")
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ConfigError(
-            f"{task} needs integer targets, but they are {targets.dtype.name}{list(targets.shape)}; "
-            "give class numbers (int32), or use regression()"
-        )
-    if targets.shape != shape[:-1]:
-        if targets.shape[-1:] == (1,) and targets.shape[:-1] == shape[:-1]:
-            hint = "drop the last dimension: targets[..., 0]"
-        else:
-            hint = f"give integer targets {list(shape[:-1])}"
-        raise ConfigError(f"{task}: targets {list(targets.shape)} do not fit logits {list(shape)}; {hint}")
-    # Host arrays with such ids are refused when they are read. On the device a number cannot raise, but NaN is seen.
-    weights = jnp.where((targets >= shape[-1]) & (weights != 0), jnp.nan, weights)
-    return jnp.maximum(targets, 0), weights
-
-
-def _num_classes(outputs: Any) -> int:
-    """Read the number of classes off logits, alone or under the key "logits"."""
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-    return logits.vocabulary if isinstance(logits, DeferredLogits) else logits.shape[-1]
 
 
 def language_modeling(
@@ -217,7 +127,7 @@ def _token_task(
     def loss_with(z_loss: float | None, counts_right: bool, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
         found = more.pop("logits", None)
-        targets, weights = _checked_ids(name, found, batch)
+        targets, weights = checked_ids(name, found, batch)
         weight = jnp.sum(weights)
         by = None if logits == "auto" else logits
         sums = cross_entropy_sums(found, targets, weights, z_loss=z_loss, by=by, size=block)
@@ -237,7 +147,7 @@ def _token_task(
     axes = {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")}
     train = functools.partial(loss_with, z_loss, False)
     loss = LogitsLoss(train, functools.partial(loss_with, None, counts_right), has_separate_rows=True)
-    return Task(name, loss, axes, reads_weights=True, num_classes=_num_classes)
+    return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
 def classification() -> Task:
@@ -271,13 +181,13 @@ def token_classification() -> Task:
 
 def _class_task(name: str, axes: Mapping[str, tuple[str | None, ...]]) -> Task:
     def loss(outputs: Any, batch: Batch) -> TaskSums:
-        targets, weights = _checked_ids(name, outputs, batch)
+        targets, weights = checked_ids(name, outputs, batch)
         weight = jnp.sum(weights)
         right = jnp.argmax(outputs, axis=-1) == targets
         accuracy = jnp.sum(jnp.where(right, weights, 0.0))
         return jnp.sum(cross_entropy(outputs, targets) * weights), weight, {"accuracy": (accuracy, weight)}
 
-    return Task(name, loss, axes, reads_weights=True, num_classes=_num_classes)
+    return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
 def regression() -> Task:
@@ -295,7 +205,7 @@ def regression() -> Task:
     def loss(outputs: Any, batch: Batch) -> TaskSums:
         if not isinstance(outputs, (jax.Array, np.ndarray)):
             raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {shown(outputs)}")
-        weights, targets = _weights(batch), batch["targets"]
+        weights, targets = broadcast_weights(batch), batch["targets"]
         if not jnp.issubdtype(targets.dtype, jnp.integer) and not jnp.issubdtype(targets.dtype, jnp.floating):
             raise ConfigError(f"regression needs real targets, but they are {targets.dtype.name}; give float32")
         if _without_last_one(outputs.shape) != _without_last_one(targets.shape):
@@ -330,8 +240,12 @@ def build_task(config: Config) -> Task:
     """
     if isinstance(config.task, str) and config.task in _TOKEN_TASKS:
         make = _TOKEN_TASKS[config.task]
+        check_loss(config)
         return make(z_loss=config.loss.z_loss, logits=config.loss.logits, block=config.loss.block)
     check_loss(config)
+    if config.task == "dpo":
+        loss = config.loss
+        return dpo(loss.beta, label_smoothing=loss.label_smoothing, logits=loss.logits, block=loss.block)
     if isinstance(config.task, CalledTask):
         made = call_function("task", config.task.call, config.task.args)
         if isinstance(made, Task):
@@ -346,14 +260,22 @@ def build_task(config: Config) -> Task:
 def is_shipped(task: Task) -> bool:
     """Whether a task evaluates as the one of its name in `TASKS`, whose options matter in training alone."""
     make = TASKS.get(task.name)
-    return make is not None and _evaluated(task) is _evaluated(make())
+    return make is not None and _evaluated(task) == _evaluated(make())
 
 
 def _evaluated(task: Task) -> Any:
-    """The code of the loss in evaluation: each call of `classification` makes another function of the same code."""
-    loss = task.loss.evaluate if isinstance(task.loss, LogitsLoss) else task.loss
-    loss = loss.func if isinstance(loss, functools.partial) else loss
-    return loss.__code__ if isinstance(loss, types.FunctionType) else loss
+    """The code of the loss in evaluation: each call of `classification` makes another function of the same code.
+
+    A loss of preferences is evaluated with its settings, so that they are part of what is compared.
+    """
+    match task.loss:
+        case LogitsLoss(evaluate=loss):
+            loss, settings = (loss.func, ()) if isinstance(loss, functools.partial) else (loss, ())
+        case CallingLoss(function=loss):
+            loss, settings = (loss.func, loss.args) if isinstance(loss, functools.partial) else (loss, ())
+        case loss:
+            settings = ()
+    return (loss.__code__ if isinstance(loss, types.FunctionType) else loss, settings)
 
 
 _TOKEN_TASKS = {
@@ -366,4 +288,6 @@ TASKS: Mapping[str, Callable[[], Task]] = {
     "classification": classification,
     "token_classification": token_classification,
     "regression": regression,
+    "dpo": dpo,
+    "reward": reward,
 }

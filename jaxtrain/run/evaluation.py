@@ -94,7 +94,8 @@ class Evaluator:
                 step, number = moment
                 loss_key, call_key = jax.random.split(jax.random.fold_in(jax.random.key(0), number))
                 average = (params, model_state)
-                call = ModelCall(sharded_model.apply, params, model_state, False, step, call_key, average)
+                applied = sharded_model.apply_deferred
+                call = ModelCall(sharded_model.apply, params, model_state, False, step, call_key, average, applied)
                 batch = _first_rows(batch, batch, num_rows)
                 (loss_sum, weight, metrics), _ = calling_sums(task, call, batch, loss_key)
             elif self._pipeline is not None and num_rows is None:

@@ -317,8 +317,9 @@ class OpenedRun:
         """The rows that `evaluate` takes, in batches that divide by the mesh; see there."""
         from jaxtrain.data import Data
         from jaxtrain.run.held_out_rows import check_data_fits, held_out_rows
+        from jaxtrain.run.reference import evaluated_rows
 
-        rows = self.data if data is None else data
+        rows = evaluated_rows(self.data if data is None else data, self.task, self.run_dir)
         limit = self.config.evaluation.max_batches if data is None else None
         found = held_out_rows(self.config, rows, self.sharded_model, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:

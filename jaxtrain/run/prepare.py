@@ -32,6 +32,7 @@ from jaxtrain.run.own_parts import optimizer_notes, own_parts
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import open_record
+from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
 from jaxtrain.run.resume import (
     check_resumed,
     check_same_computation,
@@ -119,6 +120,10 @@ def prepare_session(
                 for line in check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None):
                     progress.message(line)
 
+        if run.awaits_reference and resumed is not None:
+            recorded = checkpointer.metadata().get("reference")
+            known = resumed_reference(run, run_dir, recorded, lambda: _created(run, own_step), progress, main=main)
+            run, metadata["reference"] = with_known_reference(run, known), known.record
         state, base = _compiled_state(
             run, run_dir, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
         )
@@ -138,6 +143,10 @@ def prepare_session(
                 progress.message(f"what an earlier run left here was moved to {previous}")
         if resumed is None:
             keep_base(base, run, state, run_dir)
+        if run.awaits_reference:
+            with spent.measure("evaluation"):
+                known = first_reference(run, state, run_dir, progress, main=main)
+            run, metadata["reference"] = with_known_reference(run, known), known.record
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
@@ -232,12 +241,9 @@ def _compiled_state(
     trains = trained_leaves(run.step)
     given = {} if is_resumed else start_of(run, own_step)
 
-    def create() -> TrainState:
-        return run.step.init(run.config.seed, **given)
-
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = None if is_resumed else pool.submit(create)
+        created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
             _compile(run, progress, check)
         if created is None:
@@ -257,6 +263,11 @@ def _compiled_state(
         with progress.phase("creating state"), spent.measure("creating state"):
             state = jax.block_until_ready(created.result())
             return state, describe_start(run, state, given)
+
+
+def _created(run: Run, own_step: OwnStep) -> TrainState:
+    """The state at step 0."""
+    return run.step.init(run.config.seed, **start_of(run, own_step))
 
 
 def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:

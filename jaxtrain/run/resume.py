@@ -21,7 +21,7 @@ from jaxtrain.train.state import TrainState
 RESUME_MODES = ("auto", "must", "never")
 _SHAPES_STATE = {
     "precision.policy",
-    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw")),
+    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw", "groups")),
     "optimizer.min_dim_size_to_factor",
 }
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
@@ -104,7 +104,8 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    old = [run_dir / name for name in (*names, "held_out.json", "profile", KEPT) if (run_dir / name).exists()]
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", KEPT)
+    old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.

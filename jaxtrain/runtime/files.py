@@ -15,12 +15,21 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
         path: The file to write or replace.
         lines: The lines, each with its line end.
     """
+    # A lone surrogate (from bytes of a file name, or a sample that ends inside a character) must not be an error.
+    _write_atomic(path, (line.encode("utf-8", errors="backslashreplace") for line in lines))
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Writes bytes atomically."""
+    _write_atomic(path, (content,))
+
+
+def _write_atomic(path: Path, parts: Iterable[bytes]) -> None:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # A lone surrogate (from bytes of a file name, or a sample that ends inside a character) must not be an error.
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(lines)
+        with temporary.open("wb") as file:
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

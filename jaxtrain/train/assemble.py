@@ -13,6 +13,7 @@ from jaxtrain.config.call import Call
 from jaxtrain.config.finetune import FinetuneConfig, check_freeze
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
+from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
 from jaxtrain.config.published import published_from
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
@@ -25,6 +26,7 @@ from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.rules import directions
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
@@ -32,6 +34,7 @@ from jaxtrain.train.finetuned import finetuned
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
+from jaxtrain.train.reference import awaiting_reference, lacks_reference
 from jaxtrain.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class Run:
         batches: batch k of the training rows, or of an iterable.
         step: the train step, with model, task and mesh.
         num_parameters: of the model.
+        awaits_reference: whether the rows hold NaN as their entry `reference` until the run has computed it.
     """
 
     config: Config
@@ -58,6 +62,7 @@ class Run:
     batches: "Batches | BatchStream"
     step: TrainStep
     num_parameters: int
+    awaits_reference: bool = False
 
     @property
     def stream(self) -> dict[str, Any]:
@@ -106,6 +111,14 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
     return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
 
 
+def stand_in_batches(config: Config, data: "Data", step: TrainStep) -> "Batches | BatchStream":
+    """The training batches of a step that is planned or measured: what a run computes of its rows first is 0."""
+    batches = training_batches(config, data)
+    if not lacks_reference(step.task, batches.spec()):
+        return batches
+    return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
+
+
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
     """Raise where task, model and data do not belong together.
 
@@ -146,7 +159,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     classes = classes or getattr(head, "num_labels", None)
     if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
         raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
-    longest, length = getattr(config.model, "max_sequence_length", None), next(iter(data.input_shape), 0)
+    longest, length = getattr(config.model, "max_sequence_length", None), next(reversed(data.input_shape), 0)
     if tokens and longest is not None and length > longest:
         raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
     if data.decoder_length is not None and longest is not None and data.decoder_length > longest:
@@ -192,8 +205,8 @@ def build_step(
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
     optimizer = config.optimizer
-    if own.optimizer is None and optimizer.kind == "muon" and optimizer.adamw:
-        check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
+    if own.optimizer is None:
+        _check_matrices_of_adamw(optimizer, model)
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
@@ -216,6 +229,19 @@ def build_step(
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
     )
+
+
+def _check_matrices_of_adamw(optimizer: OptimizerConfig, model: Model) -> None:
+    """Raise where Muon leaves a matrix to AdamW that the model does not have."""
+    if isinstance(optimizer, CalledOptimizer):
+        return
+    keys = [
+        *(f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(optimizer.groups))),
+        "optimizer.adamw",
+    ]
+    for key, direction in zip(keys, directions(optimizer), strict=True):
+        if isinstance(direction, MuonDirection) and direction.adamw:
+            check_patterns(key, direction.adamw, list(parameter_shapes(model)))
 
 
 def _check_call(config: Any, input_shape: Any) -> None:
@@ -367,5 +393,9 @@ def assemble(
         devices=devices,
         own=own,
     )
+    awaits = lacks_reference(step.task, spec)
+    if awaits:
+        data = awaiting_reference(step, data, spec)
+        batches = training_batches(config, data)
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    return Run(config, name, data, batches, step, count_parameters(step.model))
+    return Run(config, name, data, batches, step, count_parameters(step.model), awaits)

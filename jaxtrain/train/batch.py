@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Task
+from jaxtrain.models.task import CallingLoss, Task
 from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.train.checks import check_batch, check_ids
 
@@ -192,7 +192,9 @@ def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any])
     """
     model = sharded_model.model
     if task.calls_model:
-        return {}  # what the model is given is known inside the loss alone
+        # What the model is given is known inside the loss alone, but a loss may say which entries hold ids.
+        ids = task.loss.ids if isinstance(task.loss, CallingLoss) else ()
+        return {} if model.vocab_size is None else dict.fromkeys(ids, model.vocab_size)
     limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
     if task.num_classes is None:
         return limits

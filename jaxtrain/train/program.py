@@ -159,7 +159,16 @@ def _sums_of(
     if task.calls_model:
         assert fixed.step is not None
         loss_key, call_key = jax.random.split(key)
-        call = ModelCall(sharded_model.apply, params, model_state, True, fixed.step, call_key, fixed.average)
+        call = ModelCall(
+            sharded_model.apply,
+            params,
+            model_state,
+            True,
+            fixed.step,
+            call_key,
+            fixed.average,
+            sharded_model.apply_deferred,
+        )
         with jax.named_scope("loss"):
             return calling_sums(task, call, rows, loss_key)
     apply = sharded_model.apply_deferred if task.takes_deferred_logits else sharded_model.apply

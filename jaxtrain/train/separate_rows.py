@@ -12,7 +12,7 @@ from jaxtrain.models.model import Apply, ModelState, Params
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, LogitsLoss, Task
+from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.train.program import StepProgram
 
@@ -51,7 +51,7 @@ def check_separate_rows(program: StepProgram, batch: Batch) -> None:
     count = program.settings.accumulation_steps
     if program.pipeline is not None:
         count = program.pipeline.schedule.num_microbatches
-    is_known = isinstance(task.loss, LogitsLoss) and task.loss.has_separate_rows
+    is_known = isinstance(task.loss, LogitsLoss | CallingLoss) and task.loss.has_separate_rows
     if count == 1 or task.rows != "separate" or is_known or not _mixes_rows(program, batch):
         return
     raise ConfigError(

@@ -19,7 +19,7 @@ from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.linear import linear
 from jaxtrain.ops.loss.blocks import Logits, LossBlocks, choose_blocks
 from jaxtrain.ops.loss.blockwise import BlockedLoss, OutputLayer
-from jaxtrain.ops.loss.sharded import TOKENS, blockwise_sums, is_sharded, mesh_axes
+from jaxtrain.ops.loss.sharded import TOKENS, blockwise_losses, blockwise_sums, is_sharded, mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -104,24 +104,37 @@ def compute_logits(outputs: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.logits() if deferred(leaf) else leaf, outputs, is_leaf=deferred)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def cross_entropy(
+    logits: jax.Array | DeferredLogits, targets: jax.Array, *, by: Logits | None = None, size: int | None = None
+) -> jax.Array:
     """Compute the negative log-likelihood in float32.
 
+    If the logits are deferred, only one block of them is in memory at a time (all, if they are small).
+
     Args:
-        logits: [..., V], raised to float32.
+        logits: [..., V], raised to float32; or deferred, of targets [B, L].
         targets: integers [...].
+        by, size: how deferred logits are partitioned into blocks, see `ops/loss/blocks.py`; None: from their sizes.
+            Blocks by tokens are computed by vocabulary, in the same memory.
 
     Returns:
         float32 [...].
 
     Raises:
-        ConfigError: logits that are no floats, or targets that are no integers of their shape.
+        ConfigError: logits that are no floats, targets that are no integers of their shape, or blocks were asked for,
+            and batch, sequence or vocabulary do not divide by the mesh.
 
     Example:
         >>> jt.cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist()  # log 4, twice
         [1.386..., 1.386...]
     """
     _check_call("cross_entropy", logits, targets)
+    if isinstance(logits, DeferredLogits):
+        blocks = blocks_of(logits, by=by, size=size)
+        if blocks.by != "whole":
+            form = BlockedLoss(blocks.by, blocks.size, 0.0, logits.tied, logits.softcap)
+            return blockwise_losses(logits.hidden, _output_layer(logits), targets, form)
+        logits = logits.logits()
     return _losses(logits, targets)[0]
 
 
@@ -170,8 +183,7 @@ def cross_entropy_sums(
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
-            bias = None if logits.bias is None else logits.bias.astype(logits.hidden.dtype)
-            arrays = (logits.hidden, OutputLayer(logits.kernel, bias), targets_BL, weights_BL)
+            arrays = (logits.hidden, _output_layer(logits), targets_BL, weights_BL)
             form = BlockedLoss(blocks.by, blocks.size, z_loss, logits.tied, logits.softcap)
             total, *parts = blockwise_sums(*arrays, form)
             return LossSums(total, *jax.lax.stop_gradient(parts))
@@ -182,6 +194,12 @@ def cross_entropy_sums(
         return LossSums(total, jax.lax.stop_gradient(total), jnp.float32(0))
     z = z_loss * jnp.sum(jnp.square(logsumexp) * weights_BL)
     return LossSums(total + z, *jax.lax.stop_gradient((total, z)))
+
+
+def _output_layer(logits: DeferredLogits) -> OutputLayer:
+    """Kernel and bias in the compute dtype."""
+    bias = None if logits.bias is None else logits.bias.astype(logits.hidden.dtype)
+    return OutputLayer(logits.kernel, bias)
 
 
 def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | None = None) -> LossBlocks:

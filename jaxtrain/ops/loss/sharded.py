@@ -88,6 +88,24 @@ def blockwise_sums(
         return call(hidden_BLD, output, targets_BL, weights_BL)
 
 
+def blockwise_losses(hidden_BLD: jax.Array, output: OutputLayer, targets_BL: jax.Array, form: BlockedLoss) -> jax.Array:
+    """Compute the loss of each token with one block of logits in memory at a time, partitioned by vocabulary.
+
+    Args:
+        hidden_BLD, output, targets_BL: as of `blockwise_sums`.
+        form: as of `blockwise_sums`, without z-loss; blocks by tokens become blocks by vocabulary, since the gradients
+            of single tokens' losses are not known before the backward pass.
+
+    Returns:
+        Negative log-likelihood, float32 [B, L].
+    """
+    where = _on_mesh(form)
+    call = jax.custom_vjp(partial(_losses, where))
+    call.defvjp(partial(_losses_and_saved, where), partial(_loss_gradients, where))
+    with jax.named_scope("cross_entropy"):
+        return call(hidden_BLD, output, targets_BL)
+
+
 def _on_mesh(form: BlockedLoss) -> _OnMesh:
     """Find how the loss is sharded in the step that is being traced."""
     layout = current_layout()
@@ -127,6 +145,23 @@ def _gradients(where: _OnMesh, saved: tuple[Any, ...], cotangents: _Sums) -> tup
     inputs = (*where.inputs, where.tokens, where.tokens, _REPLICATED)
     d_hidden, d_output = _run(where, _local_gradients, inputs, (where.hidden, where.output))(*saved, push)
     return d_hidden, d_output, None, None
+
+
+def _losses(where: _OnMesh, *arguments: Any) -> jax.Array:
+    return _losses_and_saved(where, *arguments)[0]
+
+
+def _losses_and_saved(where: _OnMesh, *arguments: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    """The losses, and the arguments with the normalizer."""
+    outputs = (where.tokens, where.tokens, where.tokens)
+    losses_BL, *normalizer = _run(where, _local_losses, where.inputs[:3], outputs)(*arguments)
+    return losses_BL, (*arguments, *normalizer)
+
+
+def _loss_gradients(where: _OnMesh, saved: tuple[Any, ...], push_BL: jax.Array) -> tuple[jax.Array, OutputLayer, None]:
+    inputs = (*where.inputs[:3], where.tokens, where.tokens, where.tokens)
+    d_hidden, d_output = _run(where, _local_loss_gradients, inputs, (where.hidden, where.output))(*saved, push_BL)
+    return d_hidden, d_output, None
 
 
 def _run(where: _OnMesh, function: Callable, inputs: tuple, outputs: tuple) -> Callable:
@@ -175,6 +210,32 @@ def _local_gradients(
         _flat(hidden_BLD), output, targets_BL.reshape(-1), normalizer, push * weights_BL.reshape(-1), form
     )
     return d_h_ND.reshape(hidden_BLD.shape), d_output
+
+
+def _local_losses(
+    form: BlockedLoss, hidden_BLD: jax.Array, output: OutputLayer, targets_BL: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The losses and the two parts of the normalizer, [B, L] each."""
+    form = blockwise.for_forward(form, targets_BL.size, output.kernel.shape[form.vocabulary_dim])
+    normalizer, losses_N = blockwise.forward(_flat(hidden_BLD), output, targets_BL.reshape(-1), form)
+    losses_BL, top_BL, log_sum_BL = (
+        of_tokens.reshape(targets_BL.shape) for of_tokens in (losses_N, normalizer.top, normalizer.log_sum)
+    )
+    return losses_BL, top_BL, log_sum_BL
+
+
+def _local_loss_gradients(
+    form: BlockedLoss,
+    hidden_BLD: jax.Array,
+    output: OutputLayer,
+    targets_BL: jax.Array,
+    top_BL: jax.Array,
+    log_sum_BL: jax.Array,
+    push_BL: jax.Array,
+) -> tuple[jax.Array, OutputLayer]:
+    """The gradients of hidden states and output layer from the gradient of each token's loss."""
+    form = blockwise.for_forward(form, targets_BL.size, output.kernel.shape[form.vocabulary_dim])
+    return _local_gradients(form, hidden_BLD, output, targets_BL, push_BL, top_BL, log_sum_BL, jnp.float32(1))
 
 
 def _weighted(form: BlockedLoss, normalizer: Normalizer, losses_N: jax.Array, weights_N: jax.Array) -> _Sums:

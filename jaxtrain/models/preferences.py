@@ -1,0 +1,225 @@
+"""Tasks on pairs of answers, of which one is preferred: direct preference optimization and reward models.
+
+Shapes: B pairs, L sequence, V vocabulary. Dim 1 of each entry of a batch counts the two answers, the chosen one first;
+a row of the model is one answer with its prompt, so that the model gets 2 B rows.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.arguments import check_number, refusal, shown
+from jaxtrain.config.loss import check_blocks, check_preference
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model_call import ModelCall
+from jaxtrain.models.targets import checked_ids, target_weights
+from jaxtrain.models.task import Batch, CallingLoss, Task, TaskSums
+from jaxtrain.ops.loss.blocks import Logits
+from jaxtrain.ops.loss.cross_entropy import cross_entropy
+
+_AXES = {key: ("batch", None, "sequence") for key in ("inputs", "targets", "weights")}
+_PAIRS = (
+    "{'inputs': int32 [pairs, 2, L], 'targets': int32 [pairs, 2, L], 'weights': float32 [pairs, 2, L], 1 on the tokens "
+    "of the answers}, the chosen answer first"
+)
+
+
+def dpo(
+    beta: float = 0.1,
+    *,
+    label_smoothing: float = 0.0,
+    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
+    block: int | None = None,
+) -> Task:
+    """Prefer chosen answers to rejected ones, and stay near the model that training starts from.
+
+    The loss of a pair is -log sigmoid(m) with the margin m = beta ((c - c0) - (r - r0)): c and r are the
+    log-probabilities of the chosen and of the rejected answer, summed over their tokens in float32, and c0 and r0 those
+    by the model that training starts from (`reference`, [B, 2]), which a run computes once. It is ln 2 at first.
+    Source: Rafailov et al. 2023 (arXiv 2305.18290).
+
+    A batch holds `inputs` int32 [B, 2, L] (or a dict of such entries, as a transformer takes), `targets` int32
+    [B, 2, L], and `weights` [B, 2, L], which are 0 on what is no answer; the largest weight of a pair weighs the pair.
+    The accuracy is the share of the pairs whose margin is above 0. Rewards are beta (c - c0) and beta (r - r0).
+    `router_loss` and z-loss are not added. On `pipe` > 1 the task is refused.
+
+    Args:
+        beta: above 0; the larger, the nearer the model stays to where it starts.
+        label_smoothing: probability that a pair is labelled the wrong way round, from 0 to below 0.5.
+        logits, block: as for `language_modeling`.
+
+    Returns:
+        The task.
+
+    Raises:
+        ConfigError: a number out of range, or a block size for logits that are not partitioned.
+
+    Example:
+        >>> task = jt.dpo(beta=0.2)
+        >>> task.batch_axes["targets"]
+        ('batch', None, 'sequence')
+    """
+    check_blocks(logits, block)
+    check_number(beta, what="dpo: beta", takes="a number above 0", write="dpo(beta=0.1)")
+    smoothing = {"what": "dpo: label_smoothing", "takes": "a number from 0 to below 0.5"}
+    check_number(label_smoothing, **smoothing, write="dpo(label_smoothing=0.1)")
+    check_preference(beta, label_smoothing)
+    by = None if logits == "auto" else logits
+    loss = functools.partial(_dpo_loss, beta, label_smoothing, by, block)
+    reference = functools.partial(answer_log_probabilities, by=by, size=block)
+    calling = CallingLoss(loss, reference, has_separate_rows=True, ids=("inputs", "targets"))
+    return Task("dpo", calling, {**_AXES, "reference": ("batch", None)}, reads_weights=True)
+
+
+def _dpo_loss(
+    beta: float,
+    label_smoothing: float,
+    by: Logits | None,
+    size: int | None,
+    apply: ModelCall,
+    batch: Batch,
+    key: jax.Array,
+) -> TaskSums:
+    reference_B2 = batch.get("reference")
+    pairs = _num_pairs("dpo", batch)
+    if not isinstance(reference_B2, jax.Array | np.ndarray) or reference_B2.shape != (pairs, 2):
+        raise ConfigError(
+            f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [{pairs}, 2], the log-probabilities by "
+            "the model that training starts from; a run computes them (jaxtrain.fit), and so does "
+            "jaxtrain.reference_rows(step, state, rows) for a loop of your own"
+        )
+    log_B2 = answer_log_probabilities(apply, batch, by=by, size=size)
+    rewards_B2 = beta * (log_B2 - jax.lax.stop_gradient(reference_B2.astype(jnp.float32)))
+    margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
+    losses_B = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin_B)
+    if label_smoothing:
+        losses_B = losses_B - label_smoothing * jax.nn.log_sigmoid(-margin_B)
+    metrics = {"chosen_reward": rewards_B2[:, 0], "rejected_reward": rewards_B2[:, 1]}
+    return _weighted(batch, losses_B, margin_B, metrics)
+
+
+def reward() -> Task:
+    """Score answers so that chosen ones are above rejected ones: a reward model.
+
+    The loss of a pair is -log sigmoid(s_c - s_r) (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155). The
+    model gives one number per text, float [B, 1] or [B]: a transformer with `model.head` of kind regression or
+    sequence, `num_labels` 1 and `pooling` last. It gets the inputs as a dict: `tokens` [2 B, L] and `segments`, 1 up to
+    the token that ends the answer and 0 after it, so that the last token is that one.
+
+    A batch is one of `dpo` without `reference`. The accuracy is the share of the pairs with s_c above s_r.
+
+    Returns:
+        The task.
+
+    Example:
+        >>> jt.reward()
+        Task 'reward'
+    """
+    calling = CallingLoss(_reward_loss, has_separate_rows=True, ids=("inputs", "targets"))
+    return Task("reward", calling, _AXES, reads_weights=True)
+
+
+def _reward_loss(apply: ModelCall, batch: Batch, key: jax.Array) -> TaskSums:
+    pairs = _num_pairs("reward", batch)
+    inputs = batch["inputs"] if isinstance(batch["inputs"], Mapping) else {"tokens": batch["inputs"]}
+    length = batch["targets"].shape[-1]
+    is_answer = target_weights(batch) != 0
+    # The target of the last answer token is the input one place on, unless the row ends there.
+    last_B2 = jnp.minimum(jnp.max(jnp.where(is_answer, jnp.arange(length), 0), axis=-1) + 1, length - 1)
+    segments = (jnp.arange(length) <= last_B2[..., None]).astype(jnp.int32)
+    scores = apply(_answers({**inputs, "segments": segments}))
+    shape = getattr(scores, "shape", None)
+    if shape not in ((2 * pairs,), (2 * pairs, 1)):
+        raise ConfigError(
+            f"reward needs one number per text from the model, which gives {shown(scores)} for {2 * pairs} texts; give "
+            "it a head with one output (model.head.kind=regression model.head.num_labels=1 model.head.pooling=last)"
+        )
+    scores_B2 = scores.astype(jnp.float32).reshape(pairs, 2)
+    margin_B = scores_B2[:, 0] - scores_B2[:, 1]
+    metrics = {"chosen_score": scores_B2[:, 0], "rejected_score": scores_B2[:, 1]}
+    return _weighted(batch, -jax.nn.log_sigmoid(margin_B), margin_B, metrics)
+
+
+def answer_log_probabilities(
+    apply: ModelCall, batch: Batch, *, by: Logits | None = None, size: int | None = None
+) -> jax.Array:
+    """Compute the log-probability of each answer of a batch of pairs, summed over its tokens.
+
+    Losses of `Task.calling` on pairs begin with it: DPO, IPO, ORPO and SimPO differ in what they do with these numbers.
+
+    Args:
+        apply: the model, as a loss of `Task.calling` gets it.
+        batch: `inputs`, `targets` and `weights` [B, 2, L], as for `dpo`; tokens count where their weight is not 0.
+        by, size: how deferred logits are partitioned into blocks, as for `cross_entropy`; None: from their sizes.
+
+    Returns:
+        float32 [B, 2], NaN for an answer with an id that the model does not have.
+
+    Raises:
+        ConfigError: a batch without pairs, or a model without logits of a vocabulary.
+
+    Example:
+        >>> def loss(apply, batch, key):  # of SimPO, whose reward is the mean over tokens
+        ...     logs = jt.answer_log_probabilities(apply, batch) / jnp.sum(batch["weights"], axis=-1)
+        ...     return -jax.nn.log_sigmoid(2.0 * (logs[:, 0] - logs[:, 1]) - 0.5), {}
+        >>> jt.Task.calling("simpo", loss)
+        Task 'simpo'
+    """
+    if not isinstance(apply, ModelCall):
+        write = "loss(apply, batch, key) in Task.calling('name', loss)"
+        raise ConfigError(refusal("answer_log_probabilities", "the model of a loss of Task.calling", apply, write))
+    pairs = _num_pairs("answer_log_probabilities", batch)
+    outputs = apply.deferred(_answers(batch["inputs"]))
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    answers = {"targets": _answers(batch["targets"]), "weights": _answers(target_weights(batch))}
+    targets, weights = checked_ids("answer_log_probabilities", logits, answers)
+    # NaN stays NaN: it marks an id that the model does not have.
+    counts = jnp.where(jnp.isnan(weights), jnp.nan, (weights != 0).astype(jnp.float32))
+    losses = cross_entropy(logits, targets, by=by, size=size)
+    # Selected and not multiplied: 0 times an infinite loss is no number.
+    return -jnp.sum(jnp.where(counts == 0, 0.0, losses * counts), axis=-1).reshape(pairs, 2)
+
+
+def _answers(tree: Any) -> Any:
+    """Entries [B, 2, ...] as [2 B, ...]: the two answers of a pair one behind the other, on the device of the pair."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+
+def _num_pairs(name: str, batch: Batch) -> int:
+    """The number of pairs of a batch.
+
+    Raises:
+        ConfigError: it holds no pairs.
+    """
+    for entry in ("inputs", "targets"):
+        if entry not in batch:
+            held = ", ".join(batch) or "nothing"
+            raise ConfigError(
+                f"{name} takes pairs of answers, but the batch has no {entry!r} (it has {held}); {_give()}"
+            )
+    targets = batch["targets"]
+    for entry, leaf in (("targets", targets), *(("inputs", leaf) for leaf in jax.tree.leaves(batch["inputs"]))):
+        shape = getattr(leaf, "shape", ())
+        if len(shape) != 3 or shape[1] != 2 or shape != targets.shape:
+            raise ConfigError(f"{name} takes pairs of answers [B, 2, L], but {entry} are {shown(leaf)}; {_give()}")
+    return targets.shape[0]
+
+
+def _give() -> str:
+    return f"give {_PAIRS}, or set data.kind=chat with data of pairs"
+
+
+def _weighted(batch: Batch, losses_B: jax.Array, margin_B: jax.Array, metrics: Mapping[str, jax.Array]) -> TaskSums:
+    """The sums of the losses and metrics of pairs, each weighed by the largest weight of its tokens."""
+    weights_B = jnp.max(target_weights(batch), axis=(1, 2))
+    weight = jnp.sum(weights_B)
+
+    def total(values_B: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(weights_B != 0, values_B.astype(jnp.float32) * weights_B, 0.0))
+
+    found = {"accuracy": margin_B > 0, "margin": margin_B, **metrics}
+    return total(losses_B), weight, {name: (total(values), weight) for name, values in found.items()}

@@ -1,0 +1,239 @@
+"""The entry `reference` of a run's rows: computed once by the parameters that the run starts from, then kept in a file.
+
+The file holds the numbers of every row by its index, and what they are of: a digest of the rows, of the parameters and
+of the numbers. Checkpoints hold the same record, so that a run never goes on with other numbers than it began with.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxtrain.checkpoint.arrays import from_process_0, storable
+from jaxtrain.checkpoint.digest import digests
+from jaxtrain.data import Data
+from jaxtrain.errors import CheckpointError, DataError, UserError
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.runtime.files import write_bytes_atomic
+from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.train.assemble import Run, reading_threads, training_batches
+from jaxtrain.train.reference import compute_reference, lacks_reference, with_reference
+
+if TYPE_CHECKING:
+    import grain
+
+    from jaxtrain.models.task import Task
+    from jaxtrain.train.state import TrainState
+
+FILE = "reference.npz"
+# SHA-256 or digests of `rows`, `params` and `values`.
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The numbers of all rows.
+
+    Attributes:
+        train: float32 [N, ...] of the training rows.
+        validation: of the held-out rows; None: there are none.
+        record: what they are of.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray | None
+    record: Record
+
+
+def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> Reference:
+    """Compute the numbers by the state that a run starts from, and write the file.
+
+    Args:
+        run: whose rows await them.
+        state: at step 0.
+        run_dir: exists.
+        progress: shows the pass.
+        main: whether this process writes.
+
+    Raises:
+        DataError: a number that is not finite.
+    """
+    found = _computed(run, state, progress)
+    if main:
+        _write(found, run_dir)
+    return found
+
+
+def resumed_reference(
+    run: Run,
+    run_dir: Path,
+    recorded: Any,
+    create: Callable[[], "TrainState"],
+    progress: Progress,
+    *,
+    main: bool,
+) -> Reference:
+    """Read the numbers of a run that goes on; where the file is gone, compute them again from the same start.
+
+    Args:
+        run: whose rows await them.
+        run_dir: of the run.
+        recorded: the record in its checkpoint; None: it has none.
+        create: makes the state at step 0 again.
+        progress: shows a pass.
+        main: whether this process writes.
+
+    Raises:
+        CheckpointError: the file is damaged or of another run, or it is gone and so are the parameters that the run
+            started from.
+    """
+    path = run_dir / FILE
+    wanted = recorded if isinstance(recorded, Mapping) else {}
+    # Process 0 decides for all: another may see an older listing of a network file system.
+    if from_process_0(lambda: int(path.is_file())):
+        found = read_reference(path)
+        for part, what in (("rows", "other rows"), ("params", "another start"), ("values", "other numbers")):
+            if found.record.get(part) != wanted.get(part):
+                raise CheckpointError(
+                    f"{path} holds the reference of {what} than the checkpoint was trained with; put the file of this "
+                    "run back, or start again with --resume never"
+                )
+        return found
+    gone = f"{path} is missing, and the parameters that the run started from"
+    back = "put the file back, or start again with --resume never"
+    try:
+        state = create()
+    except UserError as error:
+        raise CheckpointError(f"{gone} cannot be had again ({error}); {back}") from error
+    if _params_digest(state) != wanted.get("params"):
+        raise CheckpointError(f"{gone} are others by now; {back}")
+    found = _computed(run, state, progress)
+    progress.message(f"{path} was missing and has been computed again, from the same parameters")
+    if main:
+        _write(found, run_dir)
+    return found
+
+
+def with_known_reference(run: Run, reference: Reference) -> Run:
+    """The run with the numbers in its rows."""
+    data = with_reference(run.data, reference.train, reference.validation)
+    batches = training_batches(run.config, data)
+    return dataclasses.replace(run, data=data, batches=batches, awaits_reference=False)
+
+
+def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path) -> "Data | grain.MapDataset":
+    """Held-out rows of a run that is opened again, with the numbers that the run kept of them.
+
+    Args:
+        rows: data, whose held-out rows are taken, or rows.
+        task: of the run.
+        run_dir: of the run.
+
+    Raises:
+        DataError: the run has no numbers of these rows.
+    """
+    held_out: Any = rows.validation if isinstance(rows, Data) else rows
+    if held_out is None or not lacks_reference(task, held_out[0]):
+        return rows
+    path = run_dir / FILE
+    if isinstance(rows, Data) and path.is_file():
+        found = read_reference(path)
+        if found.record.get("rows") == _rows_digest(rows) and found.validation is not None:
+            return with_reference(rows, found.train, found.validation)
+    raise DataError(
+        f"task {task.name!r} compares with the model that the run started from, and {path} has no numbers of these "
+        "rows; evaluate the held-out rows of the run itself, or give rows with an entry 'reference'"
+    )
+
+
+def read_reference(path: Path) -> Reference:
+    """Read a file; with several processes all of them call this, or one alone.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            record = json.loads(str(arrays["record"]))
+            train = arrays["train"]
+            validation = arrays.get("validation")
+        intact = record["values"] == _values_digest(train, validation)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({' '.join(str(error).split())[:100]}); delete it, and it is computed again where "
+            "the parameters that the run started from can be had"
+        ) from error
+    if not intact:
+        raise CheckpointError(
+            f"{path} is damaged: its numbers are not what was written; delete it, and it is computed again where the "
+            "parameters that the run started from can be had"
+        )
+    return Reference(train, validation, record)
+
+
+def _computed(run: Run, state: "TrainState", progress: Progress) -> Reference:
+    config, data = run.config, run.data
+    # As large as what a step computes at once.
+    size = config.train.global_batch_size // config.train.accumulation_steps
+    shards = run.step.mesh.size
+    size = -(-size // shards) * shards if size % shards else size
+    rows = {"the training rows": data.train, "the held-out rows": data.validation}
+    with progress.phase(f"reference of task {run.step.task.name}") as phase:
+        train, validation = (
+            None
+            if part is None
+            else compute_reference(
+                run.step,
+                state.params,
+                state.model_state,
+                part,
+                batch_size=size,
+                workers=reading_threads(config),
+                what=what,
+            )
+            for what, part in rows.items()
+        )
+        assert train is not None
+        count = len(train) + (0 if validation is None else len(validation))
+        phase.note(f"{count:,} rows, kept in {FILE}")
+        record = {"rows": _rows_digest(data), "params": _params_digest(state)}
+    return Reference(train, validation, {**record, "values": _values_digest(train, validation)})
+
+
+def _write(reference: Reference, run_dir: Path) -> None:
+    held_out = {} if reference.validation is None else {"validation": reference.validation}
+    content = io.BytesIO()
+    np.savez(content, train=reference.train, record=np.array(json.dumps(reference.record)), **held_out)
+    write_bytes_atomic(run_dir / FILE, content.getvalue())
+
+
+def _rows_digest(data: Data) -> str:
+    counts = [len(data.train), None if data.validation is None else len(data.validation)]
+    return _sha256(json.dumps([data.fingerprint, counts], sort_keys=True).encode())
+
+
+def _values_digest(train: np.ndarray, validation: np.ndarray | None) -> str:
+    parts = [train] if validation is None else [train, validation]
+    return _sha256(*(f"{part.dtype.str} {part.shape}".encode() + part.tobytes() for part in parts))
+
+
+def _params_digest(state: "TrainState") -> str:
+    """The same on every mesh."""
+    tree = (state.params, state.model_state)
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return _sha256(
+        json.dumps({path: list(sums) for path, sums in digests(storable(leaves)).items()}, sort_keys=True).encode()
+    )
+
+
+def _sha256(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
