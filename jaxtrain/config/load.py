@@ -120,6 +120,13 @@ class _Tree:
     def _take_published(self, folder: str, where: str) -> None:
         """Set the keys of the model that a published model gives; what is set later has precedence."""
         settings = published_settings(folder)
+        kind = self.values.get("model", {}).get("kind", settings["kind"])
+        # One that was set elsewhere, before, gives way to the published model.
+        if kind != settings["kind"] and self.where.get(("model", "kind")) == where:
+            raise ConfigError(
+                f"model.kind={kind} ({where}), but model.from={folder} is of kind {settings['kind']}; leave out one of "
+                "the two"
+            )
         self._yield_to(("model",), {"kind": settings["kind"]}, where)
         group = self._node(("model",))
         self._drop("model", [key for key in group if key in settings], f"model.from ({where})")
