@@ -22,7 +22,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.kinds import check_kinds, gives_tokens
+from jaxtrain.config.kinds import PREFERENCES, check_kinds, gives_tokens
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.config.span_sizes import span_sizes
@@ -34,6 +34,10 @@ from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
 from jaxtrain.plan.workload.record import Workload
 
 _IMAGENET_CLASSES = 1000
+_PAIRS = (
+    "a pair is two rows, one per answer; the pass before step 0, which computes what dpo compares with (forward, once "
+    "per pair), is not counted"
+)
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
 _BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
 
@@ -212,8 +216,13 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         image_sizes(model, input_shape)  # raises
     unit = "tokens" if takes_tokens else "examples"
     rows = config.train.global_batch_size
+    pairs = takes_tokens and config.task in PREFERENCES
+    if pairs:
+        (length,) = input_shape[-1:]  # of data from Python, [2, L]
+        sizes = replace(sizes, notes=(*sizes.notes, _PAIRS), numbers=3 * length + 1)
+        input_shape, rows = (length,), 2 * rows
     workload = Workload(
-        unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers
+        unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers, pairs
     )
     flops = model_flops_per_row(
         model,
