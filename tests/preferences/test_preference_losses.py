@@ -71,7 +71,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("case", FORMULAS)
+@pytest.mark.parametrize("case", [pytest.param("dpo", marks=pytest.mark.long), "dpo, smoothed, by vocabulary"])
 def test_dpo_is_its_formula_with_its_gradient(case):
     task, of_margin = FORMULAS[case]
     model = transformer()
