@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from jaxtrain.commands.output import print_text
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.generate import Sampling
+from jaxtrain.run.answers import run_answers
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
@@ -16,6 +18,7 @@ def run_sample(
     run_dir: str,
     *,
     prompts: Sequence[str] | None,
+    questions: Sequence[str] | None = None,
     new_tokens: int | None,
     temperature: float,
     top_k: int | None,
@@ -33,6 +36,7 @@ def run_sample(
     Args:
         run_dir: directory of the run.
         prompts: texts to continue; None: standard input is one prompt.
+        questions: texts that the model answers by its chat template, in place of prompts; answers alone are printed.
         new_tokens: tokens to add to each prompt; None: 200, or as many as the model has positions for.
         temperature: see `Sampling`.
         top_k: see `Sampling`.
@@ -50,11 +54,17 @@ def run_sample(
         ConfigError: there is no prompt, or an option is out of range.
     """
     config = saved_config(run_dir).config
-    prompts = _prompts(prompts)
+    prompts = _prompts(prompts) if questions is None else questions
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     run = open_run(run_dir, step=step, quantize=quantize)
     with own_code(config):
-        texts = run.sample(prompts, new_tokens=new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        if questions is not None:
+            sampling = Sampling(temperature, top_k, top_p)
+            texts = run_answers(run, questions, new_tokens=new_tokens, sampling=sampling, seed=seed)
+        else:
+            texts = run.sample(
+                prompts, new_tokens=new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            )
     if not distributed.is_main_process():
         return 0
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

@@ -3,6 +3,7 @@
 import argparse
 
 from jaxtrain.commands.command import Command, count, number, step_number
+from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
     export_published,
@@ -68,9 +69,11 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument(
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
         "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
     )
+    prompts.add_argument("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
     parser.add_argument("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
     parser.add_argument("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
     parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
@@ -88,6 +91,7 @@ def _sample(arguments: argparse.Namespace) -> int:
     return run_sample(
         arguments.run_dir,
         prompts=arguments.prompt,
+        questions=arguments.chat,
         new_tokens=arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -151,22 +155,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.doctor import run_doctor
 
     return run_doctor(emulate=arguments.emulate, as_json=arguments.json)
-
-
-def _data_prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
-    parser.add_argument(
-        "--tokens-per-shard", type=count, default=2**27, metavar="N", help="tokens per file; default: 2**27"
-    )
-
-
-def _data_prepare(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.data import run_data_prepare
-
-    return run_data_prepare(
-        arguments.config, arguments.overrides, output=arguments.output, tokens_per_shard=arguments.tokens_per_shard
-    )
 
 
 def _ckpt_ls_arguments(parser: argparse.ArgumentParser) -> None:
@@ -358,8 +346,14 @@ COMMANDS: dict[str, Command] = {
     "data prepare": Command(
         "encode the text of a config into token shards",
         "jaxtrain data prepare quickstart -o tokens",
-        _data_prepare_arguments,
-        _data_prepare,
+        prepare_arguments,
+        prepare,
+    ),
+    "data show": Command(
+        "show rows as the model sees them, and which tokens have a loss",
+        "jaxtrain data show quickstart data.kind=chat --rows 1",
+        show_arguments,
+        show,
     ),
     "ckpt ls": Command(
         "list the checkpoints of a run",

@@ -48,11 +48,7 @@ class _Update(Group):
     """Keep the optimizer state in host memory between steps; it is updated on the device, in slices where possible."""
 
 
-class _Optimizer(_Update, _Rate):
-    """The settings of the optimizers that a config describes by their kind."""
-
-
-class SGDConfig(_Optimizer):
+class SGDDirection(Group):
     """Stochastic gradient descent with momentum."""
 
     kind: Literal["sgd"] = "sgd"
@@ -63,7 +59,7 @@ class SGDConfig(_Optimizer):
     """Use Nesterov momentum."""
 
 
-class AdamWConfig(_Optimizer):
+class AdamWDirection(Group):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
 
     kind: Literal["adamw"] = "adamw"
@@ -78,7 +74,7 @@ class AdamWConfig(_Optimizer):
     """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
 
 
-class MuonConfig(_Optimizer):
+class MuonDirection(Group):
     """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest; both have the same learning rate."""
 
     kind: Literal["muon"] = "muon"
@@ -97,7 +93,7 @@ class MuonConfig(_Optimizer):
     """Added to the square root of AdamW's second moment."""
 
 
-class LionConfig(_Optimizer):
+class LionDirection(Group):
     """Updates by the sign of a momentum (Chen et al. 2023); needs about a tenth of AdamW's learning rate."""
 
     kind: Literal["lion"] = "lion"
@@ -110,7 +106,7 @@ class LionConfig(_Optimizer):
     """Number format of the momentum, which takes 4 or 2 bytes per parameter."""
 
 
-class AdafactorConfig(_Optimizer):
+class AdafactorDirection(Group):
     """Factored second moments (Shazeer and Stern 2018)."""
 
     kind: Literal["adafactor"] = "adafactor"
@@ -119,6 +115,52 @@ class AdafactorConfig(_Optimizer):
     """Matrices with both sides at least this long keep a factored second moment."""
     b1: Beta | None = None
     """Decay of the first moment; null: no first moment, which saves its memory."""
+
+
+# What makes the direction that a learning rate scales.
+DirectionConfig = Annotated[
+    SGDDirection | AdamWDirection | MuonDirection | LionDirection | AdafactorDirection, Field(discriminator="kind")
+]
+
+
+class ParameterGroup(Group):
+    """Parameters that are updated in another way than the rest; the first group that matches a parameter has it."""
+
+    match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """Which parameters: path patterns such as 'head/*' or '*/lora_b'."""
+    learning_rate_factor: Annotated[float, Field(gt=0)] = 1.0
+    """Their learning rate at every step, as a multiple of the optimizer's."""
+    weight_decay: NonNegative | None = None
+    """Their decoupled weight decay; null: the optimizer's."""
+    optimizer: DirectionConfig | None = None
+    """What updates them, by kind, such as {kind: sgd, momentum: 0.9}; null: as the rest."""
+
+
+class _Optimizer(_Update, _Rate):
+    """The settings of the optimizers that a config describes by their kind."""
+
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
+    """Parameters with another learning rate, weight decay or optimizer: [{match: ['head/*'], weight_decay: 0}, ...]."""
+
+
+class SGDConfig(SGDDirection, _Optimizer):
+    """Stochastic gradient descent as the optimizer of a run."""
+
+
+class AdamWConfig(AdamWDirection, _Optimizer):
+    """AdamW as the optimizer of a run."""
+
+
+class MuonConfig(MuonDirection, _Optimizer):
+    """Muon as the optimizer of a run."""
+
+
+class LionConfig(LionDirection, _Optimizer):
+    """Lion as the optimizer of a run."""
+
+
+class AdafactorConfig(AdafactorDirection, _Optimizer):
+    """Adafactor as the optimizer of a run."""
 
 
 class CalledOptimizer(_Update, Call):

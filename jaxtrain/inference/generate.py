@@ -131,9 +131,12 @@ def make_generator(
             longest, lengths_B = 1, jnp.ones_like(lengths_B)
         else:
             cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
-        positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
-        logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
-        last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        if decoder.prefill is None:
+            positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
+            logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
+            last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        else:
+            last, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
         first = choose(last, jax.random.fold_in(key, 0), sampling)
 
         def advance(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
@@ -211,6 +214,43 @@ def generate_text(
     if framing is not None:
         given, encoded = [[] for _ in given], [np.asarray(framing.framed(ids), np.int32) for ids in given]
     encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
+    new_BT = generate_ids(sharded_model, params, encoded, new_tokens=new_tokens, sampling=sampling, seed=seed)
+    end = tokenizer.end_of_text if framing is None else framing.end
+    texts = []
+    for ids, new in zip(given, new_BT, strict=True):
+        stop = np.flatnonzero(new == end)
+        texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
+    return texts
+
+
+def generate_ids(
+    sharded_model: ShardedModel,
+    params: Params,
+    encoded: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+) -> np.ndarray:
+    """Continue prompts that are token ids already; the compiled program is kept, as `generate_text` says.
+
+    Args:
+        sharded_model: has a decoder.
+        params: on any mesh; also quantized.
+        encoded: at least one prompt, int32 [length] each, none of them empty.
+        new_tokens: T, tokens to add to each, at least 1.
+        sampling: how tokens are chosen.
+        seed: of the random choices.
+
+    Returns:
+        int32 [B, T]; what follows a token that ends the text is meaningless.
+
+    Raises:
+        ConfigError: prompt and continuation exceed the model's positions, or it does not generate text.
+    """
+    model = sharded_model.model
+    if model.decoder is None:
+        raise ConfigError(f"model {model.name} does not generate text")
     longest = max(map(len, encoded))
     room, short = _room(model.decoder, longest, new_tokens), model.decoder.short_length
     if short is not None and longest + new_tokens <= short:
@@ -228,13 +268,7 @@ def generate_text(
         )
         generators[new_tokens, sampling] = generator
     with sharded_model.context():
-        new_BT = np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
-    end = tokenizer.end_of_text if framing is None else framing.end
-    texts = []
-    for ids, new in zip(given, new_BT, strict=True):
-        stop = np.flatnonzero(new == end)
-        texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
-    return texts
+        return np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
 
 
 def _room(decoder: Decoder, longest: int, new_tokens: int) -> int:

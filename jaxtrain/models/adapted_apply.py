@@ -49,7 +49,7 @@ class Preparation:
             prefix: path of the part inside the model, with "/" at its end.
             first_layer: index of the first layer, where they are a range of the stacked layers.
         """
-        drops = self.dropout and train and key is not None
+        key = key if self.dropout and train else None
 
         def one(path: tuple[Any, ...], leaf: Any) -> Any:
             if not isinstance(leaf, LowRankKernel):
@@ -57,7 +57,7 @@ class Preparation:
             name = f"{prefix}{path_name(path)}"
             if name in self.added_up:
                 return added_up(leaf)
-            if not drops:
+            if key is None:
                 return leaf
             own = jax.random.fold_in(key, zlib.crc32(name.encode()))
             if self.stack_dims[name] == 0:

@@ -17,6 +17,7 @@ def adapted_axes(
     shapes: Mapping[str, Any],
     *,
     base: str | None,
+    nested: bool,
     targets: tuple[str, ...],
 ) -> AxesTable:
     """The axes table of an adapted model.
@@ -26,6 +27,7 @@ def adapted_axes(
         kernels: path of each kernel that something else stands in the place of -> its number of input and output dims.
         shapes: path -> shape of every parameter of the model.
         base: format of the kernels; None: floats.
+        nested: whether the scales of nf4 kernels are quantized too.
         targets: paths of the kernels that have an adapter.
 
     Raises:
@@ -44,7 +46,7 @@ def adapted_axes(
         first = len(shapes[path].shape) - sum(dims)
         stack, inputs, outputs = row[:first], row[first : first + dims[0]], row[first + dims[0] :]
         place = f"{path}/base" if path in targets else path
-        axes |= base_rows(place, stack, inputs, outputs, base=base)
+        axes |= base_rows(place, stack, inputs, outputs, base=base, nested=nested)
         if path in targets:
             rows = {
                 f"{path}/lora_a": (*stack, *inputs, _rank_name(inputs, outputs)),
@@ -54,17 +56,31 @@ def adapted_axes(
     return FamilyTable(axes)
 
 
-def base_rows(place: str, stack: Names, inputs: Names, outputs: Names, *, base: str | None) -> dict[str, Names]:
+def base_rows(
+    place: str, stack: Names, inputs: Names, outputs: Names, *, base: str | None, nested: bool
+) -> dict[str, Names]:
     """The rows of what a kernel is stored as.
 
     Args:
         place: path of the kernel, or of the base below an adapter.
         stack, inputs, outputs: names of the dims that count layers, and of the input and output dims.
         base: format of the kernel; None: floats.
+        nested: whether the scales of an nf4 kernel are quantized too.
     """
     if base is None:
         return {place: (*stack, *inputs, *outputs)}
+    if base == "nf4":
+        # Blocks of 64 inputs rarely divide by an axis that divides the inputs: their scales are sharded over fsdp only,
+        # where a dim that does not divide gives way to another one.
+        blocks = inputs[0] if _is_stored_only(inputs[0]) else None
+        rows = {f"{place}/codes": (*stack, inputs[0], *outputs), f"{place}/absmax": (*stack, blocks, *outputs)}
+        return rows | ({f"{place}/nested_absmax": (*stack, None), f"{place}/offset": stack} if nested else {})
     return {f"{place}/values": (*stack, *inputs, *outputs), f"{place}/scale": (*stack, *outputs)}
+
+
+def _is_stored_only(name: str | None) -> bool:
+    """Whether a name stands for `fsdp` alone, which only decides where bytes are stored."""
+    return name is not None and DEFAULT_RULES.get(name) == ("fsdp",)
 
 
 def _rank_name(own: Names, other: Names) -> str | None:

@@ -16,16 +16,15 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapted_apply import Preparation, prepared
 from jaxtrain.models.adapted_axes import adapted_axes
-from jaxtrain.models.adapter_targets import find_targets, layer_sizes
-from jaxtrain.models.model import Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
+from jaxtrain.models.adapter_targets import Layers, find_targets, layer_sizes
+from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
 from jaxtrain.optim.masks import check_patterns
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.precision.quantized import quantize_kernel
+from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
+from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
-FORMATS = ("int8",)
+FORMATS = ("int8", "nf4")
 """Number formats of kernels below adapters."""
-
-_FACTORS = ("lora_a", "lora_b")
 
 
 def adapt(
@@ -69,20 +68,20 @@ def adapt(
             f"base={base!r} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none; "
             "leave it out"
         )
-    targets = {} if lora is None else find_targets(model, lora)
     shapes = parameter_shapes(model)
+    targets = {} if lora is None else find_targets(_layers(model), lora)
     if lora is not None:
         check_patterns("lora.train_also", lora.train_also, list(shapes))
     kernels = {**(model.linears if base else {}), **targets}
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         params, model_state = model.init(key)
-        return _with_kernels(params, kernels, lora, base, tuple(targets), key), model_state
+        return _with_kernels(params, kernels, lora, base, double_quantization, tuple(targets), key), model_state
 
     patterns = () if lora is None else lora.train_also
 
     def trains(path: str) -> bool:
-        return path.rsplit("/", 1)[-1] in _FACTORS or any(fnmatch.fnmatchcase(path, one) for one in patterns)
+        return path.rsplit("/", 1)[-1] in LOW_RANK or any(fnmatch.fnmatchcase(path, one) for one in patterns)
 
     adapted = Adapted(model, lora, base, double_quantization, tuple(targets), trains)
     prepare = Preparation(
@@ -95,8 +94,16 @@ def adapt(
             f"lora.dropout={lora.dropout if lora else 0} is for layers of jaxtrain.models.layers.Linear, whose inputs "
             f"it drops, and the model {model.name} has none; use dropout=0"
         )
-    axes = adapted_axes(model, kernels, shapes, base=base, targets=tuple(targets))
+    nested = base == "nf4" and double_quantization
+    axes = adapted_axes(model, kernels, shapes, base=base, nested=nested, targets=tuple(targets))
     return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
+
+
+def _layers(model: Model) -> Layers:
+    """What decides which kernels of a model get an adapter."""
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
+    stack = None if model.parts is None else model.parts.stack
+    return Layers(model.name, shapes, model.linears, stack, model.has_experts)
 
 
 def _with_kernels(
@@ -104,6 +111,7 @@ def _with_kernels(
     kernels: Mapping[str, tuple[int, int]],
     lora: LoraConfig | None,
     base: str | None,
+    double_quantization: bool,
     targets: tuple[str, ...],
     key: jax.Array,
 ) -> Params:
@@ -114,12 +122,28 @@ def _with_kernels(
         dims = kernels.get(name)
         if dims is None:
             return leaf
-        kernel = leaf if base is None else quantize_kernel(leaf, *dims, activations=False)
+        kernel = leaf if base is None else quantized_kernel(leaf, dims, base, double_quantization)
         if lora is None or name not in targets:
             return kernel
         return _adapted_kernel(kernel, leaf.shape, dims, lora, jax.random.fold_in(key, zlib.crc32(name.encode())))
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def quantized_kernel(
+    kernel: jax.Array, dims: tuple[int, int], base: str | None, double_quantization: bool
+) -> QuantizedKernel | Nf4Kernel:
+    """A float kernel in the number format of a base.
+
+    Args:
+        kernel: [*stack, *D, *F].
+        dims: numbers of dims of D and of F.
+        base: one of `FORMATS`.
+        double_quantization: nf4: whether its scales are quantized too.
+    """
+    if base == "nf4":
+        return quantize_nf4(kernel, *dims, double=double_quantization)
+    return quantize_kernel(kernel, *dims, activations=False)
 
 
 def _adapted_kernel(

@@ -16,6 +16,9 @@ from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime.card import card
 
+LOW_RANK = ("lora_a", "lora_b")
+"""Last parts of the paths of adapters."""
+
 Params = dict[str, Any]
 ModelState = dict[str, Any]
 
@@ -40,6 +43,8 @@ class Decoder:
         encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
             be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
         start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
+        prefill: (params, prompts_BP, lengths_B, cache) -> (logits_BV, cache): `decode` of whole prompts, padded on the
+            right, that computes the float32 logits of the last token of each alone. None: `decode` computes all.
         short_length: longest cache whose positions are those of short texts (longrope); None: all lengths are alike.
     """
 
@@ -49,6 +54,7 @@ class Decoder:
     encode: Callable[[Params, jax.Array, jax.Array, Any], Any] | None = None
     start_token: int = 0
     short_length: int | None = None
+    prefill: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | None = None
 
 
 class Embed(Protocol):
@@ -362,6 +368,8 @@ def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
 def count_parameters(model: Model) -> int:
     """Number of parameters, from shapes alone: nothing is allocated.
 
+    Quantized kernels count as the floats that they stand for.
+
     Raises:
         ConfigError: something that is no model.
 
@@ -370,4 +378,7 @@ def count_parameters(model: Model) -> int:
         15
     """
     check_is_model(model, what="count_parameters")
-    return sum(shape.size for shape in parameter_shapes(model).values())
+    if model.adapted is None:
+        return sum(shape.size for shape in parameter_shapes(model).values())
+    factors = (leaf.size for path, leaf in parameter_shapes(model).items() if path.rsplit("/", 1)[-1] in LOW_RANK)
+    return count_parameters(model.adapted.original) + sum(factors)

@@ -1,11 +1,14 @@
-"""Matmuls with a kernel of 8-bit integers, for inference.
+"""Matmuls with a kernel of 8-bit integers, for inference and for training adapters above it.
 
 Shapes: N rows (one dim or several), I input features, O output features.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.frozen import frozen_matmul
 from jaxtrain.precision.quantized import QuantizedKernel, round_to_int8
 
 # The sum of more products of two numbers up to 127 may exceed an int32.
@@ -16,9 +19,9 @@ def int8_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     """Multiply x @ kernel.
 
     Without `kernel.activations` the integers are converted to the dtype of x, exactly, and the product is summed in
-    float32 and scaled; gradients flow to x. With `kernel.activations` each row of x is rounded to int8, scaled by its
-    own largest magnitude, and the integers are multiplied and summed exactly (in chunks of 133,144 inputs); this has
-    no gradient.
+    float32 and scaled; gradients flow to x, and the backward pass converts the integers again. With
+    `kernel.activations` each row of x is rounded to int8, scaled by its own largest magnitude, and the integers are
+    multiplied and summed exactly (in chunks of 133,144 inputs); this has no gradient.
 
     Args:
         x: [*N, I], any float dtype.
@@ -27,10 +30,9 @@ def int8_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     Returns:
         [*N, O] in the dtype of x.
     """
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
     if not kernel.activations:
-        y = jax.lax.dot_general(x, kernel.values.astype(x.dtype), dims, preferred_element_type=jnp.float32)
-        return (y * kernel.scale).astype(x.dtype)
+        return frozen_matmul(x, kernel.values, partial(jnp.astype, dtype=x.dtype), kernel.scale)
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
     rows, unit = round_to_int8(x, (x.ndim - 1,))
 
     def product(start: int) -> jax.Array:

@@ -17,7 +17,9 @@ from jaxtrain.layout.sharding import splits_sequence
 from jaxtrain.ops.fp8 import fp8_matmul
 from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.ops.low_rank import adapter_inputs, low_rank_matmul
+from jaxtrain.ops.nf4 import nf4_matmul
 from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.nf4 import Nf4Kernel
 from jaxtrain.precision.quantized import QuantizedKernel
 
 # The number format of the step that is being traced, and one entry per layer that was multiplied in it. Set by
@@ -53,7 +55,7 @@ def use_linear_format(name: str | None, *, required_of: str | None = None) -> It
 
 def linear(
     x: jax.Array,
-    kernel: jax.Array | QuantizedKernel | LowRankKernel,
+    kernel: jax.Array | QuantizedKernel | Nf4Kernel | LowRankKernel,
     bias: jax.Array | None = None,
     *,
     num_input_dims: int = 1,
@@ -97,6 +99,8 @@ def _product(x_NI: jax.Array, kernel_IO: Any, wanted: tuple[str, list[str]] | No
     """x @ kernel for every kind of kernel without an adapter; `wanted` as in `_format`."""
     if isinstance(kernel_IO, QuantizedKernel):
         return int8_matmul(x_NI, kernel_IO)
+    if isinstance(kernel_IO, Nf4Kernel):
+        return nf4_matmul(x_NI, kernel_IO)
     if wanted is None:
         return jnp.dot(x_NI, kernel_IO)
     wanted[1].append(wanted[0])

@@ -13,13 +13,14 @@ import jax
 import optax
 
 from jaxtrain.config.optimizers import (
-    AdafactorConfig,
-    AdamWConfig,
+    AdafactorDirection,
+    AdamWDirection,
     CalledOptimizer,
-    LionConfig,
-    MuonConfig,
+    DirectionConfig,
+    LionDirection,
+    MuonDirection,
     OptimizerConfig,
-    SGDConfig,
+    SGDDirection,
 )
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable
@@ -27,10 +28,11 @@ from jaxtrain.layout.sharding import path_name
 from jaxtrain.layout.state_entries import counting_dims
 from jaxtrain.optim import adafactor
 from jaxtrain.optim.elementwise import elementwise
+from jaxtrain.optim.groups import by_group
 from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
-from jaxtrain.optim.rules import Matrix, as_matrix, updates_elementwise
+from jaxtrain.optim.rules import Matrix, as_matrix, directions, updates_elementwise
 from jaxtrain.runtime.call import call_function, described
 
 
@@ -47,17 +49,17 @@ class Names:
     stack: str | None
 
 
-def _sgd(config: SGDConfig, names: Names) -> list[optax.GradientTransformation]:
+def _sgd(config: SGDDirection, names: Names) -> list[optax.GradientTransformation]:
     return [optax.trace(config.momentum, nesterov=config.nesterov)] if config.momentum else []
 
 
-def _adamw(config: AdamWConfig, names: Names) -> list[optax.GradientTransformation]:
+def _adamw(config: AdamWDirection, names: Names) -> list[optax.GradientTransformation]:
     """Make AdamW's direction: two moments, 8 bytes of state per parameter in fp32 (Loshchilov and Hutter 2017)."""
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     return [store_moments(adam, config.moments, nonnegative=("nu",))]
 
 
-def _muon(config: MuonConfig, names: Names) -> list[optax.GradientTransformation]:
+def _muon(config: MuonDirection, names: Names) -> list[optax.GradientTransformation]:
     """Make Muon's direction of matrices, 4 bytes of state per parameter (Jordan et al. 2024), and AdamW's of others."""
 
     def matrix(path: str, shape: tuple[int, ...]) -> Matrix | None:
@@ -74,12 +76,12 @@ def _muon(config: MuonConfig, names: Names) -> list[optax.GradientTransformation
     return [optax.partition({"muon": muon, "adamw": optax.scale_by_adam(config.b1, config.b2, config.epsilon)}, kinds)]
 
 
-def _lion(config: LionConfig, names: Names) -> list[optax.GradientTransformation]:
+def _lion(config: LionDirection, names: Names) -> list[optax.GradientTransformation]:
     """Make Lion's direction: one momentum, 4 bytes of state per parameter in fp32 (Chen et al. 2023)."""
     return [store_moments(optax.scale_by_lion(config.b1, config.b2), config.moments)]
 
 
-def _adafactor(config: AdafactorConfig, names: Names) -> list[optax.GradientTransformation]:
+def _adafactor(config: AdafactorDirection, names: Names) -> list[optax.GradientTransformation]:
     """Make Adafactor's direction: means of rows and columns instead of a second moment (Shazeer and Stern 2018).
 
     Its pieces are in the order of `optax.adafactor`.
@@ -140,10 +142,29 @@ def build_optimizer(
     if isinstance(config, CalledOptimizer):
         return _called(config, learning_rate)
     assert learning_rate is not None, "the config of every kind has one"
+    names = Names(axes, stack)
+    rest = _chain(config, learning_rate, config.weight_decay, names)
+    if not config.groups:
+        return elementwise(rest) if updates_elementwise(config) else rest
+    chains = []
+    for group, direction in zip(config.groups, directions(config), strict=False):
+        decay = config.weight_decay if group.weight_decay is None else group.weight_decay
+        chains.append(_chain(direction, _times(learning_rate, group.learning_rate_factor), decay, names))
+    matches = [group.match for group in config.groups]
+    grouped = by_group([*chains, rest], matches, key="optimizer.groups.{}.match")
+    return elementwise(grouped) if updates_elementwise(config) else grouped
+
+
+def _chain(
+    config: DirectionConfig, learning_rate: optax.Schedule, weight_decay: float, names: Names
+) -> optax.GradientTransformation:
+    """Make a direction, the decay of matrices and the learning rate, in this order."""
     # The decay has a place in the chain even where it is 0: state is saved by its place in the chain, and a resumed run
     # may change the setting.
-    mask = decay_mask(axes, stack=stack)
-    decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
-    directions = _DIRECTIONS[config.kind](config, Names(axes, stack))
-    chain = optax.chain(*directions, decay, optax.scale_by_learning_rate(learning_rate))
-    return elementwise(chain) if updates_elementwise(config) else chain
+    mask = decay_mask(names.axes, stack=names.stack)
+    decay = optax.add_decayed_weights(weight_decay, mask) if weight_decay else optax.identity()
+    return optax.chain(*_DIRECTIONS[config.kind](config, names), decay, optax.scale_by_learning_rate(learning_rate))
+
+
+def _times(learning_rate: optax.Schedule, factor: float) -> optax.Schedule:
+    return lambda count: factor * learning_rate(count)

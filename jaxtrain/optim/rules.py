@@ -3,12 +3,21 @@
 The optimizers and the planner call the same functions, so that the planner counts the bytes of the step.
 """
 
+import difflib
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.optimizers import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.optimizers import (
+    AdamWDirection,
+    CalledOptimizer,
+    DirectionConfig,
+    LionDirection,
+    OptimizerConfig,
+    SGDDirection,
+)
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.state_entries import COUNTING, is_stacked, named_dims
 
@@ -29,13 +38,62 @@ def updates_elementwise(config: OptimizerConfig) -> bool:
     Args:
         config: of the optimizer.
     """
-    match config:
-        case SGDConfig():
+    return not isinstance(config, CalledOptimizer) and all(map(_is_elementwise, directions(config)))
+
+
+def _is_elementwise(direction: DirectionConfig) -> bool:
+    match direction:
+        case SGDDirection():
             return True
-        case AdamWConfig() | LionConfig():
-            return config.moments == "float32"
+        case AdamWDirection() | LionDirection():
+            return direction.moments == "float32"
         case _:
             return False
+
+
+def directions(config: OptimizerConfig) -> list[DirectionConfig]:
+    """What updates each group of an optimizer's parameters, in order, and last the rest.
+
+    Args:
+        config: of the optimizer; one of the user's own updates by its function alone, and is not asked.
+    """
+    assert not isinstance(config, CalledOptimizer)
+    return [*(group.optimizer or config for group in config.groups), config]
+
+
+def group_number(path: str, groups: Sequence[Sequence[str]]) -> int:
+    """Return which group of patterns has a parameter: the first that matches; the number of groups where none does.
+
+    Args:
+        path: of the parameter.
+        groups: the patterns of each group.
+    """
+    matching = (
+        number for number, patterns in enumerate(groups) if any(fnmatch.fnmatchcase(path, one) for one in patterns)
+    )
+    return next(matching, len(groups))
+
+
+def check_groups(key: str, groups: Sequence[Sequence[str]], paths: Collection[str]) -> None:
+    """Check that every pattern of every group matches a parameter.
+
+    A group may still be left with none, where earlier ones match all that its patterns do.
+
+    Args:
+        key: what holds the patterns, with `{}` for the number of the group, for the message.
+        groups: the patterns of each group.
+        paths: of the trained parameters.
+
+    Raises:
+        ConfigError: a pattern matches no parameter; names the nearest.
+    """
+    for number, patterns in enumerate(groups):
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+                near = ", ".join(difflib.get_close_matches(pattern, paths, 3, 0.0))
+                raise ConfigError(
+                    f"{key.format(number)}: {pattern!r} matches no trained parameter; the nearest are {near}"
+                )
 
 
 def moment_block(shape: Sequence[int]) -> int | None:

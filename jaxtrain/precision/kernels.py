@@ -3,9 +3,10 @@
 from typing import Any
 
 from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.nf4 import Nf4Kernel
 from jaxtrain.precision.quantized import QuantizedKernel
 
-QUANTIZED = (QuantizedKernel,)
+QUANTIZED = (QuantizedKernel, Nf4Kernel)
 """Kinds of kernels in fewer bits: their scales are part of their values, and nothing casts or trains them."""
 
 

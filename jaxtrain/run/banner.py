@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jaxtrain.config import Loaded
 from jaxtrain.layout.mesh import mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.loss_notes import loss_notes
 from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.compiler_options import option_notes
 from jaxtrain.train.assemble import Run
+from jaxtrain.train.base import without_base
 from jaxtrain.train.parallelism import pipeline_notes
 
 
@@ -38,10 +40,13 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
             state, on_host = (state, on_host + size) if is_there else (state + size, on_host)
     degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     accumulation = config.train.accumulation_steps
+    trains = trained_leaves(run.step)
+    trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(run.step.abstract_state, trains).params))
     lines = [
         f"{run.name}: {run.step.model.name}, {format_count(run.num_parameters)} parameters, "
         f"{config.train.steps:,} steps of {units:,} {run.data.unit}"
         + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
+        *([f"adapters: {trained:,} parameters are trained; checkpoints hold them alone"] if trains is not None else []),
         *(f"data: {line}" for line in run.data.description),
         f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "
         f"state {format_bytes(state)} per device" + (f", {format_bytes(on_host)} on the host" if on_host else ""),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config
 from jaxtrain.config.call import Call
+from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
@@ -199,7 +200,13 @@ class OpenedRun:
         from jaxtrain.run.restored import quantized_params, restore_for_evaluation
 
         model = self.sharded_model
-        found = restore_for_evaluation(self.run_dir, model, step=self._wanted_step, report=self._report)
+        found = restore_for_evaluation(
+            self.run_dir,
+            model,
+            step=self._wanted_step,
+            report=self._report,
+            moved_to=published_from(self.config.model),
+        )
         if self._quantize is None:
             return found
         params, remark = quantized_params(found.params, model, self._quantize)

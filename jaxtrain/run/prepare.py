@@ -11,11 +11,10 @@ import jax
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.published import published_from
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
-from jaxtrain.interop.fresh import check_fits, fresh_notes, fresh_parts
+from jaxtrain.interop.fresh import check_fits, fresh_notes
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Progress
@@ -23,6 +22,7 @@ from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
 from jaxtrain.run.banner import banner_lines
+from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.evaluation import Evaluator
@@ -47,7 +47,9 @@ from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
+from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.own_step import OwnStep
+from jaxtrain.train.start import restore_base
 from jaxtrain.train.state import TrainState
 
 _STATUS: dict[type[BaseException], str] = {
@@ -102,7 +104,7 @@ def prepare_session(
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
         if resumed is not None:
-            target = run.step.abstract_state
+            target = without_base(run.step.abstract_state, trained_leaves(run.step))
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
@@ -122,9 +124,10 @@ def prepare_session(
             recorded = checkpointer.metadata().get("reference")
             known = resumed_reference(run, run_dir, recorded, lambda: _created(run, own_step), progress, main=main)
             run, metadata["reference"] = with_known_reference(run, known), known.record
-        state = _compiled_state(
-            run, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
+        state, base = _compiled_state(
+            run, run_dir, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
         )
+        metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
@@ -138,6 +141,8 @@ def prepare_session(
             previous = set_aside(run_dir)
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
+        if resumed is None:
+            keep_base(base, run, state, run_dir)
         if run.awaits_reference:
             with spent.measure("evaluation"):
                 known = first_reference(run, state, run_dir, progress, main=main)
@@ -219,6 +224,7 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
 
 def _compiled_state(
     run: Run,
+    run_dir: Path,
     own_step: OwnStep,
     checkpointer: Checkpointer,
     progress: Progress,
@@ -226,8 +232,14 @@ def _compiled_state(
     *,
     check: Callable[[jax.stages.Traced], None],
     is_resumed: bool,
-) -> TrainState:
-    """Compile the step, once `check` has seen it, and create the state or restore the newest intact checkpoint."""
+) -> tuple[TrainState, BaseRecord | None]:
+    """Compile the step, once `check` has seen it, and create the state or restore the newest intact checkpoint.
+
+    Returns:
+        The state, and its base where checkpoints do not hold it.
+    """
+    trains = trained_leaves(run.step)
+    given = {} if is_resumed else start_of(run, own_step)
 
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
@@ -236,20 +248,26 @@ def _compiled_state(
             _compile(run, progress, check)
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-                return checkpointer.restore(run.step.abstract_state)
+                state = checkpointer.restore(without_base(run.step.abstract_state, trains))
+                record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
+                if record is None or trains is None:
+                    return state, None
+                base = restore_base(
+                    run.step.sharded_model,
+                    record,
+                    run_dir=run_dir,
+                    only=lambda path: not trains(path),
+                    moved_to=moved_base(run, own_step),
+                )
+                return with_base(state, base), record
         with progress.phase("creating state"), spent.measure("creating state"):
-            return jax.block_until_ready(created.result())
+            state = jax.block_until_ready(created.result())
+            return state, describe_start(run, state, given)
 
 
 def _created(run: Run, own_step: OwnStep) -> TrainState:
     """The state at step 0."""
-    given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
-    if own_step.params is None and published_from(run.config.model) is not None:
-        given |= {
-            "params": published_from(run.config.model),
-            "skip": [*own_step.skip, *fresh_parts(run.config.model)],
-        }
-    return run.step.init(run.config.seed, **given)
+    return run.step.init(run.config.seed, **start_of(run, own_step))
 
 
 def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:

@@ -16,6 +16,7 @@ from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.published import keep_published
+from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import strict_json, write_text_atomic
 from jaxtrain.runtime.tree_path import path_name
@@ -64,6 +65,8 @@ class RunRecord:
             write_json_atomic(self._run_dir / "run.json", self._info)
         if self._is_main and run.data.tokenizer is not None:
             run.data.tokenizer.save(self._run_dir / "tokenizer.json")
+        if self._is_main and self.draws_report:
+            self._write("rows.json", shown_chats(run.data))
 
     def keep_time(self) -> None:
         """Write into run.json where the time went so far: a run that is killed and resumed goes on counting from it."""
@@ -72,12 +75,17 @@ class RunRecord:
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
-        if self._is_main and found is not None:
+        if self._is_main:
+            self._write("held_out.json", found)
+
+    def _write(self, name: str, found: Mapping[str, Any] | None) -> None:
+        """Write what only the report reads; None: nothing."""
+        if found is not None:
             # On one line: indented, a matrix would have four lines per count.
             content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
-            # The run is done and saved; a disk that is full shows where run.json is written.
+            # No run is lost over its report; a disk that is full shows where run.json is written.
             with contextlib.suppress(OSError):
-                write_text_atomic(self._run_dir / "held_out.json", f"{content}\n")
+                write_text_atomic(self._run_dir / name, f"{content}\n")
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
@@ -207,6 +215,7 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
     info["parameters"] = _parameters(run)
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]
+    info["base"] = metadata.get("base")
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info

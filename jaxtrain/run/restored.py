@@ -10,8 +10,10 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.errors import CheckpointError
+from jaxtrain.runtime.tree_path import path_name
 
 if TYPE_CHECKING:
+    from jaxtrain.checkpoint.directory import CheckpointInfo
     from jaxtrain.models.model import ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
 
@@ -33,7 +35,12 @@ class Restored:
 
 
 def restore_for_evaluation(
-    run_dir: Path, sharded_model: "ShardedModel", *, step: int | None, report: Callable[[str], None]
+    run_dir: Path,
+    sharded_model: "ShardedModel",
+    *,
+    step: int | None,
+    report: Callable[[str], None],
+    moved_to: str | None = None,
 ) -> Restored:
     """Read parameters and model state of one checkpoint.
 
@@ -44,9 +51,11 @@ def restore_for_evaluation(
         sharded_model: the run's model; its shardings are those of the result.
         step: of the checkpoint; None: the newest intact one.
         report: receives one line for each damaged checkpoint that is passed over.
+        moved_to: where the base of an adapter run is; None: where it was.
 
     Raises:
-        CheckpointError: there is no such checkpoint, none is intact, or it is of another model.
+        CheckpointError: there is no such checkpoint, none is intact, it is of another model, or its base is gone or
+            another.
     """
     checkpoints = Checkpointer(run_dir / "checkpoints", read_only=True)
     steps = checkpoints.steps()
@@ -60,7 +69,7 @@ def restore_for_evaluation(
         while candidates := [one for one in checkpoints.steps() if one not in damaged and step in (None, one)]:
             candidate = candidates[-1]
             try:
-                return _restore(checkpoints, sharded_model, candidate)
+                return _restore(checkpoints, sharded_model, candidate, run_dir, moved_to)
             except DamagedError as error:
                 damaged[candidate] = str(error)
                 if step is None and candidate in checkpoints.steps():
@@ -69,28 +78,59 @@ def restore_for_evaluation(
     raise CheckpointError(first if step is not None else f"no intact checkpoint is left in {run_dir}: {first}")
 
 
-def _restore(checkpoints: Checkpointer, sharded_model: "ShardedModel", step: int) -> Restored:
+def _restore(
+    checkpoints: Checkpointer, sharded_model: "ShardedModel", step: int, run_dir: Path, moved_to: str | None
+) -> Restored:
     import jax
 
+    from jaxtrain.train.base import base_of
     from jaxtrain.train.placement import average_shapes
-    from jaxtrain.train.state import averaged_model_state, merge_leaves
+    from jaxtrain.train.start import restore_base
+    from jaxtrain.train.state import averaged_model_state, merge_leaves, select_leaves
 
-    wanted, wanted_state = sharded_model.abstract_params, sharded_model.abstract_model_state
-    # The checkpoint itself says what has an average: no setting of the run need be known.
-    averaged = {name for name in checkpoints.info(step).leaves if is_inside(name, "ema")}
+    wanted_state, info = sharded_model.abstract_model_state, checkpoints.info(step)
+    base = base_of(info.metadata)
+    # The checkpoint itself says what it holds, and what has an average: no setting of the run need be known.
+    wanted = sharded_model.abstract_params
+    if base is not None:
+        wanted = select_leaves(wanted, lambda path: stored_name(f"params/{path}") in info.leaves)
+    averaged = {name for name in info.leaves if is_inside(name, "ema")}
     if not averaged:
-        params = checkpoints.restore(wanted, step=step, prefix="params")
+        params = checkpoints.restore(_as_saved(wanted, info), step=step, prefix="params")
         # Without an average of ours, what the optimizer keeps for evaluation, as `TrainState.evaluation_params` has it.
         params = read_kept_weights(checkpoints, params, step=step)
-        return Restored(step, params, checkpoints.restore(wanted_state, step=step, prefix="model_state"))
-    ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in averaged)
-    params = checkpoints.restore(ema, step=step, prefix="ema")
-    if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(wanted)):
-        # Frozen parameters have no average.
-        params = merge_leaves(params, checkpoints.restore(wanted, step=step, prefix="params"))
-    model_state = checkpoints.restore(wanted_state, step=step, prefix="model_state")
-    saved = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
-    return Restored(step, params, averaged_model_state(saved, model_state))
+        model_state = checkpoints.restore(wanted_state, step=step, prefix="model_state")
+    else:
+        ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in averaged)
+        params = checkpoints.restore(ema, step=step, prefix="ema")
+        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(wanted)):
+            # Frozen parameters have no average.
+            params = merge_leaves(params, checkpoints.restore(_as_saved(wanted, info), step=step, prefix="params"))
+        model_state = checkpoints.restore(wanted_state, step=step, prefix="model_state")
+        saved = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
+        model_state = averaged_model_state(saved, model_state)
+    if base is not None:
+        only = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+        below = restore_base(
+            sharded_model, base, run_dir=run_dir, only=lambda path: path not in only, moved_to=moved_to
+        )
+        params = merge_leaves(params, below)
+    return Restored(step, params, model_state)
+
+
+def _as_saved(wanted: "Params", info: "CheckpointInfo") -> "Params":
+    """Parameters as shapes in the dtypes that a checkpoint has: what is trained is not known to who opens it."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtrain.train.base import base_of
+
+    def one(path: "jax.tree_util.KeyPath", leaf: "jax.ShapeDtypeStruct") -> "jax.ShapeDtypeStruct":
+        _, dtype = info.leaves.get(stored_name(f"params/{path_name(path)}"), ((), leaf.dtype.name))
+        kind = jnp.dtype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=leaf.sharding)
+
+    return wanted if base_of(info.metadata) is None else jax.tree_util.tree_map_with_path(one, wanted)
 
 
 def quantized_params(params: "Params", sharded_model: "ShardedModel", format: str) -> "tuple[Params, str]":

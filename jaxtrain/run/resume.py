@@ -15,12 +15,13 @@ from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
 from jaxtrain.train.assemble import Run
+from jaxtrain.train.base import KEPT
 from jaxtrain.train.state import TrainState
 
 RESUME_MODES = ("auto", "must", "never")
 _SHAPES_STATE = {
     "precision.policy",
-    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw")),
+    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw", "groups")),
     "optimizer.min_dim_size_to_factor",
 }
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
@@ -103,9 +104,8 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    old = [
-        run_dir / name for name in (*names, "held_out.json", "reference.npz", "profile") if (run_dir / name).exists()
-    ]
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", KEPT)
+    old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
@@ -253,6 +253,6 @@ def state_changes(changes: Iterable[str]) -> list[str]:
         change
         for change in changes
         if (key := change.partition(" ")[0]) in _SHAPES_STATE
-        or key.startswith(("optimizer.call", "optimizer.args"))
+        or key.startswith(("optimizer.call", "optimizer.args", "finetune"))
         or (key.startswith("model.") and key not in _SHAPES_NOTHING)
     ]

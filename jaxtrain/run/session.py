@@ -14,6 +14,7 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import Hooks, train_loop
@@ -26,6 +27,7 @@ from jaxtrain.run.step_log import StepLog
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
 from jaxtrain.train.assemble import Run
+from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
 
 
@@ -224,7 +226,8 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     """Begin a save; False where the step was saved already."""
     record, loss, score = session.record, session.held_out.loss_after(number), session.watch.score_after(number)
     with record.spent.measure("saving"):
-        began = session.checkpointer.save(number, state, metadata=session.metadata, eval_loss=loss, score=score)
+        saved = without_base(state, trained_leaves(session.run.step))
+        began = session.checkpointer.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
     record.keep_time()
     return began
 

@@ -13,18 +13,20 @@ from jaxtrain.config.call import Call
 from jaxtrain.config.finetune import FinetuneConfig, check_freeze
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
+from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
 from jaxtrain.config.published import published_from
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.model import Model, parameter_shapes, with_remat
+from jaxtrain.models.model import Model, count_parameters, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.masks import check_patterns, trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.rules import directions
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
@@ -203,8 +205,8 @@ def build_step(
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
     optimizer = config.optimizer
-    if own.optimizer is None and optimizer.kind == "muon" and optimizer.adamw:
-        check_patterns("optimizer.adamw", optimizer.adamw, list(parameter_shapes(model)))
+    if own.optimizer is None:
+        _check_matrices_of_adamw(optimizer, model)
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
@@ -227,6 +229,19 @@ def build_step(
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
     )
+
+
+def _check_matrices_of_adamw(optimizer: OptimizerConfig, model: Model) -> None:
+    """Raise where Muon leaves a matrix to AdamW that the model does not have."""
+    if isinstance(optimizer, CalledOptimizer):
+        return
+    keys = [
+        *(f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(optimizer.groups))),
+        "optimizer.adamw",
+    ]
+    for key, direction in zip(keys, directions(optimizer), strict=True):
+        if isinstance(direction, MuonDirection) and direction.adamw:
+            check_patterns(key, direction.adamw, list(parameter_shapes(model)))
 
 
 def _check_call(config: Any, input_shape: Any) -> None:
@@ -383,5 +398,4 @@ def assemble(
         data = awaiting_reference(step, data, spec)
         batches = training_batches(config, data)
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params))
-    return Run(config, name, data, batches, step, parameters, awaits)
+    return Run(config, name, data, batches, step, count_parameters(step.model), awaits)

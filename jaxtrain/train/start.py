@@ -2,11 +2,10 @@
 
 Both are first a table of paths, shapes and dtypes, compared with what the model draws; then arrays, read or moved
 straight into the shardings of the step. Each kind of folder (checkpoints of a run, published weights) is a function
-that gives a `_Given`, chosen in `accept_start`.
+that gives a `Given`, chosen in `accept_start`.
 """
 
 import fnmatch
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,42 +16,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.find import find_checkpoint
-from jaxtrain.checkpoint.kept_weights import read_kept_weights
-from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.load import read_places
+from jaxtrain.interop.peft import OpenedAdapter, open_adapter
 from jaxtrain.interop.settings import settings_in
-from jaxtrain.interop.weights import Place, PublishedModel, find_places, is_published, open_published
+from jaxtrain.interop.weights import find_places, is_published, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.optim.masks import check_patterns
-from jaxtrain.runtime.donation import first_deleted
 from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.train.adapted_start import as_adapted, original_params, with_adapter
+from jaxtrain.train.base import BaseRecord, base_of, run_of
+from jaxtrain.train.checks import random_key
+from jaxtrain.train.given_params import Given, given_tree, paths_of, published_part, saved_part
 from jaxtrain.train.given_state import number_as
-from jaxtrain.train.state import TrainState
 
 _PARTS = ("params", "model_state")
-# Moving averages, which evaluation uses, stand in for what they are averages of.
-_AVERAGES = {"params": "ema", "model_state": "ema_model_state"}
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Parameters or model_state that are given.
+class _Target:
+    """What is to be filled.
 
     Attributes:
-        name: what they are, in messages.
-        leaves: path -> array, or the shape and dtype of a saved one.
-        cast: whether floating dtypes may differ from the model's: those of a run are of its policy.
-        fetch: path -> shape, dtype and sharding of what is taken; gives path -> array.
+        sharded_model: whose parameters and model_state they are.
+        drawn: what it draws, as shapes.
+        only: parameter path -> whether it is wanted.
     """
 
-    name: str
-    leaves: Mapping[str, Any]
-    cast: bool
-    fetch: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
+    sharded_model: ShardedModel
+    drawn: tuple[Params, ModelState]
+    only: Callable[[str], bool]
 
 
 def accept_start(
@@ -60,17 +56,21 @@ def accept_start(
     model_state: Any,
     skip: Sequence[str],
     *,
-    drawn: tuple[Params, ModelState],
-    wanted: TrainState,
+    sharded_model: ShardedModel,
+    only: Callable[[str], bool] | None = None,
+    adapter: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Parameters and model state to start from, in the structure and the shardings of the step.
+    """Parameters and model state to start from, in the structure and the shardings of a model.
+
+    What is given for the model that an adapted one was made of becomes the base below its adapters, which are drawn.
 
     Args:
         params: tree of jax or NumPy arrays, path of a run, of a checkpoint or of a published model, or None.
         model_state: tree of jax or NumPy arrays, or None.
         skip: patterns of paths that are drawn, whatever is given.
-        drawn: shapes of what the model draws, whose dtypes are accepted.
-        wanted: shapes and shardings of the state that they become a part of, whose dtypes are accepted too.
+        sharded_model: the model; the dtypes that it draws and those that it stores are accepted.
+        only: parameter path -> whether it is taken; None: all are.
+        adapter: folder of an adapter of the published model that `params` names, or None.
 
     Returns:
         What was given, by name, with None for each array that is to be drawn.
@@ -81,13 +81,16 @@ def accept_start(
         CheckpointError: no intact checkpoint at the path.
     """
     patterns = _checked_patterns(skip, anything=params is not None or model_state is not None)
+    target = _Target(sharded_model, sharded_model.drawn_shapes(), only or (lambda path: True))
     if isinstance(params, str | Path) and is_published(params):
-        return _from_published(params, model_state, patterns, drawn=drawn, wanted=wanted)
+        return _from_published(params, model_state, patterns, target, adapter)
+    if adapter is not None:
+        raise ConfigError(f"adapter={str(adapter)!r} without its base; name the published folder or file in params=")
     if isinstance(params, str | Path):
-        return _from_checkpoint(params, model_state, patterns, drawn=drawn, wanted=wanted)
+        return _from_checkpoint(params, model_state, patterns, target)
     trees = {"params": params, "model_state": model_state}
-    given = {name: _given_tree(name, tree) for name, tree in trees.items() if tree is not None}
-    return _placed(given, patterns, drawn, wanted)
+    given = {name: given_tree(name, tree) for name, tree in trees.items() if tree is not None}
+    return _placed(given, patterns, target)
 
 
 def _checked_patterns(skip: Any, *, anything: bool) -> tuple[str, ...]:
@@ -99,69 +102,30 @@ def _checked_patterns(skip: Any, *, anything: bool) -> tuple[str, ...]:
     return tuple(skip)
 
 
-def _given_tree(name: str, tree: Any) -> _Given:
-    """Arrays that a user gives, after checks of what they are."""
-    if isinstance(tree, TrainState):
-        raise ConfigError(f"{name} is a TrainState; write params=state.params, model_state=state.model_state")
-    if tree is None or isinstance(tree, str | bytes | int | float) or inspect.isroutine(tree):
-        what = repr(tree) if isinstance(tree, str | int | float) else f"a {type(tree).__name__}"
-        raise ConfigError(f"{name} is {what}; give a tree of arrays like that of model.init, or the path of a run")
-    gone = first_deleted(tree)
-    if gone is not None:
-        raise ConfigError(f"{gone} of {name} is deleted, since a step took it over; copy arrays before that")
-    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-    def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
-        return {path: jax.device_put(leaves[path], like.sharding) for path, like in wanted.items()}
-
-    return _Given(name, leaves, cast=False, fetch=fetch)
-
-
 def _from_published(
-    path: str | Path,
-    model_state: Any,
-    patterns: tuple[str, ...],
-    *,
-    drawn: tuple[Params, ModelState],
-    wanted: TrainState,
+    path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target, adapter: str | Path | None
 ) -> dict[str, Any]:
     """Parameters and model_state of a published folder or GGUF file, read in place."""
     published = open_published(path)
     settings = settings_in(path, published.settings)
-    if "output" in _paths(drawn[0]) and settings.get("tie_embeddings"):
+    if "output" in paths_of(target.drawn[0]) and settings.get("tie_embeddings"):
         settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
     places = find_places(published, settings)
+    known = original_params(target.sharded_model)
+    known_state = paths_of(target.sharded_model.abstract_model_state)
     parts = {
-        "params": _published_part(f"the model in {path}", published, places.params, wanted.params),
-        "model_state": _published_part(f"the model in {path}", published, places.model_state, wanted.model_state),
+        "params": published_part(f"the model in {path}", published, places.params, known),
+        "model_state": published_part(f"the model in {path}", published, places.model_state, known_state),
     }
     if model_state is not None:
-        parts["model_state"] = _given_tree("model_state", model_state)
-    return _placed(parts, patterns, drawn, wanted)
+        parts["model_state"] = given_tree("model_state", model_state)
+    if adapter is None:
+        return _placed(parts, patterns, target)
+    opened = open_adapter(adapter, published.family.tensors(settings))
+    return _placed(parts, patterns, target, adapter=opened)
 
 
-def _published_part(name: str, published: PublishedModel, places: Mapping[str, Place], stored: Any) -> _Given:
-    known = _paths(stored)
-
-    def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
-        return read_places(published, places, wanted)
-
-    # Floats are cast while they are read, one slice at a time.
-    leaves = {
-        path: jax.ShapeDtypeStruct(place.shape, known[path].dtype if path in known else place.dtype)
-        for path, place in places.items()
-    }
-    return _Given(name, leaves, cast=True, fetch=fetch)
-
-
-def _from_checkpoint(
-    path: str | Path,
-    model_state: Any,
-    patterns: tuple[str, ...],
-    *,
-    drawn: tuple[Params, ModelState],
-    wanted: TrainState,
-) -> dict[str, Any]:
+def _from_checkpoint(path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target) -> dict[str, Any]:
     """Parameters and model_state of the newest intact step at a path, or of the step that the path names.
 
     A model_state of the user (not None) has precedence over that of the checkpoint.
@@ -172,18 +136,20 @@ def _from_checkpoint(
         for step in [found.step] if found.step is not None else checkpointer.steps()[::-1]:
             try:
                 info = checkpointer.info(step)
-                parts = {
-                    name: _saved_part(name, path, info, checkpointer, known=_paths(tree))
-                    for name, tree in zip(_PARTS, drawn, strict=True)
-                }
+                known = {**original_params(target.sharded_model), **paths_of(target.drawn[0])}
+                names = zip(_PARTS, (known, paths_of(target.drawn[1])), strict=True)
+                parts = {name: saved_part(name, path, info, checkpointer, known=paths) for name, paths in names}
+                record = base_of(info.metadata)
+                if record is not None:
+                    parts["params"] = _with_base(parts["params"], path, record, target)
                 if not parts["params"].leaves:
                     raise ConfigError(
                         f"step {step} of {path} was not saved from a TrainState: it holds no params/...; read it with "
                         "Checkpointer(folder).restore(target), and give the arrays as params="
                     )
                 if model_state is not None:
-                    parts["model_state"] = _given_tree("model_state", model_state)
-                taken = _placed(parts, patterns, drawn, wanted)
+                    parts["model_state"] = given_tree("model_state", model_state)
+                taken = _placed(parts, patterns, target)
             except DamagedError as error:
                 damaged.append(str(error))
                 continue
@@ -193,51 +159,131 @@ def _from_checkpoint(
     raise CheckpointError(damaged[0] if found.step is not None else f"no intact checkpoint in {path}: {damaged[0]}")
 
 
-def _saved_part(
-    part: str, path: str | Path, info: CheckpointInfo, checkpointer: Checkpointer, *, known: Mapping[str, Any]
-) -> _Given:
-    """One part of a saved state, by the paths that the model (`known`) has for it, which may hold dots."""
-    own = {stored_name(inner): inner for inner in known}
-    sources: dict[str, str] = {}
-    for place in (f"{part}.", f"{_AVERAGES[part]}."):
-        inside = {name: name.removeprefix(place) for name in info.leaves if name.startswith(place)}
-        sources |= {own.get(inner, shown_name(inner)): name for name, inner in inside.items()}
+def _with_base(saved: Given, path: str | Path, record: BaseRecord, target: _Target) -> Given:
+    """The parameters of an adapter run: what its checkpoint holds, and its base, from where that is."""
+    model = target.sharded_model
+    if model.model.adapted is None:
+        raise ConfigError(
+            f"{path} holds adapters of {record.shown}, and not its weights; adapt the model with the same settings, or "
+            f"write the merged weights with jaxtrain export {path} FOLDER --merge"
+        )
+    paths = {name: leaf for name, leaf in paths_of(model.abstract_params).items() if name not in saved.leaves}
+    known = {name: leaf for name, leaf in paths.items() if name in record.digests}
 
     def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
-        read = checkpointer.read({sources[inner]: like for inner, like in wanted.items()}, step=info.step)
-        found = {inner: read[sources[inner]] for inner in wanted}
-        return found if part != "params" else read_kept_weights(checkpointer, found, step=info.step)
+        own = saved.fetch({name: like for name, like in wanted.items() if name in saved.leaves})
+        below = restore_base(model, record, run_dir=run_of(path), only=lambda name: name in wanted and name in known)
+        return {**own, **{name: leaf for name, leaf in paths_of(below).items()}}
 
-    leaves = {inner: _shape(info.leaves[name]) for inner, name in sources.items()}
-    return _Given(f"{part} of {path}, step {info.step},", leaves, cast=True, fetch=fetch)
+    return Given(saved.name, {**saved.leaves, **known}, cast=True, fetch=fetch)
 
 
-def _shape(entry: tuple[tuple[int, ...], str]) -> jax.ShapeDtypeStruct:
-    shape, dtype = entry
-    kind: Any = jax.eval_shape(lambda: jax.random.key(0)).dtype if dtype.startswith("key<") else jnp.dtype(dtype)
-    return jax.ShapeDtypeStruct(shape, kind)
+def restore_base(
+    sharded_model: ShardedModel,
+    record: BaseRecord,
+    *,
+    run_dir: Path,
+    only: Callable[[str], bool],
+    moved_to: str | None = None,
+) -> Params:
+    """The frozen parameters of an adapter run, from where it took them, once their digests are compared.
+
+    Args:
+        sharded_model: the adapted model, into whose shardings they are read.
+        record: what a checkpoint of the run says of them.
+        run_dir: directory of the run.
+        only: parameter path -> whether it is wanted.
+        moved_to: where the base is; None: where it was.
+
+    Returns:
+        A tree like the parameters, None in place of those that are not wanted.
+
+    Raises:
+        CheckpointError: the base is gone, or is another one than the adapters were trained on.
+    """
+    source = moved_to or record.source(run_dir)
+    given: dict[str, Any] = {}
+    if source is not None:
+        if not Path(source).exists():
+            raise CheckpointError(
+                f"the base of {run_dir} is gone: {source} is not there, and a checkpoint of adapters does not hold it; "
+                "put it back, or name where it is with model.from=PATH"
+            )
+        skip = record.skip
+        try:
+            given = accept_start(source, None, skip, sharded_model=sharded_model, only=only)
+        except ConfigError as error:
+            raise CheckpointError(f"{source} is not the base of {run_dir}: {error}") from None
+    found = paths_of(given.get("params"))
+    wanted = {path: leaf for path, leaf in paths_of(sharded_model.abstract_params).items() if only(path)}
+    ready = {
+        path: leaf if leaf.dtype == wanted[path].dtype else leaf.astype(wanted[path].dtype)
+        for path, leaf in found.items()
+    }
+    ready |= _drawn_again(
+        sharded_model, record.seed, {path: leaf for path, leaf in wanted.items() if path not in found}
+    )
+    record.check(ready, source=source, run_dir=run_dir)
+    shapes = sharded_model.abstract_params
+    return jax.tree_util.tree_map_with_path(lambda path, _: ready.get(path_name(path)), shapes)
+
+
+def _drawn_again(sharded_model: ShardedModel, seed: int, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Parameters as `TrainStep.init` draws them from a seed."""
+    if not wanted:
+        return {}
+
+    def draw(key: jax.Array) -> dict[str, jax.Array]:
+        params, _ = sharded_model.init(jax.random.split(key)[0])
+        drawn = paths_of(params)
+        return {path: drawn[path].astype(like.dtype) for path, like in wanted.items()}
+
+    key = random_key(seed, jax.eval_shape(lambda: jax.random.key(0)))
+    return jax.jit(draw, out_shardings={path: like.sharding for path, like in wanted.items()})(key)
 
 
 def _placed(
-    parts: Mapping[str, _Given], patterns: tuple[str, ...], drawn: tuple[Params, ModelState], wanted: TrainState
+    parts: Mapping[str, Given], patterns: tuple[str, ...], target: _Target, *, adapter: OpenedAdapter | None = None
 ) -> dict[str, Any]:
     """What is taken of each part, in the structure of the model, with None for what is to be drawn."""
-    paths = [_paths(tree) for tree in drawn]
+    drawn, model = target.drawn, target.sharded_model
+    paths = [paths_of(tree) for tree in drawn]
     known = [*paths[0], *paths[1], *(path for part in parts.values() for path in part.leaves)]
     check_patterns("skip", patterns, list(dict.fromkeys(known)))
     if "params" in parts and all(_matches(path, patterns) for path in paths[0]):
         raise ConfigError(f"skip={_listed(patterns)} matches every parameter; leave out params= to draw them all")
     taken = {}
-    for (name, own), like in zip(zip(_PARTS, drawn, strict=True), (wanted.params, wanted.model_state), strict=True):
-        if name in parts:
-            taken[name] = _taken(parts[name], patterns, own, like)
+    if "params" in parts:
+        part, free = as_adapted(parts["params"], model, drawn[0])
+        part = part if adapter is None else with_adapter(part, adapter, model)
+        taken["params"] = _taken(part, patterns, drawn[0], model.abstract_params, free=free, only=target.only)
+    if "model_state" in parts:
+        taken["model_state"] = _taken(parts["model_state"], patterns, drawn[1], model.abstract_model_state)
     return taken
 
 
-def _taken(given: _Given, patterns: tuple[str, ...], drawn: Any, wanted: Any) -> Any:
-    """The given arrays in the structure of the model and the shardings of the step, None for those that are skipped."""
-    expected, stored = _paths(drawn), _paths(wanted)
-    missing = [path for path in expected if path not in given.leaves and not _matches(path, patterns)]
+def _taken(
+    given: Given,
+    patterns: tuple[str, ...],
+    drawn: Any,
+    wanted: Any,
+    *,
+    free: frozenset[str] = frozenset(),
+    only: Callable[[str], bool] = lambda path: True,
+) -> Any:
+    """The given arrays in the structure of the model and the shardings of the step, None for those that are skipped.
+
+    Args:
+        given: parameters or model_state.
+        patterns: of paths that are skipped.
+        drawn: shapes of what the model draws.
+        wanted: shapes and shardings that the model stores.
+        free: paths that need not be given, and are drawn then.
+        only: path -> whether it is taken.
+    """
+    expected, stored = paths_of(drawn), paths_of(wanted)
+    needed = [path for path in expected if path not in free and only(path) and not _matches(path, patterns)]
+    missing = [path for path in needed if path not in given.leaves]
     extra = [path for path in given.leaves if path not in expected and not _matches(path, patterns)]
     if missing or extra:
         count = f" ({len(missing)} missing, {len(extra)} too many)" if len(missing) + len(extra) > 1 else ""
@@ -248,7 +294,7 @@ def _taken(given: _Given, patterns: tuple[str, ...], drawn: Any, wanted: Any) ->
         )
     chosen: dict[str, jax.ShapeDtypeStruct] = {}
     for path, like in expected.items():
-        if _matches(path, patterns):
+        if _matches(path, patterns) or not only(path) or path not in given.leaves:
             continue
         leaf = given.leaves[path]
         chosen[path] = _checked(given, path, leaf, like, stored[path], patterns)
@@ -258,7 +304,7 @@ def _taken(given: _Given, patterns: tuple[str, ...], drawn: Any, wanted: Any) ->
 
 
 def _checked(
-    given: _Given, path: str, leaf: Any, drawn: Any, stored: Any, patterns: tuple[str, ...]
+    given: Given, path: str, leaf: Any, drawn: Any, stored: Any, patterns: tuple[str, ...]
 ) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding with which an array is taken.
 
@@ -286,10 +332,6 @@ def _checked(
 def _in_dtype(leaf: Any, drawn: Any, stored: Any) -> Any:
     """A saved array in a dtype that the step knows: a run of another policy stored another one."""
     return leaf if leaf.dtype in (drawn.dtype, stored.dtype) else leaf.astype(drawn.dtype)
-
-
-def _paths(tree: Any) -> dict[str, Any]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:

@@ -106,6 +106,14 @@ STATES = {
     "muon of experts": ("quickstart", 8, (*MIXTURE, "optimizer.kind=muon", "parallel.expert=4", "parallel.zero=1")),
     "moving average": ("quickstart", 8, ("optimizer.ema_decay=0.99", "parallel.zero=1")),
     "frozen": ("quickstart", 8, ("optimizer.freeze=['blocks/*']", "parallel.fsdp=4")),
+    "parameter groups": (
+        *("quickstart", 8),
+        (
+            "optimizer.groups=[{match: [embedding], optimizer: {kind: sgd}}, "
+            "{match: ['*/mlp/*'], optimizer: {kind: muon}}]",
+            "parallel.fsdp=4",
+        ),
+    ),
     "no masters": ("quickstart", 1, ("precision.policy=bf16_pure",)),
     "loss scale": ("quickstart", 1, ("precision.policy=fp16",)),
     "tied, learned positions": ("quickstart", 1, ("model.size=gpt2", "model.num_layers=2", "data.sequence_length=64")),

@@ -13,6 +13,7 @@ import optax
 import pytest
 from layouts import CASES, EXPERTS, TRANSFORMERS, Layout, layout, with_optimizer
 
+from jaxtrain.config.optimizers import AdamWConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, path_name, use_layout
 from jaxtrain.models.tasks import language_modeling
@@ -22,10 +23,21 @@ from jaxtrain.train.parallelism import make_layout
 
 MODEL = CASES["experts"].model("none")
 # AdamW in float32 is what every other test of layouts runs; Lion's momentum in float32 is half of that.
-KINDS = ("adamw bfloat16", "adamw int8", "lion bfloat16", "adafactor", "muon")
+KINDS = ("adamw bfloat16", "adamw int8", "lion bfloat16", "adafactor", "muon", "groups")
+# Every kind of state in one optimizer, each for some of the parameters.
+GROUPED = AdamWConfig(
+    groups=[
+        {"match": ["embedding", "*norm/scale"], "learning_rate_factor": 16.0, "optimizer": {"kind": "lion"}},
+        {"match": ["blocks/attention/*"], "optimizer": {"kind": "adamw", "moments": "int8"}},
+        {"match": ["blocks/mlp/*"], "weight_decay": 0.1, "optimizer": {"kind": "muon"}},
+    ]  # pyright: ignore[reportArgumentType]
+)
 OPTIMIZERS = {
     kind: build_optimizer(
-        with_optimizer(kind).optimizer, optax.constant_schedule(1e-2), axes=MODEL.axes, stack="blocks"
+        GROUPED if kind == "groups" else with_optimizer(kind).optimizer,
+        optax.constant_schedule(1e-2),
+        axes=MODEL.axes,
+        stack="blocks",
     )
     for kind in KINDS
 }

@@ -30,11 +30,29 @@ def train(
     return jt.run_config(config or TINY, run_dir=run_dir, resume=resume, overrides=dotted)
 
 
-@pytest.mark.parametrize("policy", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str) -> None:
+# One for the first half of the parameters, with moments in 8 bits, and another for the rest.
+GROUPS: list[dict[str, Any]] = [
+    dict(match=["blocks/*"], learning_rate_factor=2.0, optimizer=dict(kind="adamw", moments="int8")),
+    dict(match=["*"], optimizer=dict(kind="lion")),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "groups"),
+    [
+        pytest.param("fp32", [], id="fp32"),
+        pytest.param("bf16", [], id="bf16", marks=pytest.mark.long),
+        pytest.param("fp32", GROUPS, id="fp32, parameter groups", marks=pytest.mark.long),
+    ],
+)
+def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str, groups: Any) -> None:
     """What a kill after step 50 leaves, resumed by a new process, against a run that was never stopped."""
     config = write_config(
-        tmp_path, precision=dict(policy=policy), checkpoint=dict(every=50), optimizer__schedule=dict(kind="cosine")
+        tmp_path,
+        precision=dict(policy=policy),
+        checkpoint=dict(every=50),
+        optimizer__schedule=dict(kind="cosine"),
+        optimizer__groups=groups,
     )
     whole, half = tmp_path / "whole", tmp_path / "half"
     first = run_process(config, whole, "--emulate", "2")
@@ -235,6 +253,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "moments": (dict(), dict(moments="int8"), True),
     "matrices of muon": (dict(kind="muon"), dict(kind="muon", adamw=["layers/0/kernel"]), True),
     "kind": (dict(kind="adamw"), dict(kind="lion"), True),
+    "parameter groups": (dict(), dict(groups=[dict(match=["layers/*"])]), True),
 }
 
 

@@ -88,6 +88,18 @@ ROWS = {
     "lookahead: not called": (lambda: jt.lookahead(optax.adamw), "function", "lookahead(optax.adamw(1e-3))"),
     "lookahead: no period": (lambda: jt.lookahead(OPTIMIZER, sync_period=0), "=0", "such as 6"),
     "lookahead: a step of 2": (lambda: jt.lookahead(OPTIMIZER, slow_step_size=2), "=2", "at most 1"),
+    "parameter_groups: not called": (
+        lambda: jt.parameter_groups(optax.adamw, {"head/*": OPTIMIZER}),
+        "function",
+        "parameter_groups(optax.adamw(1e-3), {'head/*': optax.sgd(1e-2)})",
+    ),
+    "parameter_groups: a group not called": (
+        lambda: jt.parameter_groups(OPTIMIZER, {"head/*": optax.sgd}),
+        "groups['head/*'] takes an optax transformation, not the function",
+        "parameter_groups(optax.adamw(1e-3)",
+    ),
+    "parameter_groups: a list": (lambda: jt.parameter_groups(OPTIMIZER, []), "an empty list", "parameter_groups(optax"),
+    "parameter_groups: none": (lambda: jt.parameter_groups(OPTIMIZER, {}), "an empty dict", "parameter_groups(optax"),
     "open_run: a number": (lambda: jt.open_run(3), "int", "open_run('runs/x')"),
     "open_run: no run": (lambda: jt.open_run("runs/none"), "runs/none", "run"),
     "open_run: a result": (lambda: jt.open_run(types.SimpleNamespace()), "SimpleNamespace", "open_run('runs/x')"),

@@ -76,13 +76,16 @@ def fit(conversations: Iterable[MaskedTokens], *, length: int, too_long: str, to
     cut = dropped = 0
     group: list[tuple[MaskedTokens, bool]] = []
     for number, one in enumerate(conversations):
-        count, over = len(one.ids), len(one.ids) > length + 1
+        # What follows the last token with a loss changes nothing: it needs no place in a row.
+        count = int(np.flatnonzero(one.trained)[-1]) + 1 if one.trained.any() else len(one.ids)
+        over = count > length + 1
         if over and too_long == "error":
             raise DataError(
                 f"{one.where} has {count:,} tokens, but rows have {length:,}; raise data.sequence_length, or set "
                 "data.too_long=cut or data.too_long=drop"
             )
-        group.append((MaskedTokens(one.where, one.ids[: length + 1], one.trained[: length + 1]), over))
+        end = min(length + 1, count)
+        group.append((MaskedTokens(one.where, one.ids[:end], one.trained[:end]), over))
         if len(group) == together:
             # The first token is nobody's target; a conversation may lose all of its answers to the cut.
             is_left = all(part.trained[1:].any() for part, _ in group) and not (too_long == "drop" and _any_over(group))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.metrics.report import classes, headline, tables
+from jaxtrain.metrics.report import chats, classes, headline, tables
 from jaxtrain.metrics.report.curves import MAX_POINTS, Curve, curve, last_text, smoothed, thin
 from jaxtrain.metrics.report.files import RunFiles, Series, read_files
 from jaxtrain.metrics.report.html import mapping, page, section, text
@@ -29,7 +29,8 @@ _STANDARD = {
 def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
     """Write the page of a run from the files of its directory; the page is replaced atomically.
 
-    The files are `run.json`, `metrics.jsonl`, `sample.txt`, `held_out.json` and the records of checkpoints.
+    The files are `run.json`, `metrics.jsonl`, `sample.txt`, `held_out.json`, `rows.json` and the records of
+    checkpoints.
 
     Args:
         run_dir: a run directory; the run may still be running. The page omits the parts whose files are missing.
@@ -46,6 +47,7 @@ def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
         _sample(run),
         _curves(run),
         classes.mistakes(run),
+        chats.chats(run),
         tables.time_bar(run),
         tables.checkpoints(run),
         tables.settings(run),

@@ -196,7 +196,7 @@ def with_optimizer(config: Config, kind: str) -> Any:
         "adafactor": AdafactorConfig,
         "sgd": SGDConfig,
     }
-    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze", "offload")
+    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze", "offload", "groups")
     return kinds[kind](**{name: getattr(config.optimizer, name) for name in shared})
 
 

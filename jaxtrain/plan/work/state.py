@@ -7,14 +7,30 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, CalledOptimizer, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.config.optimizers import (
+    AdafactorDirection,
+    AdamWDirection,
+    CalledOptimizer,
+    DirectionConfig,
+    LionDirection,
+    MuonDirection,
+    SGDDirection,
+)
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
 from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Tensors
-from jaxtrain.optim.rules import as_matrix, factored_dims, is_stored, moment_block
+from jaxtrain.optim.rules import (
+    as_matrix,
+    check_groups,
+    directions,
+    factored_dims,
+    group_number,
+    is_stored,
+    moment_block,
+)
 from jaxtrain.plan.workload.parameters import frozen_paths
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
@@ -95,6 +111,7 @@ def state_bytes(
     stored = POLICY_DTYPES[config.precision.policy].param_bytes
     params = stored * sum(local_size(one.shape, one.entries, degrees) for one in placed)
     optimizer = average = 0
+    _check_groups(config, placed)
     for one in placed:
         if not one.trained:
             continue
@@ -108,23 +125,35 @@ def state_bytes(
 
 def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int, degrees: Mapping[str, int]) -> int:
     """Bytes of optimizer state that one device keeps for a parameter of which it has `size` elements."""
-    optimizer = config.optimizer
+    optimizer = _direction(config, one)
     match optimizer:
-        case SGDConfig():
+        case SGDDirection():
             return _FP32 * size if optimizer.momentum else 0
-        case AdamWConfig():
+        case AdamWDirection():
             return 2 * _moment_bytes(optimizer.moments, one, size, degrees)
-        case MuonConfig():
+        case MuonDirection():
             axes = model_axes(config.model)
             matrix = as_matrix(one.path, one.shape, axes, stack=tensors.stack, exclude=optimizer.adamw)
             return _FP32 * size * (2 if matrix is None else 1)
-        case LionConfig():
+        case LionDirection():
             return _moment_bytes(optimizer.moments, one, size, degrees)
-        case AdafactorConfig():
+        case AdafactorDirection():
             numbers = _adafactor_numbers(config, tensors, one, degrees, optimizer.min_dim_size_to_factor)
             return _FP32 * (numbers + (size if optimizer.b1 else 0))
-        case CalledOptimizer():
-            raise AssertionError("the state of an optimizer of the user's own is read off the step")
+
+
+def _check_groups(config: Config, placed: Sequence[Parameter]) -> None:
+    """Raise where a pattern of `optimizer.groups` matches no trained parameter."""
+    if not isinstance(config.optimizer, CalledOptimizer):
+        matches = [group.match for group in config.optimizer.groups]
+        check_groups("optimizer.groups.{}.match", matches, [one.path for one in placed if one.trained])
+
+
+def _direction(config: Config, one: Parameter) -> DirectionConfig:
+    """What updates a parameter; the state of an optimizer of the user's own is read off the step."""
+    optimizer = config.optimizer
+    assert not isinstance(optimizer, CalledOptimizer)
+    return directions(optimizer)[group_number(one.path, [group.match for group in optimizer.groups])]
 
 
 def update_flops(config: Config, placed: Sequence[Parameter], degrees: Mapping[str, int]) -> float:
@@ -132,17 +161,15 @@ def update_flops(config: Config, placed: Sequence[Parameter], degrees: Mapping[s
 
     An iteration makes X X^T, its square, and a product of their sum with X, of X [M, N] with M <= N.
     """
-    optimizer = config.optimizer
-    if not isinstance(optimizer, MuonConfig):
+    if isinstance(config.optimizer, CalledOptimizer):
         return 0.0
     flops = 0.0
     stack = next((one.path.split("/")[0] for one in placed if one.stacked), None)
     for one in placed:
-        matrix = (
-            as_matrix(one.path, one.shape, model_axes(config.model), stack=stack, exclude=optimizer.adamw)
-            if one.trained
-            else None
-        )
+        optimizer = _direction(config, one)
+        if not one.trained or not isinstance(optimizer, MuonDirection):
+            continue
+        matrix = as_matrix(one.path, one.shape, model_axes(config.model), stack=stack, exclude=optimizer.adamw)
         if matrix is None:
             continue
         short, long = sorted(math.prod(one.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 
+from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     DOCSTRING_PACKAGES,
     CalledData,
@@ -153,6 +154,9 @@ def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
             return None, (3 if labelled.second_text else 2) * length + 1
         case TaggedTextData():
             return None, 3 * length
+        case ChatData() as chats:
+            # Inputs, targets and weights of both answers; or those with segments and positions of packed rows.
+            return None, (6 if gives_pairs(chats, config.task) else 5 if chats.packing else 3) * length
         case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData() as stream:
             if isinstance(stream.corruption, SpanCorruption):
                 decoder_length = span_sizes(stream.corruption, length).targets_length

@@ -1,0 +1,270 @@
+"""`load_adapter` and `save_adapter`: adapters as PEFT writes and reads them."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.adapter import lora_settings
+from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.base import Group
+from jaxtrain.config.finetune import LoraConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.folders import empty_folder, make_folder, on_host
+from jaxtrain.interop.load import by_path
+from jaxtrain.interop.pretrained import Pretrained, load_pretrained
+from jaxtrain.interop.settings import family_for, settings_of
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.adapters import adapt
+from jaxtrain.models.model import Model, Params, check_is_model
+from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.published.entries import Row
+from jaxtrain.published.peft import CONFIG, WEIGHTS, AdapterConfig, config_json, open_adapter_folder
+from jaxtrain.published.peft_tensors import read_adapter_arrays
+from jaxtrain.published.peft_writing import whole_paths, written_adapter
+from jaxtrain.published.safetensors import write_safetensors
+from jaxtrain.runtime.distributed import is_main_process, on_main_process
+from jaxtrain.runtime.files import write_json_atomic
+
+_KERNEL = "/kernel"
+# End of an architecture of transformers -> task_type of PEFT.
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "Model": "FEATURE_EXTRACTION",
+}
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """An adapter, read against the base that it is of.
+
+    Attributes:
+        path: The folder.
+        config: What its adapter_config.json says.
+        lora: The same as settings of `adapt`.
+        leaves: Path of one of our parameters (blocks/attention/query/kernel/lora_a, or what is trained whole) -> array.
+    """
+
+    path: Path
+    config: AdapterConfig
+    lora: LoraConfig
+    leaves: Mapping[str, np.ndarray]
+
+
+def open_adapter(path: str | Path, rows: Sequence[Row]) -> OpenedAdapter:
+    """Reads an adapter's folder.
+
+    Args:
+        path: The folder.
+        rows: Name table of the base's family, for the base.
+
+    Raises:
+        ConfigError: No adapter, or one of a kind that is not supported.
+        CheckpointError: Its files are missing or damaged, or it is an adapter of another base.
+    """
+    folder = open_adapter_folder(path)
+    found = read_adapter_arrays(folder, rows)
+    said = folder.config
+    kernels, whole = tuple(found.factors), tuple(found.whole)
+    lora = LoraConfig(**lora_settings(said, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole))
+    factors = {f"{kernel}/{name}": one for kernel, pair in found.factors.items() for name, one in _named(pair)}
+    return OpenedAdapter(Path(path), said, lora, {**factors, **found.whole})
+
+
+def _named(pair: tuple[np.ndarray, np.ndarray]) -> list[tuple[str, np.ndarray]]:
+    return [("lora_a", pair[0]), ("lora_b", pair[1])]
+
+
+def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tuple[Model, Params]:
+    """Open an adapter that PEFT, or `save_adapter`, wrote.
+
+    Args:
+        folder: The folder, with adapter_config.json and adapter_model.safetensors.
+        base: The published model that it is an adapter of: its path, or what `load_pretrained` gave.
+
+    Returns:
+        The model with adapters, as `adapt` makes it, and its parameters on the first device: those of the base, the
+        factors, float32, and what the adapter trains whole.
+
+    Raises:
+        ConfigError: There is no adapter, or it is of a kind that is not supported (DoRA, adapters of embeddings or of
+            experts, biases).
+        CheckpointError: Its files are missing or damaged, or it is an adapter of another base.
+
+    Example:
+        >>> params, _ = text_model.init(jax.random.key(0))
+        >>> base = jt.load_pretrained(jt.save_pretrained("base", params, model={**small, "vocab_size": 256}))
+        >>> adapted = jt.adapt(base.model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
+        >>> params, _ = adapted.init(jax.random.key(1))
+        >>> model, params = jt.load_adapter(jt.save_adapter("mine", params, model=adapted, base=base), base=base)
+        >>> model.adapted.targets
+        ('blocks/attention/query/kernel', 'blocks/attention/value/kernel')
+    """
+    write = "load_adapter('adapters/mine', base='models/llama')"
+    check_kind(folder, (str, Path), what="load_adapter", takes="the path of an adapter's folder", write=write)
+    takes = "the path of a published model, or what load_pretrained gave"
+    check_kind(base, (str, Path, Pretrained), what="load_adapter: base", takes=takes, write=write)
+    pretrained = base if isinstance(base, Pretrained) else load_pretrained(base)
+    opened = open_adapter(folder, pretrained.published.family.tensors(settings_of(pretrained.config)))
+    check_linears(opened, pretrained.model)
+    model = adapt(pretrained.model, lora=opened.lora)
+    return model, place_leaves(model, pretrained.params, opened)
+
+
+def check_linears(opened: OpenedAdapter, model: Model) -> None:
+    """Raises where an adapter adapts a layer that the model cannot adapt.
+
+    Args:
+        opened: The adapter.
+        model: The model without adapters.
+
+    Raises:
+        ConfigError: Names the layer.
+    """
+    for target in opened.lora.targets:
+        if target + _KERNEL not in model.linears:
+            raise ConfigError(f"{opened.path} adapts {target}, which is none of the linear layers that can be adapted")
+
+
+def place_leaves(model: Model, params: Params, opened: OpenedAdapter) -> Params:
+    """Returns the parameters of an adapted model, on the first device.
+
+    Args:
+        model: The adapted model, with floating-point kernels.
+        params: Parameters of the model that it was made of.
+        opened: The adapter.
+    """
+    known = by_path(params)
+    here = jax.local_devices()[0]
+
+    def one(path: tuple, like: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path_name(path)
+        if name in opened.leaves:
+            return jax.device_put(opened.leaves[name].astype(like.dtype), here)
+        return known[name.removesuffix("/base")]
+
+    drawn, _ = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(one, drawn)
+
+
+def save_adapter(
+    folder: str | Path, params: Params, *, model: Model, base: "Pretrained | Group | Mapping[str, Any]"
+) -> Path:
+    """Write the adapters of a model as a folder that PEFT opens.
+
+    The base is not written; PEFT asks for it beside the folder.
+
+    Args:
+        folder: The folder to make; it may exist if it is empty.
+        params: Parameters of the adapted model, sharded in any way; every process passes its own.
+        model: The adapted model, from `adapt` or `load_adapter`.
+        base: What it is an adapter of: what `load_pretrained` gave, or a model group of our config with its vocab_size.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: The folder is not empty, the model has no adapters, or no published family has it.
+
+    Example:
+        >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
+        >>> params, _ = adapted.init(jax.random.key(0))
+        >>> folder = jt.save_adapter("adapter", params, model=adapted, base={**small, "vocab_size": 256})
+        >>> sorted(file.name for file in folder.iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    write = "save_adapter('adapters/mine', params, model=adapted, base=pretrained)"
+    check_kind(folder, (str, Path), what="save_adapter", takes="the path of a folder", write=write)
+    check_is_model(model, what="save_adapter: model")
+    if isinstance(base, Pretrained):
+        group, published = base.config, base.published
+        said, files, name = published.source.config, published.source.files, str(base.path)
+    elif isinstance(base, Group):
+        group, said, files, name = base, {}, {}, None
+    elif isinstance(base, Mapping) and base:
+        from jaxtrain.config.load import load_config
+
+        group, said, files, name = load_config({"model": base}).config.model, {}, {}, None
+    else:
+        takes = "what load_pretrained gave, or a model group"
+        raise ConfigError(refusal("save_adapter: base", takes, base, "base=pretrained"))
+    return write_adapter(
+        folder, settings_of(group), params, model=model, base_config=said, base_files=files, base_name=name
+    )
+
+
+def write_adapter(
+    folder: str | Path,
+    settings: Mapping[str, Any],
+    params: Params,
+    *,
+    model: Model,
+    base_config: Mapping[str, Any],
+    base_files: Mapping[str, str | bytes],
+    base_name: str | None,
+) -> Path:
+    """Writes an adapter's folder. Every process calls it, the main one writes.
+
+    Args:
+        folder: The folder to make; it may exist if it is empty.
+        settings: Our model group, from `settings_of`.
+        params: Parameters of the adapted model.
+        model: The adapted model.
+        base_config: The config.json of the base; empty where there is none.
+        base_files: Name -> contents of its tokenizer files and the like.
+        base_name: Path or name of the base.
+
+    Raises:
+        ConfigError: The folder is not empty, the model has no adapters, or no published family has it.
+    """
+    folder = Path(folder)
+    lora = None if model.adapted is None else model.adapted.lora
+    if lora is None:
+        raise ConfigError(f"the model {model.name} has no adapters to write; write all of it with save_pretrained")
+    family = family_for(settings, model_type=base_config.get("model_type"))
+    # Only the main process looks: when another one comes here, it may have written into the folder already.
+    with on_main_process(empty_folder(folder)):
+        pass
+    rows = family.tensors(settings)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
+    kernels = {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRankKernel)}
+    factors = {path: (on_host(leaf.lora_a), on_host(leaf.lora_b)) for path, leaf in kernels.items()}
+    others = {path_name(path): leaf for path, leaf in leaves if not isinstance(leaf, LowRankKernel)}
+    trained = {path for path in others if any(fnmatch.fnmatchcase(path, one) for one in lora.train_also)}
+    architecture = str((base_config.get("architectures") or family.to_published(settings)["architectures"])[0])
+    task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
+    paths = whole_paths(rows, trained, task_type=task)
+    whole = {path: on_host(leaf) for path, leaf in others.items() if path in paths}
+    nameless = sorted(trained - set(whole))
+    if nameless:
+        raise ConfigError(f"{nameless[0]} is trained whole, and published files have no such parameter")
+    written = written_adapter(
+        rows,
+        factors,
+        whole,
+        AdapterConfig(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            dropout=lora.dropout,
+            rank_stabilised=lora.rank_stabilised,
+            base=base_name,
+            task_type=task,
+        ),
+    )
+    if is_main_process():
+        make_folder(folder)
+        shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
+        write_safetensors(folder / WEIGHTS, shapes, written.tensors.items())
+        for name, text in base_files.items():
+            (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        # Last: a folder with this file is whole.
+        write_json_atomic(folder / CONFIG, config_json(written.config, fan_in_fan_out=written.fan_in_fan_out))
+    return folder

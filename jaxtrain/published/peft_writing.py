@@ -1,0 +1,178 @@
+"""Our factors as the tensors and the adapter_config.json of an adapter's folder. No jax here."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.published.entries import Entry, Row, Tied, names_of, positions
+from jaxtrain.published.peft import PREFIX, AdapterConfig, shortest_names
+from jaxtrain.published.peft_tensors import factor_transforms, module_names
+
+Position = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WrittenAdapter:
+    """What an adapter's folder is to hold.
+
+    Attributes:
+        config: What its adapter_config.json says.
+        fan_in_fan_out: Whether the adapted layers of transformers are of its class Conv1D.
+        tensors: Name -> float32 array.
+    """
+
+    config: AdapterConfig
+    fan_in_fan_out: bool
+    tensors: Mapping[str, np.ndarray]
+
+
+def written_adapter(
+    rows: Sequence[Row],
+    factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    whole: Mapping[str, np.ndarray],
+    config: AdapterConfig,
+) -> WrittenAdapter:
+    """Returns the tensors of an adapter's folder, and its config with the modules that they are of.
+
+    Args:
+        rows: Name table of the base's family, for the base.
+        factors: Path of the kernel -> (lora_a [*stack, *D, R], lora_b [*stack, R, *F]).
+        whole: Path -> array of what is trained whole, and of what lies in the same module.
+        config: What adapter_config.json is to say; its rank is R, and it names no modules.
+
+    Raises:
+        ConfigError: An array is of no linear layer of the family.
+    """
+    adapted: dict[str, list[tuple[Entry, Position]]] = defaultdict(list)
+    known: dict[str, None] = {}
+    for row in rows:
+        if isinstance(row, Tied):
+            known |= dict.fromkeys(module_names(row, ()))
+        if not isinstance(row, Entry) or row.state:
+            continue
+        for position in positions(row):
+            named = module_names(row, position)[:1]
+            known |= dict.fromkeys(named)
+            if named and factor_transforms(row, 1) is not None:
+                adapted[named[0]].append((row, position))
+    unknown = set(factors) - {row.path for parts in adapted.values() for row, _ in parts}
+    if unknown:
+        raise ConfigError(
+            f"{min(unknown)} is no linear layer of published files, so that its adapter has no name there"
+        )
+    tensors: dict[str, np.ndarray] = {}
+    stacked: dict[str, int] = {}
+    transposed = False
+    for module, parts in adapted.items():
+        pairs = [(row, *_of_layer(factors.get(row.path), row, position, config.rank)) for row, position in parts]
+        if not any(a.any() or b.any() for _, a, b in pairs):
+            continue
+        a, b, count = _joined(pairs, config.rank)
+        tensors |= {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b}
+        if count > 1:
+            stacked[module] = count
+        made = factor_transforms(parts[0][0], 1)
+        transposed = transposed or (made is not None and made.transposed)
+    chosen = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name]
+    modules, saved = _whole(rows, whole)
+    said = replace(
+        config,
+        target_modules=tuple(shortest_names(chosen, [name for name in known if name not in chosen])),
+        modules_to_save=tuple(_saved_names(modules, [name for name in known if name not in modules])),
+        **_patterns(stacked, list(known), config),
+    )
+    return WrittenAdapter(said, transposed, {**tensors, **saved})
+
+
+def _of_layer(
+    pair: tuple[np.ndarray, np.ndarray] | None, row: Entry, position: Position, rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    if pair is not None:
+        return np.asarray(pair[0][position], np.float32), np.asarray(pair[1][position], np.float32)
+    made = factor_transforms(row, rank)
+    assert made is not None
+    return np.zeros(made.a.ours, np.float32), np.zeros(made.b.ours, np.float32)
+
+
+def _joined(pairs: Sequence[tuple[Entry, np.ndarray, np.ndarray]], rank: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The two tensors of a module, and how many times R their rank is."""
+    first = pairs[0][1]
+    same = all(np.array_equal(a, first) for _, a, _ in pairs)
+    count = 1 if same else len(pairs)
+    made = [factor_transforms(row, count * rank) for row, _, _ in pairs]
+    assert made[0] is not None
+    theirs_a = np.zeros(made[0].a.theirs, np.float32)
+    theirs_b = np.zeros(made[0].b.theirs, np.float32)
+    made[0].a.write(theirs_a, first if same else np.concatenate([a for _, a, _ in pairs], axis=-1))
+    for at, (transforms, (_, _, b)) in enumerate(zip(made, pairs, strict=True)):
+        assert transforms is not None
+        own = b
+        if not same:
+            own = np.zeros((count * rank, *b.shape[1:]), np.float32)
+            own[at * rank : (at + 1) * rank] = b
+        transforms.b.write(theirs_b, own)
+    return theirs_a, theirs_b, count
+
+
+def _patterns(stacked: Mapping[str, int], known: Sequence[str], config: AdapterConfig) -> dict[str, dict]:
+    """rank_pattern and alpha_pattern, which keep the scale of modules whose rank is a multiple of R."""
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for count in sorted(set(stacked.values())):
+        own = [module for module, times in stacked.items() if times == count]
+        for name in shortest_names(own, [module for module in known if module not in own]):
+            ranks[name] = count * config.rank
+            alphas[name] = config.alpha * (count**0.5 if config.rank_stabilised else count)
+    return dict(rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def _whole(rows: Sequence[Row], whole: Mapping[str, np.ndarray]) -> tuple[list[str], dict[str, np.ndarray]]:
+    """The modules that are trained whole, and their tensors, with all that lies in these modules."""
+    entries = [(row, at, names_of(row, at)[0]) for row in rows if isinstance(row, Entry) for at in positions(row)]
+    modules = dict.fromkeys(name.rpartition(".")[0] for row, _, name in entries if row.path in whole)
+    tensors: dict[str, np.ndarray] = {}
+    for row, position, name in entries:
+        if not row.state and name.rpartition(".")[0] in modules:
+            out = tensors.setdefault(PREFIX + name, np.zeros(row.transform.theirs, np.float32))
+            row.transform.write(out, np.asarray(whole[row.path][position], np.float32))
+    return list(modules), tensors
+
+
+# Names of heads that PEFT trains whole, and asks an adapter for, whatever its modules_to_save says.
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
+
+
+def whole_paths(rows: Sequence[Row], paths: Iterable[str], *, task_type: str | None) -> set[str]:
+    """Returns the paths of what is written whole: PEFT writes modules, and those whose names end as one of them does.
+
+    Args:
+        rows: The name table.
+        paths: Paths of parameters that are trained whole.
+        task_type: That of the adapter.
+    """
+    wanted = set(paths)
+    entries = [(row, _module(row)) for row in rows if isinstance(row, Entry) and not row.state]
+    heads = _HEADS.get(task_type or "", ())
+    modules = {module for row, module in entries if row.path in wanted}
+    known = {module for _, module in entries}
+    ends = {*_saved_names(sorted(modules), sorted(known - modules)), *heads}
+    return {row.path for row, module in entries if module in modules or module.endswith(tuple(ends))}
+
+
+def _module(row: Entry) -> str:
+    name = row.names if isinstance(row.names, str) else row.names[0]
+    return name.rpartition(".")[0]
+
+
+def _saved_names(modules: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Ends of names for modules_to_save, which PEFT compares letter by letter, whatever stands before them."""
+    found: list[str] = []
+    for module in modules:
+        parts = module.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        fitting = (end for end in ends if not any(other.endswith(end) for other in others))
+        found.append(next((end for end in fitting if not end[0].isdigit()), module))
+    return sorted(set(found))

@@ -1,0 +1,54 @@
+"""Answers of a saved run to questions."""
+
+from collections.abc import Sequence
+
+from jaxtrain.data.chat.formats import ChatFormat, files_beside, format_of_reading, published_format
+from jaxtrain.data.special import NamedTokens
+from jaxtrain.errors import ConfigError
+from jaxtrain.inference.chat import answer_questions
+from jaxtrain.inference.generate import Sampling
+from jaxtrain.run.opened import OpenedRun
+from jaxtrain.run.published import FOLDER
+
+_DEFAULT_TOKENS = 200
+
+
+def run_answers(
+    run: OpenedRun, questions: Sequence[str], *, new_tokens: int | None, sampling: Sampling, seed: int
+) -> list[str]:
+    """Answers questions with the template that a run was trained with, or with that of its published model.
+
+    Args:
+        run: opened.
+        questions: what the user says.
+        new_tokens: tokens of an answer, at most; None: 200.
+        sampling: how tokens are chosen.
+        seed: of the random choices.
+
+    Raises:
+        ConfigError: the run has no chat template, or the model cannot generate.
+    """
+    return answer_questions(
+        run.sharded_model,
+        run.params,
+        run.tokenizer,
+        _format(run),
+        questions,
+        new_tokens=_DEFAULT_TOKENS if new_tokens is None else new_tokens,
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+def _format(run: OpenedRun) -> ChatFormat:
+    tokenizer = run.tokenizer
+    found = format_of_reading((run.info.get("data") or {}).get("reading"))
+    if found is None and isinstance(tokenizer, NamedTokens):
+        kept = run.run_dir / FOLDER
+        found = published_format(files_beside(kept / "tokenizer.json"), str(kept), tokenizer)
+    if found is None:
+        raise ConfigError(
+            f"{run.run_dir} has no chat template: it was not trained on data.kind=chat, and its published model came "
+            "without one; use -p TEXT to continue a text"
+        )
+    return found

@@ -1,0 +1,142 @@
+"""The base of an adapter run: the parameters that it does not train, which its checkpoints name and do not hold."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint.digest import digests
+from jaxtrain.checkpoint.find import find_checkpoint
+from jaxtrain.errors import CheckpointError
+from jaxtrain.models.model import Params
+from jaxtrain.train.given_params import paths_of
+from jaxtrain.train.state import TrainState, merge_leaves, select_leaves
+
+KEPT = "base"
+"""Folder of a run with a base that came from Python as arrays: nothing else has them."""
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """Where the frozen parameters of a run came from, and what they are.
+
+    Attributes:
+        format: "published" (a folder or a GGUF file), "run" (a step of a run), "kept" (in the run's own directory), or
+            "drawn" (from the seed alone).
+        path: of that; None: there is none.
+        seed: of the run; what is not in `path` is drawn from it.
+        skip: patterns of paths that are drawn although `path` has them.
+        digests: path of each frozen parameter -> its dtype and the two sums of its digest.
+    """
+
+    format: str
+    path: str | None
+    seed: int
+    skip: tuple[str, ...]
+    digests: Mapping[str, tuple[str, int, int]] = field(repr=False)
+
+    @property
+    def shown(self) -> str:
+        """The base in messages."""
+        return {"drawn": f"weights drawn from seed {self.seed}", "kept": "weights from Python"}.get(
+            self.format, str(self.path)
+        )
+
+    @property
+    def digest(self) -> str:
+        """One digest of all frozen parameters."""
+        return hashlib.sha256(json.dumps(self.digests, sort_keys=True).encode()).hexdigest()
+
+    def as_json(self) -> dict[str, Any]:
+        """The record for run.json and for the metadata of checkpoints."""
+        return {
+            "path": self.path,
+            "digest": self.digest,
+            "format": self.format,
+            "seed": self.seed,
+            "skip": list(self.skip),
+            "digests": {path: list(found) for path, found in self.digests.items()},
+        }
+
+    def source(self, run_dir: Path) -> str | None:
+        """Where the base is read from; None: it is drawn."""
+        return str(run_dir / KEPT) if self.format == "kept" else self.path
+
+    def check(self, params: Mapping[str, jax.Array], *, source: str | None, run_dir: Path) -> None:
+        """Raise where parameters are not those that the adapters were trained on.
+
+        Args:
+            params: path -> frozen parameter.
+            source: where they come from.
+            run_dir: of the run, for messages.
+
+        Raises:
+            CheckpointError: names the first that differs.
+        """
+        # Of another dtype, because the run was opened with another policy, they have no digest to compare.
+        same = {path: leaf for path, leaf in params.items() if self.digests.get(path, ("",))[0] == str(leaf.dtype)}
+        for path, sums in digests(same).items():
+            if tuple(sums) != self.digests[path][1:]:
+                raise CheckpointError(
+                    f"{source or self.shown} is not the base of {run_dir}, which was trained on {self.shown}: {path} "
+                    "differs; give that base again"
+                )
+
+
+def base_of(metadata: Mapping[str, Any]) -> BaseRecord | None:
+    """The base that the metadata of a checkpoint (or run.json) names; None: it holds all its parameters."""
+    found = metadata.get("base")
+    if not isinstance(found, Mapping):
+        return None
+    sums = {path: (dtype, first, second) for path, (dtype, first, second) in found["digests"].items()}
+    return BaseRecord(found["format"], found["path"], found["seed"], tuple(found["skip"]), sums)
+
+
+def describe_base(
+    params: Params,
+    trains: Callable[[str], bool],
+    *,
+    format: str,
+    path: str | None,
+    seed: int,
+    skip: Sequence[str] = (),
+) -> BaseRecord:
+    """The record of the base of a state; with several processes all of them call this.
+
+    Args:
+        params: of the state at step 0, base and adapters.
+        trains: parameter path -> whether it is trained.
+        format, path, seed, skip: see `BaseRecord`.
+    """
+    frozen = {name: leaf for name, leaf in paths_of(params).items() if not trains(name)}
+    sums = {name: (str(frozen[name].dtype), *found) for name, found in digests(frozen).items()}
+    return BaseRecord(format, path, seed, tuple(skip), sums)
+
+
+def run_of(path: str | Path) -> Path:
+    """The directory of the run that a path of a run, of its checkpoints or of one of them belongs to."""
+    return find_checkpoint(path).directory.parent
+
+
+def without_base(state: TrainState, trains: Callable[[str], bool] | None) -> TrainState:
+    """The state with None in place of frozen parameters: what a checkpoint of an adapter run holds.
+
+    Args:
+        state: arrays, shapes or shardings.
+        trains: parameter path -> whether it is trained; None: the checkpoint holds the whole state.
+    """
+    return state if trains is None else replace(state, params=select_leaves(state.params, trains))
+
+
+def with_base(state: TrainState, base: Params) -> TrainState:
+    """The state with its frozen parameters.
+
+    Args:
+        state: from `without_base`.
+        base: a tree like its parameters, None in place of trained ones.
+    """
+    return replace(state, params=merge_leaves(state.params, base))

@@ -1,0 +1,111 @@
+"""Parameters or model_state that are given: a table of paths, shapes and dtypes first, arrays when they are fetched."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.directory import CheckpointInfo
+from jaxtrain.checkpoint.kept_weights import read_kept_weights
+from jaxtrain.checkpoint.tree import shown_name, stored_name
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.load import read_places
+from jaxtrain.interop.weights import Place, PublishedModel
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.runtime.donation import first_deleted
+from jaxtrain.train.state import TrainState
+
+# Moving averages, which evaluation uses, stand in for what they are averages of.
+_AVERAGES = {"params": "ema", "model_state": "ema_model_state"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """Parameters or model_state that are given.
+
+    Attributes:
+        name: what they are, in messages.
+        leaves: path -> array, or the shape and dtype of a saved one.
+        cast: whether floating dtypes may differ from the model's: those of a run are of its policy.
+        fetch: path -> shape, dtype and sharding of what is taken; gives path -> array.
+    """
+
+    name: str
+    leaves: Mapping[str, Any]
+    cast: bool
+    fetch: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
+
+
+def paths_of(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def given_tree(name: str, tree: Any) -> Given:
+    """Arrays that a user gives, after checks of what they are."""
+    if isinstance(tree, TrainState):
+        raise ConfigError(f"{name} is a TrainState; write params=state.params, model_state=state.model_state")
+    if tree is None or isinstance(tree, str | bytes | int | float) or inspect.isroutine(tree):
+        what = repr(tree) if isinstance(tree, str | int | float) else f"a {type(tree).__name__}"
+        raise ConfigError(f"{name} is {what}; give a tree of arrays like that of model.init, or the path of a run")
+    gone = first_deleted(tree)
+    if gone is not None:
+        raise ConfigError(f"{gone} of {name} is deleted, since a step took it over; copy arrays before that")
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
+        return {path: jax.device_put(leaves[path], like.sharding) for path, like in wanted.items()}
+
+    return Given(name, leaves, cast=False, fetch=fetch)
+
+
+def published_part(
+    name: str, published: PublishedModel, places: Mapping[str, Place], known: Mapping[str, Any]
+) -> Given:
+    """Parameters or model_state of a published model.
+
+    Args:
+        name: what they are, in messages.
+        published: the model.
+        places: path -> where it lies in the model.
+        known: path -> shape and dtype that they are stored in.
+    """
+
+    def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
+        return read_places(published, places, wanted)
+
+    # Floats are cast while they are read, one slice at a time.
+    leaves = {
+        path: jax.ShapeDtypeStruct(place.shape, known[path].dtype if path in known else place.dtype)
+        for path, place in places.items()
+    }
+    return Given(name, leaves, cast=True, fetch=fetch)
+
+
+def saved_part(
+    part: str, path: str | Path, info: CheckpointInfo, checkpointer: Checkpointer, *, known: Mapping[str, Any]
+) -> Given:
+    """One part of a saved state, by the paths that the model (`known`) has for it, which may hold dots."""
+    own = {stored_name(inner): inner for inner in known}
+    sources: dict[str, str] = {}
+    for place in (f"{part}.", f"{_AVERAGES[part]}."):
+        inside = {name: name.removeprefix(place) for name in info.leaves if name.startswith(place)}
+        sources |= {own.get(inner, shown_name(inner)): name for name, inner in inside.items()}
+
+    def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
+        read = checkpointer.read({sources[inner]: like for inner, like in wanted.items()}, step=info.step)
+        found = {inner: read[sources[inner]] for inner in wanted}
+        return found if part != "params" else read_kept_weights(checkpointer, found, step=info.step)
+
+    leaves = {inner: _shape(info.leaves[name]) for inner, name in sources.items()}
+    return Given(f"{part} of {path}, step {info.step},", leaves, cast=True, fetch=fetch)
+
+
+def _shape(entry: tuple[tuple[int, ...], str]) -> jax.ShapeDtypeStruct:
+    shape, dtype = entry
+    kind: Any = jax.eval_shape(lambda: jax.random.key(0)).dtype if dtype.startswith("key<") else jnp.dtype(dtype)
+    return jax.ShapeDtypeStruct(shape, kind)

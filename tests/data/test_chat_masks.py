@@ -1,0 +1,166 @@
+"""Chat templates of real families: ids are those of transformers, and the trained tokens are those marked by hand."""
+
+import re
+
+import numpy as np
+import pytest
+from chat_files import CONVERSATIONS, ENCODER, EXPECTED, STOPS, TOKENIZER, masked, messages, template_of
+
+from jaxtrain.data.chat.encoding import chat_encoder
+from jaxtrain.data.chat.templates import render
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.errors import ConfigError, DataError
+
+CASES = [(name, chat) for name, chats in EXPECTED.items() for chat in chats]
+
+
+@pytest.mark.parametrize(("name", "chat"), CASES, ids=lambda value: value)
+def test_text_and_ids_are_those_of_transformers(name, chat):
+    template, expected = template_of(name), EXPECTED[name][chat]
+    if "refused" in expected:
+        with pytest.raises(DataError, match=expected["refused"]):
+            masked(template, CONVERSATIONS[chat])
+        return
+    found = masked(template, CONVERSATIONS[chat])
+    assert found.ids.tolist() == expected["ids"]
+    assert render(template, CONVERSATIONS[chat][:-1], prompt=True, where="x").text == expected["prompt"]
+    if "mask" in expected:
+        assert found.trained.astype(int).tolist() == expected["mask"]
+
+
+# What each family writes, with the tokens that are trained between [[ and ]], by hand.
+_CHATML = """<|im_start|>user
+What is 2 + 2?<|im_end|>
+<|im_start|>assistant
+[[It is 4.<|im_end|>]]
+<|im_start|>user
+And 3 + 3?
+Quickly!<|im_end|>
+<|im_start|>assistant
+[[6, naïvely 🙂<|im_end|>]]
+"""
+_LLAMA3_HEAD = "<|start_header_id|>{}<|end_header_id|>\n\n"
+BY_HAND = {
+    "chatml": _CHATML,
+    "chatml_marked": _CHATML,
+    "qwen": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + _CHATML,
+    "smollm2": "<|im_start|>system\nYou are a small model<|im_end|>\n" + _CHATML,
+    "gemma": "<s><start_of_turn>user\nWhat is 2 + 2?<end_of_turn>\n<start_of_turn>model\n[[It is 4.<end_of_turn>]]\n"
+    "<start_of_turn>user\nAnd 3 + 3?\nQuickly!<end_of_turn>\n<start_of_turn>model\n[[6, naïvely 🙂<end_of_turn>]]\n",
+    "mistral": "<s>[INST] What is 2 + 2? [/INST][[ It is 4.</s>]][INST] And 3 + 3?\nQuickly! [/INST]"
+    "[[ 6, naïvely 🙂</s>]]",
+    "llama3": "<s>" + _LLAMA3_HEAD.format("user") + "What is 2 + 2?<|eot_id|>" + _LLAMA3_HEAD.format("assistant")
+    + "[[It is 4.<|eot_id|>]]" + _LLAMA3_HEAD.format("user") + "And 3 + 3?\nQuickly!<|eot_id|>"
+    + _LLAMA3_HEAD.format("assistant") + "[[6, naïvely 🙂<|eot_id|>]]",
+}  # fmt: skip
+
+
+def by_hand(text):
+    """Ids and mask of a text with marks: each stretch is encoded alone."""
+    ids, mask = [], []
+    for part in re.split(r"(\[\[.*?\]\])", text, flags=re.DOTALL):
+        trained = part.startswith("[[")
+        found = next(ENCODER.encode([part[2:-2] if trained else part])).ids.tolist()
+        ids += found
+        mask += [trained] * len(found)
+    return ids, mask
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("train_on", ["answers", "last", "all"])
+def test_what_is_trained_is_what_was_marked_by_hand(name, train_on):
+    found = masked(template_of(name), CONVERSATIONS["two turns"], train_on=train_on)
+    ids, mask = by_hand(BY_HAND[name])
+    if train_on == "last":
+        last = max(i for i in range(1, len(mask)) if mask[i] and not mask[i - 1])
+        mask = [marked and i >= last for i, marked in enumerate(mask)]
+    assert found.ids.tolist() == ids
+    assert found.trained.tolist() == ([True] * len(ids) if train_on == "all" else mask)
+    assert TOKENIZER.token_id(STOPS[name]) in found.ids[found.trained]
+
+
+def test_messages_of_the_prompt_are_not_trained():
+    found = masked(template_of("chatml"), CONVERSATIONS["two turns"], first=2)
+    assert TOKENIZER.decode(found.ids[found.trained]) == "6, naïvely 🙂<|im_end|>"
+
+
+def test_bytes_read_special_tokens_too():
+    tokenizer = ByteTokenizer(("<a>", "<ab>"))
+    found = next(chat_encoder(tokenizer).encode(["é<ab>x<a>"]))
+    assert found.ids.tolist() == [0xC3, 0xA9, 257, ord("x"), 256]
+    assert found.starts.tolist() == [0, 0, 1, 5, 6]
+    assert [len(one.ids) for one in chat_encoder(ByteTokenizer()).encode(["", "ab"])] == [0, 2]
+
+
+def test_an_answer_that_shares_a_token_with_the_prompt():
+    # "\n\n" may be one token; it begins in the prompt, so that only what follows is trained.
+    found = masked(template_of("chatml"), messages("x", "\n\nA model."))
+    text = TOKENIZER.decode(found.ids[found.trained])
+    assert text.endswith("A model.<|im_end|>")
+    assert np.flatnonzero(found.trained)[0] > 4
+
+
+# id: (source, messages, error, what is said)
+REFUSED = {
+    "syntax": ("{% for x in %}", [], ConfigError, r"x.jinja has an error in line 1"),
+    "syntax in line 3": ("a\nb\n{{ }", [], ConfigError, r"x.jinja has an error in line 3"),
+    "fails": ("\n{{ messages[9].content + 1 }}", messages("a", "b"), ConfigError, r"fails in line 2 on rows.jsonl:1"),
+    "out of the sandbox": (
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
+        messages("a", "b"),
+        ConfigError,
+        "SecurityError|UndefinedError",
+    ),
+    "changes its input": ("{% set _ = messages.append(1) %}", messages("a", "b"), ConfigError, "SecurityError"),
+    "refuses": (
+        "\n\n{{ raise_exception('roles\nmust alternate') }}",
+        messages("a", "b"),
+        DataError,
+        r"rows.jsonl:1: line 3 of the chat template x.jinja refuses the conversation: roles",
+    ),
+    "never stops": (
+        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
+        messages("a", "b"),
+        ConfigError,
+        r"writes no stop token \(id \d+\) at the end of an answer \(rows.jsonl:1\).*data.stop",
+    ),
+    "stops outside the block": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}",
+        [{"role": "assistant", "content": "a"}],
+        ConfigError,
+        r"no stop token \(id \d+\) inside {% generation %}",
+    ),
+    "marks too much": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endfor %}",
+        messages("a", "b"),
+        ConfigError,
+        r"marks 2 answers by {% generation %}, but rows.jsonl:1 has 1",
+    ),
+    "an earlier answer changes": (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{{ eos_token }}"
+        "{% endfor %}",
+        messages("a", "b", "c", "d"),
+        ConfigError,
+        r"writes message 2 of rows.jsonl:1 otherwise where more messages follow.*data.train_on=last",
+    ),
+    "another beginning of answers": (
+        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}think{% endif %}",
+        messages("a", "b"),
+        ConfigError,
+        r"writes message 2 of rows.jsonl:1 otherwise than it asks the model to begin",
+    ),
+    "a mark in the text": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        messages("a", "\ufdd0"),
+        DataError,
+        "which is none of any text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_template_that_does_not_work_is_one_line(name):
+    source, said, error, expected = REFUSED[name]
+    with pytest.raises(error, match=expected) as caught:
+        masked(template_of("x", source=source), said)
+    assert "\n" not in str(caught.value)

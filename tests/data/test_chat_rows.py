@@ -1,0 +1,333 @@
+"""Rows of chats: forms of files, packing, too long conversations, pairs, the split, the built-in data."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_files import ENCODER, FOLDER, TOKENIZER, messages, write_rows
+
+from jaxtrain.data import open_data
+from jaxtrain.data.chat.python_docs import documented
+from jaxtrain.data.chat.rows import packed
+from jaxtrain.data.shown import shown_row
+from jaxtrain.errors import ConfigError, DataError
+
+PAIR = {"prompt": "Who?", "chosen": "A model.", "rejected": "A man."}
+
+
+def chat_folder(folder, *, template="chatml", stop=("<|im_end|>",), form="file"):
+    """The tokenizer's folder of a published model, with its chat template in one of the usual places."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(FOLDER / "tokenizer.json", folder)
+    source = (FOLDER / f"{template}.jinja").read_text()
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+    if form == "file":
+        (folder / "chat_template.jinja").write_text(source)
+        settings["chat_template"] = "{{ raise_exception('the file comes first') }}"
+    elif form == "names":
+        settings["chat_template"] = [{"name": "tools", "template": "x"}, {"name": "default", "template": source}]
+    elif form == "text":
+        settings["chat_template"] = source
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = [TOKENIZER.token_id(one) for one in stop]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids if len(ids) > 1 else ids[0]}))
+    return {"kind": "file", "path": str(folder / "tokenizer.json")}
+
+
+def opened(folder, rows, *, length=64, task=None, name="rows.jsonl", published=None, **more):
+    config = {
+        "kind": "chat",
+        "path": write_rows(folder, rows, name=name),
+        "validation_fraction": 0.0,
+        "tokenizer": chat_folder(folder / "model", **(published or {})),
+        "packing": False,
+        **more,
+    }
+    return open_data(config, sequence_length=length, task=task)
+
+
+def said(data, index=0):
+    """The text of a row, with trained tokens between marks."""
+    parts = shown_row(data.train[index], index, data.tokenizer).parts
+    return ["".join(f"[[{one.text}]]" if one.trained else one.text for one in part.spans) for part in parts]
+
+
+TEXT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n[[A model.<|im_end|>]]"
+# id: row
+FORMS = {
+    "messages": {"messages": messages("Who?", "A model.")},
+    "texts": {"prompt": "Who?", "completion": "A model."},
+    "lists": {"prompt": messages("Who?"), "completion": [{"role": "assistant", "content": "A model."}]},
+    "a question after the last answer": {"messages": messages("Who?", "A model.", "Why?")},
+    "null beside": {"messages": [{**one, "tool_calls": None} for one in messages("Who?", "A model.")]},
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_a_file(name, suffix, tmp_path):
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    data = opened(tmp_path, [FORMS[name]], name=f"rows{suffix}")
+    assert said(data) == [TEXT]
+    row = data.train[0]
+    assert [row[key].shape for key in ("inputs", "targets", "weights")] == [(64,)] * 3
+    assert (row["inputs"].dtype, row["targets"].dtype, row["weights"].dtype) == (np.int32, np.int32, np.float32)
+    assert (data.unit, data.units_per_row, data.input_shape, data.num_outputs) == ("tokens", 64, (64,), None)
+
+
+@pytest.mark.parametrize("form", ["file", "names", "text"])
+def test_where_the_template_may_be(form, tmp_path):
+    assert said(opened(tmp_path, [FORMS["texts"]], published={"form": form})) == [TEXT]
+
+
+def test_several_stop_tokens_and_files(tmp_path):
+    (tmp_path / "more").mkdir()
+    write_rows(tmp_path / "more", [FORMS["texts"]])
+    paths = [str(tmp_path / "more"), write_rows(tmp_path, [FORMS["messages"]], name="a.jsonl")]
+    data = opened(tmp_path, [PAIR], path=paths, published={"stop": ("</s>", "<|im_end|>")})
+    assert len(data.train) == 2
+    assert data.reading["stop"] == [TOKENIZER.token_id("</s>"), TOKENIZER.token_id("<|im_end|>")]
+
+
+@pytest.mark.parametrize(
+    ("template", "stop", "text"),
+    [
+        ("chatml", "<|im_end|>", TEXT),
+        ("plain", "</s>", "Who?[[A model.</s>]]"),
+        (str(FOLDER / "mistral.jinja"), "</s>", "<s>[INST] Who? [/INST][[ A model.</s>]]"),
+    ],
+    ids=["chatml", "plain", "a file"],
+)
+def test_a_template_that_the_config_names(template, stop, text, tmp_path):
+    published = {"form": "none", "stop": (stop,)}
+    assert said(opened(tmp_path, [FORMS["texts"]], template=template, published=published)) == [text]
+
+
+def test_a_saved_template_comes_before_that_of_the_folder(tmp_path):
+    data = opened(tmp_path, [FORMS["texts"]])
+    config = {"kind": "chat", "path": str(tmp_path / "rows.jsonl"), "validation_fraction": 0.0, "packing": False}
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path / "alone.json")
+    config["tokenizer"] = {"kind": "file", "path": str(tmp_path / "alone.json")}
+    again = open_data(config, sequence_length=64, reading=json.loads(json.dumps(data.reading)))
+    assert again.fingerprint == data.fingerprint
+    with pytest.raises(ConfigError, match=r"alone.json has no chat template beside it .* set data.template=chatml"):
+        open_data(config, sequence_length=64)
+
+
+def rows_of(data):
+    """All rows as one batch."""
+    return data.train.gather(np.arange(len(data.train)))
+
+
+def test_a_packed_row_holds_its_conversations(tmp_path):
+    rows = [{"messages": messages("x" * i, "y" * i)} for i in (3, 9, 1, 14, 6, 2)]
+    whole, alone = opened(tmp_path, rows, packing=True), opened(tmp_path, rows)
+    found, single = rows_of(whole), rows_of(alone)
+    inputs = found["inputs"]
+    conversations = {}
+    for row in range(len(whole.train)):
+        for segment in range(1, inputs["segments"][row].max() + 1):
+            here = inputs["segments"][row] == segment
+            assert inputs["positions"][row][here].tolist() == list(range(here.sum()))
+            conversations[tuple(inputs["tokens"][row][here])] = (
+                found["targets"][row][here],
+                found["weights"][row][here],
+            )
+        empty = inputs["segments"][row] == 0
+        assert not found["weights"][row][empty].any()
+    assert len(whole.train) < len(conversations) == len(rows)
+    for i in range(len(rows)):
+        end = int(np.flatnonzero(single["weights"][i])[-1]) + 1
+        targets, weights = conversations[tuple(single["inputs"][i][:end])]
+        assert targets.tolist() == single["targets"][i][:end].tolist()
+        assert weights.tolist() == single["weights"][i][:end].tolist()
+    assert found["weights"].sum() == single["weights"].sum() == whole.counts["trained_tokens"]
+
+
+@pytest.mark.parametrize("sizes", [[1] * 7, [10, 10], [7, 3, 5, 5, 2, 8, 1], [4]], ids=str)
+def test_packing_is_tight_and_complete(sizes):
+    rows = packed(np.array(sizes), 10)
+    assert sorted(number for row in rows for number in row) == list(range(len(sizes)))
+    assert all(sum(sizes[number] for number in row) <= 10 for row in rows)
+    assert len(rows) == -(-sum(sizes) // 10)
+    assert packed(np.array(sizes), 10) == rows
+
+
+def test_packing_of_nothing():
+    assert packed(np.zeros(0, np.int64), 10) == []
+
+
+def test_packed_rows_have_the_losses_of_separate_ones(tmp_path):
+    """float32 sums in another order: 1e-6 of the sum is ten times what was seen."""
+    import jax
+
+    from jaxtrain.config.transformer import TransformerConfig
+    from jaxtrain.models.shipped.build import build_model
+    from jaxtrain.models.tasks import language_modeling
+
+    rows = [{"messages": messages("x" * i, "y" * i)} for i in (3, 9, 1, 14)]
+    whole, alone = opened(tmp_path, rows, packing=True, length=80), opened(tmp_path, rows, length=80)
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "max_sequence_length": 80}
+    model = build_model(TransformerConfig(kind="transformer", **sizes), input_shape=(80,), vocab_size=whole.vocab_size)
+    params, state = jax.jit(model.init)(jax.random.key(0))
+    task = language_modeling()
+
+    @jax.jit
+    def loss(params, batch):
+        outputs, _ = model.apply(params, state, batch["inputs"], key=None, train=False)
+        return task.loss(outputs, batch)[:2]
+
+    sums = [tuple(map(float, loss(params, rows_of(data)))) for data in (whole, alone)]
+    assert len(whole.train) < len(alone.train)
+    assert sums[0][1] == sums[1][1]
+    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-6)
+
+
+LONG = [{"messages": messages("x", "y" * 100)}, FORMS["texts"], {"messages": messages("x" * 100, "y")}]
+
+
+@pytest.mark.parametrize(
+    ("too_long", "counts", "said_of_it"),
+    [
+        ("cut", (2, 1, 1), "of 3 conversations, 1 are cut to 64 tokens and 1 dropped (too long)"),
+        ("drop", (1, 0, 2), "of 3 conversations, 0 are cut to 64 tokens and 2 dropped (too long)"),
+    ],
+)
+def test_too_long_conversations_are_counted(too_long, counts, said_of_it, tmp_path):
+    data = opened(tmp_path, LONG, too_long=too_long)
+    assert tuple(data.counts[key] for key in ("conversations", "cut", "dropped")) == counts
+    assert said_of_it in data.description
+
+
+@pytest.mark.parametrize("form", ["texts", "lists", "whole lists"])
+def test_pairs(form, tmp_path):
+    row = dict(PAIR)
+    if form != "texts":
+        before = messages("Who?") if form == "whole lists" else []
+        for key in ("chosen", "rejected"):
+            row[key] = [*before, {"role": "assistant", "content": PAIR[key]}]
+    data = opened(tmp_path, [row, PAIR], task="dpo" if form == "dpo" else None, pairs=True)
+    found = rows_of(data)
+    assert [found[key].shape for key in ("inputs", "targets", "weights")] == [(2, 2, 64)] * 3
+    assert said(data) == [TEXT, TEXT.replace("model", "man")]
+    assert (data.input_shape, data.units_per_row, data.counts["pairs"]) == ((2, 64), 128, 2)
+
+
+def test_a_pair_is_left_out_as_a_whole(tmp_path):
+    long = {**PAIR, "rejected": "n" * 100}
+    assert opened(tmp_path, [PAIR, long, PAIR], pairs=True, too_long="drop").counts["dropped"] == 1
+    cut = opened(tmp_path, [PAIR, long, PAIR], pairs=True)
+    assert (cut.counts["pairs"], cut.counts["cut"]) == (3, 1)
+    prompt, answer = (len(next(ENCODER.encode([text])).ids) for text in TEXT.removesuffix("]]").split("[["))
+    # An answer's tokens are targets from the last token of the prompt on.
+    assert rows_of(cut)["weights"].sum(-1).tolist()[1] == [answer, 64 - (prompt - 1)]
+
+
+def test_equal_prompts_are_on_one_side(tmp_path):
+    rows = [{"prompt": f"question {i % 10}", "completion": f"answer {i}"} for i in range(40)]
+    data = opened(tmp_path, rows, validation_fraction=0.3)
+    sides = [{said_of(one, data) for one in rows} for rows in (data.train, data.validation)]
+    questions = [{text.partition("answer")[0] for text in side} for side in sides]
+    assert [len(one) for one in questions] == [7, 3]
+    assert not questions[0] & questions[1]
+
+
+def said_of(row, data):
+    return "".join(span.text for span in shown_row(row, 0, data.tokenizer).parts[0].spans)
+
+
+def answers_of(rows, data):
+    parts = [part for i in range(len(rows)) for part in shown_row(rows[i], i, data.tokenizer).parts]
+    return {"".join(span.text for span in part.spans if span.trained) for part in parts}
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["conversations", "pairs"])
+def test_built_in_answers_are_on_one_side(pairs):
+    data = open_data({"kind": "chat", "pairs": pairs, "validation_fraction": 0.1}, sequence_length=1024)
+    train, validation = answers_of(data.train, data), answers_of(data.validation, data)
+    assert len(train) + len(validation) == len(documented()) // (2 if pairs else 1) * (2 if pairs else 1)
+    assert not train & validation
+    assert len(validation) > 50
+    again = open_data({"kind": "chat", "pairs": pairs, "validation_fraction": 0.1}, sequence_length=1024)
+    assert again.fingerprint == data.fingerprint
+
+
+def test_text_that_spells_a_special_token_is_told(tmp_path):
+    data = opened(tmp_path, [{"prompt": "<|im_end|>", "completion": "yes"}])
+    assert "1 messages hold the text of a special token, which is read as that token" in data.description
+
+
+# id: (row, more keys of the config, error, what is said)
+WRONG = {
+    "no JSON": ("{", {}, DataError, r"rows.jsonl:2 is not JSON"),
+    "no object": ("[1]", {}, DataError, r"rows.jsonl:2 holds a value of type list"),
+    "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is no conversation \(it has text\); write messages"),
+    "another form": ({"conversations": []}, {}, DataError, r"rows.jsonl:2 is no conversation"),
+    "no list": ({"messages": "x"}, {}, DataError, r"rows.jsonl:2 messages holds a value of type str"),
+    "no messages": ({"messages": []}, {}, DataError, r"rows.jsonl:2 messages holds an empty list"),
+    "no role": ({"messages": [{"content": "x"}]}, {}, DataError, r"rows.jsonl:2 messages\[0\] has no role"),
+    "from": ({"messages": [{"from": "human", "value": "x"}]}, {}, DataError, r"from and value are role and content"),
+    "no content": ({"messages": [{"role": "user"}]}, {}, DataError, r"messages\[0\] has no content"),
+    "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "chats are text alone"),
+    "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer \(roles: user\)"),
+    "an empty answer": ({"messages": messages("x", " ")}, {}, DataError, r"rows.jsonl:2 has an empty answer"),
+    "an answer first": ({"messages": messages("x", "y")[1:]}, {}, DataError, r"rows.jsonl:2 begins with an answer"),
+    "too long": (
+        {"messages": messages("x", "y" * 99)},
+        {"too_long": "error"},
+        DataError,
+        r"rows.jsonl:2 has 1\d\d tok",
+    ),
+    "a pair": (PAIR, {}, DataError, r"rows.jsonl:2 is a pair of answers; set task=dpo"),
+    "not a pair": (FORMS["texts"], {"pairs": True}, DataError, r"rows.jsonl:2 is one conversation, not a pair"),
+    "equal answers": ({**PAIR, "chosen": "A man."}, {"pairs": True}, DataError, r"rows.jsonl:2 has equal answers"),
+    "no prompt": (
+        {"chosen": "x", "rejected": "y"},
+        {"pairs": True},
+        DataError,
+        r"rows.jsonl:2 has no prompt before its answers",
+    ),
+    "no common beginning": (
+        {"chosen": messages("x", "y"), "rejected": messages("z", "y")},
+        {"pairs": True},
+        DataError,
+        r"rows.jsonl:2 has no common beginning",
+    ),
+    "one begins the other": (
+        {"chosen": messages("x", "y"), "rejected": messages("x", "y", "z", "y")},
+        {"pairs": True},
+        DataError,
+        r"rows.jsonl:2: one of chosen and rejected is the beginning of the other",
+    ),
+    "all of a pair": (PAIR, {"pairs": True, "train_on": "all"}, ConfigError, "data.train_on=all"),
+    "no template": (None, {"template": "chatnl"}, ConfigError, "data.template=chatnl is no file, nor chatml or plain"),
+    "no template file": (None, {"template": "x.jinja"}, DataError, "data.template x.jinja does not exist"),
+    "another stop": (None, {"stop": "<|eos|>"}, DataError, r"data.stop='<|eos|>' is no token"),
+    "a stop that is not written": (None, {"stop": "</s>"}, ConfigError, r"writes no stop token"),
+    "no date": (None, {"date": "2024-13-01"}, ConfigError, "data.date=2024-13-01 is no date"),
+    "another file": (None, {"path": str(FOLDER / "chatml.jinja")}, DataError, "no .jsonl or .parquet file"),
+    "nothing fits": (None, {"sequence_length": 4}, DataError, "no conversation with an answer within 4 tokens"),
+    "too few": (None, {"validation_fraction": 0.5}, DataError, "too few rows"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_one_line(name, tmp_path):
+    row, more, error, expected = WRONG[name]
+    first = PAIR if more.get("pairs") and row is not FORMS["texts"] else FORMS["texts"]
+    rows = [first] if row is None else [first, row] if error is DataError or row is PAIR else [row]
+    if name == "not a pair":
+        rows = [PAIR, row]
+    with pytest.raises(error, match=expected) as caught:
+        opened(tmp_path, rows, **more)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_one_line(tmp_path):
+    (Path(tmp_path) / "rows.jsonl").write_text("\n")
+    config = {"kind": "chat", "path": str(tmp_path / "rows.jsonl")}
+    with pytest.raises(DataError, match="has no rows"):
+        open_data(config, sequence_length=64)

@@ -1,0 +1,195 @@
+"""Adapters that PEFT wrote give PEFT's logits here, and are written as they were read.
+
+The folders and their expected.npz are made by scripts/make_peft_fixtures.py.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.settings import settings_in
+from jaxtrain.interop.weights import open_published
+from jaxtrain.published.entries import Entry, positions
+from jaxtrain.published.peft import PREFIX, AdapterConfig, open_adapter_folder, targets_module
+from jaxtrain.published.peft_tensors import module_names, read_adapter_arrays
+from jaxtrain.published.peft_writing import written_adapter
+from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors
+
+HERE = Path(__file__).parent
+ADAPTERS = sorted(folder.name for folder in (HERE / "adapters").iterdir())
+# One of each way in which a module becomes our kernels; the others run with --all.
+# Name of an array of expected.npz -> entry of our inputs.
+ENTRIES = (
+    ("tokens", "tokens"),
+    ("attention_mask", "segments"),
+    ("token_type_ids", "token_types"),
+    ("decoder_tokens", "decoder_tokens"),
+)
+PLAIN = ("gpt2", "llama_patterns", "bert_sequence")
+
+
+def base_of(name):
+    said = json.loads((HERE / "adapters" / name / "adapter_config.json").read_text())
+    return HERE / "published" / said["base_model_name_or_path"]
+
+
+def rows_of(path):
+    published = open_published(path)
+    return published.family.tensors(settings_in(path, published.settings))
+
+
+def tensors_of(folder):
+    return {name: map_tensor(one) for name, one in read_header(Path(folder) / "adapter_model.safetensors").items()}
+
+
+def logits_of(model, params, name):
+    arrays = dict(np.load(HERE / "adapters" / name / "expected.npz"))
+    given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in ENTRIES if theirs in arrays}
+    inputs = given["tokens"] if len(given) == 1 else given
+    outputs = jax.jit(lambda params, x: model.apply(params, {}, x, key=None, train=False)[0])(params, inputs)
+    return outputs, arrays["logits"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in PLAIN else pytest.param(name, marks=pytest.mark.long) for name in ADAPTERS]
+)
+def test_logits_are_those_of_peft_and_the_adapter_is_written_again(name, tmp_path):
+    base = jt.load_pretrained(base_of(name), model={"attention": "reference"})
+    model, params = jt.load_adapter(HERE / "adapters" / name, base=base)
+    found, expected = logits_of(model, params, name)
+    # As of the bases in test_families.py: float32 sums in another order.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.ptp(expected))
+    folder = jt.save_adapter(tmp_path / "again", params, model=model, base=base)
+    again, same = jt.load_adapter(folder, base=base)
+    assert again.adapted.lora == model.adapted.lora
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "llama_patterns"])
+def test_what_was_read_is_written_as_the_same_tensors(name):
+    folder, rows = open_adapter_folder(HERE / "adapters" / name), rows_of(base_of(name))
+    arrays = read_adapter_arrays(folder, rows)
+    config = AdapterConfig(rank=arrays.rank, alpha=folder.config.alpha)
+    written = written_adapter(rows, arrays.factors, arrays.whole, config)
+    wanted = tensors_of(HERE / "adapters" / name)
+    assert set(written.tensors) == set(wanted)
+    for tensor, array in written.tensors.items():
+        np.testing.assert_array_equal(array, wanted[tensor], err_msg=tensor)
+    assert written.fan_in_fan_out == (name == "gpt2")
+    # The modules that the config names are those that the tensors are of.
+    modules = {tensor.removeprefix(PREFIX).partition(".lora_")[0] for tensor in wanted if ".lora_" in tensor}
+    entries = [row for row in rows if isinstance(row, Entry)]
+    others = {module for row in entries for at in positions(row) for module in module_names(row, at)[:1]} - modules
+    assert all(targets_module(written.config, module) for module in modules)
+    assert not any(targets_module(written.config, module) for module in others)
+
+
+@pytest.mark.parametrize("targets", [("query", "key", "value"), ("query", "value"), ("key",)], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "gpt_neox"])
+def test_kernels_of_one_module_with_factors_of_their_own_are_written_as_blocks(name, targets):
+    rows, draw = rows_of(base_of(name)), np.random.default_rng(0)
+    read = read_adapter_arrays(open_adapter_folder(HERE / "adapters" / name), rows)
+    kernels = {path: read.factors[path] for path in (f"blocks/attention/{one}/kernel" for one in targets)}
+    factors = {
+        path: tuple(draw.normal(size=one.shape).astype(np.float32) for one in pair) for path, pair in kernels.items()
+    }
+    config = AdapterConfig(rank=2, alpha=3.0, rank_stabilised=True)
+    factors = {path: (a[..., :2], b[:, :2]) for path, (a, b) in factors.items()}
+    written = written_adapter(rows, factors, {}, config)
+    folder = open_adapter_folder(HERE / "adapters" / name)
+    stored = {name: _Stored(array) for name, array in written.tensors.items()}
+    again = read_adapter_arrays(_with(folder, written.config, stored), rows)
+    assert (again.rank, again.scale) == (2, config.scale)
+    assert set(again.factors) == set(factors)
+    for path, pair in factors.items():
+        for one, other in zip(pair, again.factors[path], strict=True):
+            np.testing.assert_array_equal(one, other)
+    # Their module: scale * B A is what our kernels add, whatever the ranks are called.
+    ranks = {tensor.shape[0] for key, tensor in written.tensors.items() if "lora_A" in key}
+    assert ranks == {6}
+    assert set(written.config.alpha_pattern.values()) == {3.0 * 3**0.5}
+
+
+class _Stored:
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+
+def _with(folder, config, stored):
+    import dataclasses
+
+    return dataclasses.replace(
+        folder, config=config, stored={name.removeprefix(PREFIX): one for name, one in stored.items()}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _map_arrays(monkeypatch):
+    """Arrays stand in for tensors of a file."""
+    import jaxtrain.published.peft_tensors as module
+
+    real = module.map_tensor
+    monkeypatch.setattr(module, "map_tensor", lambda one: one.array if isinstance(one, _Stored) else real(one))
+
+
+def edited(tmp_path, name="llama", config=None, tensors=None):
+    """A copy of an adapter in which keys of the config and tensors are others (None: left out)."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    said = json.loads((HERE / "adapters" / name / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(said | (config or {})))
+    held = tensors_of(HERE / "adapters" / name) | {PREFIX + key: value for key, value in (tensors or {}).items()}
+    held = {key: value for key, value in held.items() if value is not None}
+    shapes = {key: (value.shape, value.dtype) for key, value in held.items()}
+    write_safetensors(folder / "adapter_model.safetensors", shapes, held.items())
+    return folder
+
+
+Q = "model.layers.0.self_attn.q_proj"
+ZEROS = np.zeros((4, 16), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "change"),
+    [
+        (ConfigError, "peft_type: IA3", dict(config={"peft_type": "IA3"})),
+        (ConfigError, "use_dora: True", dict(config={"use_dora": True})),
+        (ConfigError, "bias: all", dict(config={"bias": "all"})),
+        (ConfigError, "experts", dict(config={"target_parameters": ["mlp.experts.gate_up_proj"]})),
+        (ConfigError, "pissa", dict(config={"init_lora_weights": "pissa_niter_4"})),
+        (ConfigError, "r: 0", dict(config={"r": 0})),
+        (ConfigError, "no regular expression", dict(config={"target_modules": "(q_proj"})),
+        (CheckpointError, "rank 8", dict(config={"r": 8})),
+        (CheckpointError, "names that module", dict(config={"target_modules": ["q_proj", "v_proj", "o_proj"]})),
+        (CheckpointError, "leaves that module out", dict(config={"target_modules": ["v_proj"]})),
+        (CheckpointError, "without lora_B", dict(tensors={f"{Q}.lora_B.weight": None})),
+        (CheckpointError, "another base", dict(tensors={f"{Q}.lora_A.weight": np.zeros((4, 32), np.float32)})),
+        (CheckpointError, "another base", dict(tensors={"model.layers.7.mlp.up_proj.lora_A.weight": ZEROS})),
+        (ConfigError, "DoRA", dict(tensors={f"{Q}.lora_magnitude_vector": ZEROS[0]})),
+        (ConfigError, "of an embedding", dict(tensors={"model.embed_tokens.lora_embedding_A": ZEROS})),
+        (ConfigError, "output layer", dict(tensors={"lm_head.lora_A.weight": ZEROS})),
+        (ConfigError, "a bias of the base", dict(tensors={f"{Q}.base_layer.bias": ZEROS[0]})),
+        (CheckpointError, "vocabulary", dict(tensors={"model.embed_tokens.weight": ZEROS})),
+    ],
+    ids=lambda one: one.replace(" ", "_") if isinstance(one, str) else "",
+)
+def test_what_is_not_supported_is_refused_in_one_line(error, said, change, tmp_path):
+    with pytest.raises(error, match=r"^[^\n]*$") as raised:
+        read_adapter_arrays(open_adapter_folder(edited(tmp_path, **change)), rows_of(base_of("llama")))
+    assert said in str(raised.value)
+
+
+def test_an_adapter_of_another_family_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="another base"):
+        jt.load_adapter(HERE / "adapters" / "gpt2", base=base_of("llama"))
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+        jt.load_adapter(tmp_path, base=base_of("llama"))
+    model = jt.load_pretrained(base_of("llama"))
+    with pytest.raises(ConfigError, match="has no adapters to write"):
+        jt.save_adapter(tmp_path / "x", model.params, model=model.model, base=model)
