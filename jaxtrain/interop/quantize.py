@@ -122,7 +122,9 @@ class _FloatLayers:
         spec = _of_layer(main, stack).spec
         entries = [*spec, *[None] * (1 + dims[1] - len(spec))] if "codes" in wanted else [*spec]
         if "codes" in wanted:
-            degree = main.mesh.shape if entries[0] is None else math.prod(main.mesh.shape[one] for one in _axes(entries[0]))
+            degree = (
+                main.mesh.shape if entries[0] is None else math.prod(main.mesh.shape[one] for one in _axes(entries[0]))
+            )
             first = entries[0] if entries[0] is not None and shape[0] % degree == 0 else None
             entries = [first, *[None] * (dims[0] - 1), *entries[1:]]
         sharding = NamedSharding(main.mesh, PartitionSpec(*entries))
