@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.load import read_places
 from jaxtrain.interop.weights import Place, PublishedModel
-from jaxtrain.published.bitsandbytes import PackedTensor, QuantizedSource
+from jaxtrain.precision.nf4 import quantize_nf4
+from jaxtrain.precision.quantized import quantize_kernel
+from jaxtrain.published.bitsandbytes import QuantizedSource
 from jaxtrain.published.entries import positions
 from jaxtrain.published.nf4_blocks import quantize_magnitudes
 from jaxtrain.published.transforms import Transform
-from jaxtrain.precision.nf4 import quantize_nf4
-from jaxtrain.precision.quantized import quantize_kernel
 
 _Bounds = tuple[tuple[int, int], ...]
 # What takes the place of one layer of a kernel: name of an array ("codes") -> its shards, by device.
