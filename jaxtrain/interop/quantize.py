@@ -138,7 +138,7 @@ class _FloatLayers:
             return {name: found[name] for name in wanted}
 
         shardings = {name: _of_layer(like.sharding, stack) for name, like in wanted.items()}
-        self.quantize = jax.jit(quantize, out_shardings=shardings, donate_argnums=0)
+        self.quantize = jax.jit(quantize, out_shardings=shardings)
 
     def layer(self, name: str) -> _Shards:
         """The quantized kernel of the layer that a tensor holds."""
