@@ -11,7 +11,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.merge import merge_adapters
 from jaxtrain.published.safetensors import map_tensor, read_header
 
 INTEROP = Path(__file__).parent.parent / "interop"
@@ -110,9 +109,9 @@ def test_a_merge_that_loses_something_is_refused(imported, cli, tmp_path, monkey
     import jaxtrain.run.merged as merged
 
     def wrong(params, model):
-        found = merged.base_params(params, model)
+        found = merged._base_params(params, model)
         if lost == "a scale":
-            right = merge_adapters(params, model)
+            right = jt.merge_adapters(params, model)
             found = jax.tree.map(lambda a, b: a + 1.01 * (b - a), found, right)
         return found
 
