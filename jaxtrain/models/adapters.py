@@ -68,10 +68,6 @@ def adapt(
             f"base={base!r} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none; "
             "leave it out"
         )
-<<<<<<< HEAD
-    targets = {} if lora is None else find_targets(_layers(model), lora)
-=======
->>>>>>> main
     shapes = parameter_shapes(model)
     targets = {} if lora is None else find_targets(_layers(model), lora)
     if lora is not None:
