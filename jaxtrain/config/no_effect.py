@@ -1,11 +1,14 @@
 """Keys that somebody set and that do nothing beside the others: a note each, since a layout may come and go."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.published import published_from
 from jaxtrain.config.schema import Config
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.published.config_file import config_origin
 
 # Keys of a transformer or an encoder-decoder -> the positions that read them.
 _POSITIONS = {
@@ -17,6 +20,8 @@ _POSITIONS = {
     "relative_max_distance": "relative",
     "position_offset": "learned",
 }
+# Keys of the logits of the vocabulary.
+_OUTPUT_LAYER = ("tie_embeddings", "logits_scale", "logits_softcap")
 
 
 def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ...]:
@@ -28,7 +33,11 @@ def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ..
     """
     # The config that a run keeps holds every key: what is at its default asks for nothing.
     default, reasons = _default(config), tuple(_reasons(config))
-    found = ((key, why) for key in origins for start, why in reasons if f"{key}.".startswith(f"{start}."))
+    published = published_from(config.model)
+    # What a published config.json says was set by nobody here, nor what a run keeps of it.
+    theirs = () if published is None else (str(config_origin(Path(published))), "run.json")
+    given = [key for key, where in origins.items() if not (key.startswith("model.") and where.endswith(theirs))]
+    found = ((key, why) for key in given for start, why in reasons if f"{key}.".startswith(f"{start}."))
     return tuple(
         f"{key} ({origins[key]}) has no effect: {why}"
         for key, why in found
@@ -63,6 +72,8 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
         for key, reader in _POSITIONS.items():
             if reader != position:
                 yield f"model.{key}", f"model.position={position} does not read it, {reader} does"
+    if isinstance(config.model, TransformerConfig):
+        yield from _of_transformer(config.model)
     schedule = config.optimizer.schedule.kind
     if schedule in ("constant", "inverse_sqrt"):
         for key in ("decay_steps", "final_fraction"):
@@ -85,3 +96,14 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield f"evaluation.{key}", "evaluation.sample_prompt is null"
     if config.profile.start_step is None:
         yield "profile.num_steps", "profile.start_step is null"
+
+
+def _of_transformer(model: TransformerConfig) -> Iterator[tuple[str, str]]:
+    if not model.has_output_layer:
+        for key in _OUTPUT_LAYER:
+            yield f"model.{key}", f"model.head.kind={model.head_kind} has no logits of the vocabulary"
+    longest, local = model.max_sequence_length, model.local_layers
+    window = model.sliding_window if local is None else local.window
+    if window is not None and window >= longest:
+        key = "sliding_window" if local is None else "local_layers.window"
+        yield f"model.{key}", f"it hides nothing of model.max_sequence_length={longest}"

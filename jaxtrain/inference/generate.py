@@ -131,9 +131,12 @@ def make_generator(
             longest, lengths_B = 1, jnp.ones_like(lengths_B)
         else:
             cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
-        positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
-        logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
-        last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        if decoder.prefill is None:
+            positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
+            logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
+            last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        else:
+            last, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
         first = choose(last, jax.random.fold_in(key, 0), sampling)
 
         def advance(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:

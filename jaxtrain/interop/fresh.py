@@ -47,8 +47,42 @@ def fresh_parts(model: Group) -> list[str]:
     return [*(["head/*"] if any(layers) else []), *(["output"] if untied and layers[0] else [])]
 
 
+# Keys that change what every block computes of the same arrays: weights were trained for one value of each.
+_TRAINED_FOR = (
+    "norm", "norm_offset", "block", "activation", "position", "position_offset", "rotary_fraction", "embedding_scale",
+    "attention_scale", "logits_scale", "relative_max_distance",
+)  # fmt: skip
+# Two forms of one function, 5e-4 apart.
+_ALIKE = {"gelu", "gelu_exact"}
+
+
+def check_same_function(path: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raises where a key makes another function of the weights of a published model than they were trained for.
+
+    Args:
+        path: The published model.
+        ours, theirs: Every key of our model group: of the config, and of the published model.
+
+    Raises:
+        ConfigError: Names the key, its value, and that of the published model.
+    """
+    for key in _TRAINED_FOR:
+        if (
+            key in theirs
+            and key in ours
+            and ours[key] != theirs[key]
+            and not _ALIKE.issuperset((ours[key], theirs[key]))
+        ):
+            raise ConfigError(
+                f"model.{key}={ours[key]} makes another function of the weights of {path}, which were trained with "
+                f"{theirs[key]}; leave model.{key} out, or leave out model.from to draw every weight"
+            )
+
+
 def check_fits(model: Group) -> None:
-    """Raises where a key of the config asks for other arrays than the published model has, heads apart.
+    """Raises where a key asks for other arrays than the published model has, or for another function of them.
+
+    Another head is no mistake: `fresh_parts` says what of it is drawn.
 
     Args:
         model: The model group of a config.
@@ -65,6 +99,7 @@ def check_fits(model: Group) -> None:
     ours |= {key: theirs[key] for key in ("head", "num_classes") if key in theirs}
     # An output layer that a file holds beside what ties it may be asked for.
     theirs |= {"tie_embeddings": False} if ours.get("tie_embeddings") is False else {}
+    check_same_function(path, ours, theirs)
     changed = [key for key in theirs if key != "size" and ours.get(key) != theirs[key]]
     for key in changed:
         if _arrays(family, {**theirs, key: ours[key]}) != _arrays(family, theirs):

@@ -11,9 +11,10 @@ import jax
 from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.fresh import check_same_function
 from jaxtrain.interop.load import by_path, read_places
 from jaxtrain.interop.save import Origin, saved_dtypes, write_published
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import Places, PublishedModel, find_places, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, ModelState, Params
@@ -103,7 +104,8 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
         model: Keys of our model group that are to differ from what its config.json says ({"dropout": 0.1}).
 
     Raises:
-        ConfigError: There is no such model, or its family, or a key or a value of its config.json, is not supported.
+        ConfigError: There is no such model; its family, or a key or a value of its config.json, is not supported; or a
+            key of `model` makes another function of the weights than they were trained for.
         CheckpointError: Its files are missing or damaged, or hold other tensors than its config.json says.
 
     Example:
@@ -126,6 +128,7 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
     published = open_published(path)
     config = load_config({"model": {"from": str(path), **(model or {})}}).config.model
     settings = settings_of(config)
+    check_same_function(str(path), settings, settings_in(path, published.settings))
     places = find_places(published, settings)
     shape = _input_shape(settings)
     built = build_model(config, input_shape=shape)

@@ -110,15 +110,15 @@ def write_published(
     theirs: Mapping[str, Any] = {} if origin is None else origin.config
     family = family_for(settings, model_type=theirs.get("model_type"))
     name, dtypes = _dtype_name(dtype, origin), {} if dtype or origin is None else origin.dtypes
-    rows = family.tensors(settings)
-    tensors = _plan(rows, {**dtypes, "": name})
-    held = {False: by_path(params), True: by_path(model_state)}
-    _check_held(rows, held)
-    shards = _shards(tensors, most)
-    config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
     main = is_main_process()
-    # Only the main process looks: when another one comes here, it may have written into the folder already.
+    # Only the main process looks: when another one comes here, it may have written the folder already.
     with on_main_process(_partial_folder(folder), does="make the folder"):
+        rows = family.tensors(settings)
+        tensors = _plan(rows, {**dtypes, "": name})
+        held = {False: by_path(params), True: by_path(model_state)}
+        _check_held(rows, held)
+        shards = _shards(tensors, most)
+        config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
         partial, failure = _partial(folder), None
         for file, names in shards.items():
             shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}

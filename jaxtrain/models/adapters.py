@@ -20,9 +20,10 @@ from jaxtrain.models.adapter_targets import Layers, find_targets, layer_sizes
 from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
 from jaxtrain.optim.masks import check_patterns
 from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
 from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
-FORMATS = ("int8",)
+FORMATS = ("int8", "nf4")
 """Number formats of kernels below adapters."""
 
 
@@ -93,7 +94,8 @@ def adapt(
             f"lora.dropout={lora.dropout if lora else 0} is for layers of jaxtrain.models.layers.Linear, whose inputs "
             f"it drops, and the model {model.name} has none; use dropout=0"
         )
-    axes = adapted_axes(model, kernels, shapes, base=base, targets=tuple(targets))
+    nested = base == "nf4" and double_quantization
+    axes = adapted_axes(model, kernels, shapes, base=base, nested=nested, targets=tuple(targets))
     return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
 
 
@@ -130,7 +132,7 @@ def _with_kernels(
 
 def quantized_kernel(
     kernel: jax.Array, dims: tuple[int, int], base: str | None, double_quantization: bool
-) -> QuantizedKernel:
+) -> QuantizedKernel | Nf4Kernel:
     """A float kernel in the number format of a base.
 
     Args:
@@ -139,7 +141,8 @@ def quantized_kernel(
         base: one of `FORMATS`.
         double_quantization: nf4: whether its scales are quantized too.
     """
-    assert base == "int8", base
+    if base == "nf4":
+        return quantize_nf4(kernel, *dims, double=double_quantization)
     return quantize_kernel(kernel, *dims, activations=False)
 
 

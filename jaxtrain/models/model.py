@@ -43,6 +43,8 @@ class Decoder:
         encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
             be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
         start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
+        prefill: (params, prompts_BP, lengths_B, cache) -> (logits_BV, cache): `decode` of whole prompts, padded on the
+            right, that computes the float32 logits of the last token of each alone. None: `decode` computes all.
         short_length: longest cache whose positions are those of short texts (longrope); None: all lengths are alike.
     """
 
@@ -52,6 +54,7 @@ class Decoder:
     encode: Callable[[Params, jax.Array, jax.Array, Any], Any] | None = None
     start_token: int = 0
     short_length: int | None = None
+    prefill: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | None = None
 
 
 class Embed(Protocol):

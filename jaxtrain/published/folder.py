@@ -106,6 +106,8 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
     headers: dict[str, dict[str, StoredTensor]] = {}
     found: dict[str, StoredTensor] = {}
     for name, file in names.items():
+        if not name.isprintable():
+            raise CheckpointError(f"{folder / INDEX} has the name {name!r}, which holds characters that are none")
         # The file is named by whoever published the index: it may not lead out of the folder.
         if file in ("", ".", "..") or any(mark in file for mark in ("/", "\\", "\0", ":")):
             raise CheckpointError(f"{folder / INDEX} names {file!r} for {name}; a shard must lie in the folder itself")

@@ -91,6 +91,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     start = 8 + length
     tensors, spans = {}, []
     for name, entry in header.items():
+        if not name.isprintable():
+            raise CheckpointError(f"{file}: the header has the name {name!r}, which holds characters that are none")
         if name != "__metadata__":
             tensors[name], begin, end = _tensor(file, name, entry, start)
             spans.append((begin, end, name))
@@ -102,7 +104,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key} is there twice")
+            raise ValueError(f"{key!r} is there twice")
         found[key] = value
     return found
 
@@ -118,7 +120,7 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"{file}: the header's entry of {name} is no dtype, shape and data_offsets") from None
     if dtype not in DTYPES:
-        raise CheckpointError(f"{file}: {name} has the dtype {dtype}; known are {', '.join(DTYPES)}")
+        raise CheckpointError(f"{file}: {name} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
     found = StoredTensor(file, DTYPES[dtype], tuple(shape), start + begin)
     if end - begin != found.num_bytes:
         raise CheckpointError(

@@ -1,5 +1,6 @@
 """Model FLOPs of the step of a run."""
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -18,7 +19,7 @@ def step_flops(run: Run) -> float | None:
     is_trained = trainable_predicate(config.optimizer.freeze, list(shapes)) if adapted is None else adapted.trains
     flops = model_flops_per_row(
         config.model,
-        sequence_length=data.input_shape[0] if data.unit == "tokens" else None,
+        sequence_length=data.input_shape[-1] if data.unit == "tokens" else None,
         input_shape=data.input_shape,
         num_outputs=data.num_outputs,
         vocab_size=data.vocab_size,
@@ -26,7 +27,9 @@ def step_flops(run: Run) -> float | None:
         trained=None if is_trained is None else [path for path in shapes if is_trained(path)],
         adapters={} if adapted is None else _adapters(adapted, shapes),
     )
-    return None if flops is None else flops * config.train.global_batch_size
+    # A pair of answers [2, L] is two texts.
+    texts = math.prod(data.input_shape[:-1]) if data.unit == "tokens" else 1
+    return None if flops is None else flops * texts * config.train.global_batch_size
 
 
 def _adapters(adapted: Adapted, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, float]:

@@ -106,6 +106,18 @@ IDLE = {
             "model.position_offset",
         ],
     ),
+    "logits of what has none": (
+        [
+            "model.head={kind: sequence, num_labels: 2, pooling: last}",
+            *("model.tie_embeddings=true", "model.logits_scale=2", "model.logits_softcap=30"),
+        ],
+        ["model.tie_embeddings", "model.logits_scale", "model.logits_softcap"],
+    ),
+    "a window over everything": (["model.sliding_window=4096"], ["model.sliding_window"]),
+    "a local window over everything": (
+        ["model.local_layers.pattern=[1,0]", "model.local_layers.window=4096"],
+        ["model.local_layers.window"],
+    ),
     "what the position reads": (["model.position=relative", "model.relative_buckets=16"], []),
     "an end": (["optimizer.schedule.final_fraction=0.5"], []),
     "at its default": (["parallel.schedule=1f1b", "profile.num_steps=3"], []),

@@ -127,6 +127,31 @@ def test_other_arrays_are_refused_before_anything_is_compiled(keys, said):
         check_fits(load_config({"model": {"from": path, **keys}}).config.model)
 
 
+OTHERWISE = {
+    "norm": ("llama", {"norm": "layernorm"}),
+    "scale of the embedding": ("gemma3_text", {"embedding_scale": 1.0}),
+    "order of the block": ("bert_mlm", {"block": "pre"}),
+    "nonlinearity": ("gpt2", {"activation": "relu"}),
+    "scale of the logits": ("t5", {"logits_scale": None}),
+}
+
+
+@pytest.mark.parametrize(("name", "keys"), OTHERWISE.values(), ids=OTHERWISE)
+def test_weights_are_not_trained_as_another_function(name, keys):
+    path, (key, value) = str(PUBLISHED / name), *keys.items()
+    with pytest.raises(ConfigError, match=rf"model\.{key}={value} makes another function of the weights of {path}"):
+        check_fits(load_config({"model": {"from": path, **keys}}).config.model)
+
+
+def test_the_kind_beside_a_published_model_is_its_own():
+    path = str(PUBLISHED / "llama")
+    for given in ({"model": {"kind": "mlp", "from": path}}, {"model.kind": "mlp", "model.from": path}):
+        with pytest.raises(ConfigError, match=rf"model\.kind=mlp .*, but model\.from={path} is of kind transformer"):
+            load_config(given)
+    # One of a config that is there before gives way.
+    assert load_config("digits_mlp", overrides=[f"model.from={path}"]).config.model.kind == "transformer"
+
+
 @pytest.mark.parametrize("keys", [{"dropout": 0.1}, {"max_sequence_length": 32}, {"rope_theta": 5.0}], ids=str)
 def test_keys_without_arrays_may_differ(keys):
     check_fits(load_config({"model": {"from": str(PUBLISHED / "llama"), **keys}}).config.model)

@@ -32,12 +32,14 @@ DAMAGED = {
     "header over the limit": ((b"{}", b"", 2**40), "at most 100000000 are accepted"),
     "no JSON": ((b"\xff{", b""), "no JSON"),
     "a list": ((b"[]", b""), "no JSON"),
-    "a name twice": ((b'{"a":1,"a":2}', b""), "a is there twice"),
+    "a name twice": ((b'{"a":1,"a":2}', b""), "'a' is there twice"),
+    "a name of two lines": (({"a\nb": entry(0, 8)}, bytes(8)), r"the name 'a\\nb'"),
+    "a dtype of two lines": (({"a": entry(0, 8, dtype="F\n4")}, bytes(8)), r"dtype 'F\\n4'"),
     "nested too deep": ((b"[" * 200_000, b""), "no JSON"),
     "no offsets": (({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "entry of a"),
     "negative size": (({"a": entry(0, 8, shape=(-2,))}, bytes(8)), "entry of a"),
     "a list as dtype": (({"a": entry(0, 8, dtype=["F32"])}, bytes(8)), "entry of a"),
-    "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "dtype F4"),
+    "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "dtype 'F4'"),
     "offsets of another size": (({"a": entry(0, 4)}, bytes(4)), "takes 8 bytes"),
     "offsets backwards": (({"a": entry(8, 0)}, bytes(8)), "hold -8"),
     "overlap": (({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "b overlaps a"),
@@ -115,6 +117,14 @@ def test_indices_that_mislead_are_refused(tmp_path, file, said):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**names, NAME: file}}))
     with pytest.raises(CheckpointError, match=said):
         open_folder(tmp_path)
+
+
+def test_names_of_two_lines_in_an_index_are_refused(tmp_path):
+    names = sharded(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**names, "a\nb": "a.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"the name 'a\\nb'") as caught:
+        open_folder(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_index_and_shards_must_agree(tmp_path):

@@ -37,6 +37,16 @@ ROWS = {
         "model.drop",
         "model.dropout",
     ),
+    "load_pretrained: another kind": (
+        lambda: jt.load_pretrained(LLAMA, model={"kind": "mlp"}),
+        "model.kind=mlp",
+        "leave out one of the two",
+    ),
+    "load_pretrained: another norm": (
+        lambda: jt.load_pretrained(LLAMA, model={"norm": "layernorm"}),
+        "model.norm=layernorm",
+        "leave model.norm out",
+    ),
     "save_pretrained: a number": (
         lambda: jt.save_pretrained(3, {}, model=GROUP),
         "not 3",

@@ -9,14 +9,20 @@ import numpy as np
 from jaxtrain.errors import DataError
 
 _MAX_CLASSES = 100_000
+_NO_CLASS = ("-100", "-100.0")
 
 
 def class_name(value: Any, *, where: str, column: str) -> str:
     """Returns the name of a class that a file gives as text, a whole number or a truth value.
 
     Raises:
-        DataError: It is missing or something else.
+        DataError: It is missing, something else, or the mark by which other libraries leave a row out.
     """
+    if str(value).strip() in _NO_CLASS:
+        raise DataError(
+            f"{where} column '{column}' is {value!r}, by which other libraries mark what counts in no loss; remove the "
+            "row, or name its class otherwise"
+        )
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):

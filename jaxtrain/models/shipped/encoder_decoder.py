@@ -121,13 +121,15 @@ class EncoderDecoder(nnx.Module):
     """
 
     def __init__(self, config: EncoderDecoderConfig, vocab_size: int, remat: Remat, rngs: nnx.Rngs):
-        # Where the logits are scaled by 1 / sqrt(D), embeddings start with a variance of 1, as in T5.
-        is_scaled = config.logits_scale is not None
+        # As in T5 embeddings start with a variance of 1 and kernels with that of their inputs' share; but an embedding
+        # that makes the logits without their scale of 1 / sqrt(D) would begin with certainty.
+        is_scaled = config.logits_scale is not None or not config.tie_embeddings
         shape, stddevs = (vocab_size, config.embed_dim), fan_in_stddevs if is_scaled else small_stddevs
         self.embedding = nnx.Param(normal(1.0 if is_scaled else INIT_STDDEV)(rngs.params(), shape, jnp.float32))
         self.encoder = _Encoder(config.encoder_stack, rngs, stddevs(config.encoder_stack))
         self.decoder = _Decoder(config.decoder_stack, rngs, stddevs(config.decoder_stack))
-        init = normal(INIT_STDDEV)
+        # Logits of an output layer of its own begin with a variance of 1 too (T5 1.1).
+        init = normal(config.embed_dim**-0.5 / (config.logits_scale or 1.0))
         tied = config.tie_embeddings
         self.output = None if tied else nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
         self.config, self.remat = config, remat

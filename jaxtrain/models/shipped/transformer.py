@@ -127,16 +127,20 @@ class Transformer(nnx.Module):
                 f"sequence length {length} exceeds model.max_sequence_length={self.config.max_sequence_length}"
             )
 
-    def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def decode(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache, *, only_B: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
         """Apply the model to new tokens, whose keys and values are written to the cache.
 
         Args:
             tokens_BT: token ids, integers.
             positions_BT: positions at which the tokens are, integers.
             cache: keys and values of earlier positions.
+            only_B: index of the one token of each row whose logits are computed; None: those of all are.
 
         Returns:
-            The logits [B, T, V] of the new tokens, and the cache with their keys and values.
+            The logits [B, T, V] of the new tokens ([B, 1, V] of those of `only_B`), and the cache with their keys and
+            values.
         """
 
         locals_N = _local_layers(self.config)
@@ -150,6 +154,8 @@ class Transformer(nnx.Module):
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
         per_layer = (cache, locals_N)
         x_BTD, cache = scan_stack(self.blocks, call, x_BTD, path="blocks", remat=Remat(), per_layer=per_layer)
+        if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
+            x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())
         assert isinstance(logits, DeferredLogits), "a model with another head has no decoder"
         return logits.logits(), cache
@@ -254,6 +260,12 @@ def transformer(
         logits, cache = nnx.merge(graph, from_dict(template, params)).decode(tokens_BT, positions_BT, cache)
         return logits.astype(jnp.float32), cache
 
+    def prefill(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        module = nnx.merge(graph, from_dict(template, params))
+        positions_BP = jnp.broadcast_to(jnp.arange(prompts_BP.shape[1]), prompts_BP.shape)
+        logits_B1V, cache = module.decode(prompts_BP, positions_BP, cache, only_B=lengths_B - 1)
+        return logits_B1V[:, 0].astype(jnp.float32), cache
+
     name = config.size or "transformer"
     axes = model_axes(config)
     built = from_stages(
@@ -271,7 +283,8 @@ def transformer(
     predicts = config.causal and config.head_kind == "language_model"
     scaling = config.rope_scaling if config.position == "rotary" else None
     short = scaling.original_length if isinstance(scaling, LongRope) else None
-    decoder = Decoder(init_cache, decode, config.max_sequence_length, short_length=short) if predicts else None
+    longest = config.max_sequence_length
+    decoder = Decoder(init_cache, decode, longest, short_length=short, prefill=prefill) if predicts else None
     num_outputs = vocabulary if config.has_output_layer else labels or config.embed_dim
     return dataclasses.replace(
         built,

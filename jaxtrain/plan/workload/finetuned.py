@@ -91,7 +91,9 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
             params[f"{path}/lora_b"] = (*shape[:first], lora.rank, *shape[after:])
     rows = dict(axes)
     for path, dims in kernels.items():
-        rows |= adapted_rows(path, len(tensors.params[path]), dims, axes, base=base, has_adapter=path in found)
+        nested = base == "nf4" and config.finetune.double_quantization
+        num_dims = len(tensors.params[path])
+        rows |= adapted_rows(path, num_dims, dims, axes, base=base, nested=nested, has_adapter=path in found)
     adapters = {
         path: sum(math.prod(params[f"{path}{factor}"]) for factor in LOW_RANK) / math.prod(tensors.params[path])
         for path in found
