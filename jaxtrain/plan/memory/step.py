@@ -112,9 +112,9 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
         summed = for_state if stage_over_data(config.parallel.zero) == 2 else local
         gradients = _FP32 * summed + (_FP32 + size / 2) * local
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
-    outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)
+    outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if one.scan is None)
     cast = 0.0 if size == stored else size * outside
-    gathered = 0.0
+    gathered: dict[str | None, float] = {}
     if degrees["fsdp"] > 1:
         alone = {**degrees, "fsdp": 1}
         for one in placed:
@@ -122,9 +122,12 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
                 continue
             whole = local_size(one.shape, one.entries, alone)
             # Of a stack one layer at a time, the next one on its way, and the gradient of one.
-            layers = one.shape[0] // degrees["pipe"] if one.stacked else 1
-            gathered += size * whole / layers * (3 if one.stacked else 1)
-    return gradients, cast, gathered
+            layers = one.shape[0] // degrees["pipe"] if one.scan is not None else 1
+            share = size * whole / layers * (3 if one.scan is not None else 1)
+            gathered[one.scan] = gathered.get(one.scan, 0.0) + share
+    # One stack runs at a time.
+    outside_stacks = gathered.pop(None, 0.0)
+    return gradients, cast, outside_stacks + max(gathered.values(), default=0.0)
 
 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the

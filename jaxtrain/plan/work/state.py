@@ -46,7 +46,8 @@ class Parameter:
         entries: mesh axes of each dim, as stored.
         state_entries: the same for its optimizer state, which ZeRO shards over `data` too.
         trained: whether it has gradients and optimizer state.
-        stacked: whether its first dim counts layers.
+        stacked: whether its first dim counts layers that a pipeline may divide.
+        scan: path of the stack of layers that it is in; None: it stands outside.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Parameter:
     state_entries: tuple[Entry, ...]
     trained: bool
     stacked: bool
+    scan: str | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def shard_parameters(config: Config, tensors: Tensors, degrees: Mapping[str, int
         if also:
             for_state = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack, also=also))
         stacked = stack is not None and path.startswith(f"{stack}/")
-        placed.append(Parameter(path, shape, entries, for_state, path not in frozen, stacked))
+        scan = tensors.scan_of(path)
+        placed.append(Parameter(path, shape, entries, for_state, path not in frozen, stacked, scan))
     return placed
 
 
