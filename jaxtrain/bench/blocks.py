@@ -25,6 +25,7 @@ from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.block import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.work.attention import AttentionWork
@@ -200,6 +201,10 @@ def _transformer_calls(
 
     def head_and_back(some: Any, carry: Any) -> jax.Array:
         outputs = parts.head({**params, **some}, carry, train=True)
+        if task.calls_model:  # losses of pairs, which compare log-probabilities of tokens or numbers per text
+            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
+            is_pooled = not isinstance(logits, DeferredLogits) and logits.ndim < 3
+            return jnp.sum(logits if is_pooled else cross_entropy(logits, tokens))
         return task.loss(outputs, {"inputs": tokens, "targets": tokens})[0]
 
     def of(name: str, *blocks: BlockWork) -> tuple[str, int, float, float]:

@@ -21,7 +21,7 @@ from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.run.loop import Hooks, train_loop
-from jaxtrain.train.assemble import build_step, open_run_data, training_batches
+from jaxtrain.train.assemble import build_step, open_run_data, stand_in_batches
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -69,7 +69,7 @@ def workload_step(config: Config, workload: Workload) -> tuple[TrainStep, BatchS
         num_outputs=workload.num_outputs,
     )
     if isinstance(config.data, CalledData):
-        return step, training_batches(config, open_run_data(config))
+        return step, stand_in_batches(config, open_run_data(config), step)
     return step, RandomBatches(workload)
 
 
@@ -109,7 +109,7 @@ class RandomBatches:
         def make(name: str, shape: Any) -> Any:
             if isinstance(shape, Mapping):
                 return {inner: make(inner, one) for inner, one in shape.items()}
-            if name.endswith("segments"):
+            if name.endswith(("segments", "weights")):
                 return np.ones(shape.shape, shape.dtype)
             if np.issubdtype(shape.dtype, np.integer):
                 return generator.integers(0, self._most.get(name) or 2, shape.shape).astype(shape.dtype)

@@ -45,6 +45,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Adds the number format of linear layers."""
     parser.add_argument(
         "--quantize",
-        choices=("int8", "int8_dynamic"),
-        help="weights of linear layers in int8, or their inputs too (int8_dynamic); default: as they were trained",
+        choices=("int8", "int8_dynamic", "nf4"),
+        help="weights of linear layers in int8, or their inputs too (int8_dynamic), or weights in 4 bits (nf4); "
+        "default: as they were trained",
     )

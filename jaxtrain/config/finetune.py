@@ -42,6 +42,8 @@ class FinetuneConfig(Group):
 
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights; null: train the weights."""
+    adapter: str | None = None
+    """Folder of an adapter, from PEFT or `jaxtrain export`, to begin with; it gives lora, model.from is its base."""
     base: Literal["int8", "nf4"] | None = None
     """Number format of the frozen linear layers below the adapters; null: the dtype of the computation."""
     double_quantization: bool = True

@@ -50,6 +50,8 @@ _HEADS = {
     "dpo": ("language_model",),
     "reward": ("regression", "sequence"),
 }
+# Tasks that compare two answers.
+PREFERENCES = ("dpo", "reward")
 _TOKEN_LOSS = ("language_modeling", "masked_language_modeling", "sequence_to_sequence")
 # Key of the group `loss` -> the tasks that read it, the usual one first.
 _LOSS = {

@@ -8,9 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxtrain.config.adapter import adapter_settings
 from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import CALLED
+from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.config.keys import members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
@@ -148,6 +150,26 @@ class _Tree:
             file = tokenizer_origin(Path(folder))
             if file is not None:
                 self.set(("data", "tokenizer"), {"kind": "file", "path": str(file)}, str(file))
+
+    def take_adapter(self) -> None:
+        """Set the keys of the adapters that an adapter's folder gives and nobody has set."""
+        group, model = self.values.get("finetune"), self.values.get("model")
+        adapter = group.get("adapter") if isinstance(group, dict) else None
+        if not isinstance(group, dict) or not isinstance(adapter, str):
+            return
+        lora = group.get("lora")
+        known = set(lora) if isinstance(lora, dict) else set()
+        if known >= set(LoraConfig.model_fields):  # of a run, whose adapter may be gone
+            return
+        base = model.get("from") if isinstance(model, dict) else None
+        if not isinstance(base, str):
+            raise ConfigError(
+                f"finetune.adapter={adapter} ({self.where['finetune', 'adapter']}) without its base; set model.from to "
+                "the published folder that it is an adapter of"
+            )
+        for key, value in adapter_settings(adapter, base=base).items():
+            if key not in known:
+                self._leaf(("finetune", "lora", key), value, adapter)
 
     def _set_inside(self, path: KeyPath, parts: Sequence[str], value: Any, where: str) -> None:
         """Merge a value below a group whose kind is set already."""
@@ -329,6 +351,7 @@ def load_config(
         tree.set(tuple(key.split(".")), value, "keyword")
     if tree.where.get(("model", "from")) != f"{run_dir}/run.json":
         tree.take_tokenizer()
+    tree.take_adapter()
     tree.values = _with_kinds(tree.values)
     try:
         config = Config.model_validate(tree.values)

@@ -59,6 +59,17 @@ def answer_questions(
     new_BT = generate_ids(
         sharded_model, params, encoded, new_tokens=max(1, min(new_tokens, room)), sampling=sampling, seed=seed
     )
+    return until_stop(new_BT, form, tokenizer)
+
+
+def until_stop(new_BT: np.ndarray, form: ChatFormat, tokenizer: Tokenizer) -> list[str]:
+    """Returns what was generated before the first stop token of each row.
+
+    Args:
+        new_BT: int32 [B, T].
+        form: has the stop tokens.
+        tokenizer: turns ids into text.
+    """
     answers = []
     for new in new_BT:
         stop = np.flatnonzero(np.isin(new, form.stop))

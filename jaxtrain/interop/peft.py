@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.config.adapter import lora_settings
 from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.finetune import LoraConfig
@@ -24,7 +25,7 @@ from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.published.entries import Row
 from jaxtrain.published.peft import CONFIG, WEIGHTS, AdapterConfig, config_json, open_adapter_folder
 from jaxtrain.published.peft_tensors import read_adapter_arrays
-from jaxtrain.published.peft_writing import module_paths, written_adapter
+from jaxtrain.published.peft_writing import whole_paths, written_adapter
 from jaxtrain.published.safetensors import write_safetensors
 from jaxtrain.runtime.distributed import is_main_process, on_main_process
 from jaxtrain.runtime.files import write_json_atomic
@@ -72,15 +73,8 @@ def open_adapter(path: str | Path, rows: Sequence[Row]) -> OpenedAdapter:
     folder = open_adapter_folder(path)
     found = read_adapter_arrays(folder, rows)
     said = folder.config
-    alpha = said.alpha if (found.rank, found.scale) == (said.rank, said.scale) else None
-    lora = LoraConfig(
-        rank=found.rank,
-        alpha=alpha or found.scale * (found.rank**0.5 if said.rank_stabilised else found.rank),
-        dropout=said.dropout,
-        targets=tuple(kernel.removesuffix(_KERNEL) for kernel in found.factors),
-        rank_stabilised=said.rank_stabilised,
-        train_also=tuple(found.whole),
-    )
+    kernels, whole = tuple(found.factors), tuple(found.whole)
+    lora = LoraConfig(**lora_settings(said, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole))
     factors = {f"{kernel}/{name}": one for kernel, pair in found.factors.items() for name, one in _named(pair)}
     return OpenedAdapter(Path(path), said, lora, {**factors, **found.whole})
 
@@ -245,11 +239,13 @@ def write_adapter(
     factors = {path: (on_host(leaf.lora_a), on_host(leaf.lora_b)) for path, leaf in kernels.items()}
     others = {path_name(path): leaf for path, leaf in leaves if not isinstance(leaf, LowRankKernel)}
     trained = {path for path in others if any(fnmatch.fnmatchcase(path, one) for one in lora.train_also)}
-    whole = {path: on_host(others[path]) for path in module_paths(rows, trained) if path in others}
+    architecture = str((base_config.get("architectures") or family.to_published(settings)["architectures"])[0])
+    task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
+    paths = whole_paths(rows, trained, task_type=task)
+    whole = {path: on_host(leaf) for path, leaf in others.items() if path in paths}
     nameless = sorted(trained - set(whole))
     if nameless:
         raise ConfigError(f"{nameless[0]} is trained whole, and published files have no such parameter")
-    architecture = str((base_config.get("architectures") or family.to_published(settings)["architectures"])[0])
     written = written_adapter(
         rows,
         factors,
@@ -260,7 +256,7 @@ def write_adapter(
             dropout=lora.dropout,
             rank_stabilised=lora.rank_stabilised,
             base=base_name,
-            task_type=next((task for end, task in _TASKS.items() if architecture.endswith(end)), None),
+            task_type=task,
         ),
     )
     if is_main_process():

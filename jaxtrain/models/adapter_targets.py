@@ -1,16 +1,38 @@
-"""Which kernels of a model get an adapter: what names and patterns of layers match, and what cannot have one."""
+"""Which kernels of a model get an adapter: what names and patterns of layers match, and what cannot have one.
+
+No jax here: the planner asks too.
+"""
 
 import difflib
 import fnmatch
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, parameter_shapes
 
 
-def find_targets(model: Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+@dataclass(frozen=True)
+class Layers:
+    """What a model says of its layers.
+
+    Attributes:
+        name: of the model.
+        shapes: path -> shape of every parameter.
+        linears: path of each kernel of our linear layers -> how many of its last dims are inputs, how many are outputs.
+        stack: top-level path of the layers that are stacked; None: there are none.
+        has_experts: whether some layers are experts.
+    """
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    linears: Mapping[str, tuple[int, int]]
+    stack: str | None
+    has_experts: bool
+
+
+def find_targets(model: Layers, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Find the kernels that get an adapter.
 
     Args:
@@ -23,8 +45,8 @@ def find_targets(model: Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     Raises:
         ConfigError: a target matches no layer, or experts, or the rank exceeds a dim.
     """
-    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
-    kernels = dict(model.linears) or _matrices(model, shapes)
+    shapes = model.shapes
+    kernels = dict(model.linears) or _matrices(model)
     names = {path: _layer(path) for path in kernels}
     found: set[str] = set()
     for target in lora.targets:
@@ -32,7 +54,7 @@ def find_targets(model: Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
             _check_every_layer(model, lora)
         matched = [path for path in kernels if _is_target(path, names[path], target)]
         found.update(matched)
-        _check_experts(model, target, shapes, kernels)
+        _check_experts(model, target, kernels)
         if not matched:
             known = list(dict.fromkeys([*(name.rsplit("/", 1)[-1] for name in names.values()), *names.values()]))
             near = difflib.get_close_matches(target, known, n=3) or known[:8]
@@ -55,14 +77,14 @@ def _is_target(path: str, layer: str, target: str) -> bool:
     return any(fnmatch.fnmatchcase(name, target) for name in (path, layer)) or layer.rsplit("/", 1)[-1] == target
 
 
-def _matrices(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+def _matrices(model: Layers) -> dict[str, tuple[int, int]]:
     """The parameters of a model without linear layers of ours that a low-rank product can be added to."""
-    stack = None if model.parts is None else f"{model.parts.stack}/"
-    dims = {path: len(shape) - (stack is not None and path.startswith(stack)) for path, shape in shapes.items()}
+    stack = None if model.stack is None else f"{model.stack}/"
+    dims = {path: len(shape) - (stack is not None and path.startswith(stack)) for path, shape in model.shapes.items()}
     return {path: (1, 1) for path, count in dims.items() if count == 2}
 
 
-def _check_every_layer(model: Model, lora: LoraConfig) -> None:
+def _check_every_layer(model: Layers, lora: LoraConfig) -> None:
     """Raise where '*' would not be every linear layer."""
     if not model.linears:
         raise ConfigError(
@@ -77,13 +99,11 @@ def _check_every_layer(model: Model, lora: LoraConfig) -> None:
         )
 
 
-def _check_experts(
-    model: Model, target: str, shapes: Mapping[str, tuple[int, ...]], kernels: Mapping[str, tuple[int, int]]
-) -> None:
+def _check_experts(model: Layers, target: str, kernels: Mapping[str, tuple[int, int]]) -> None:
     """Raise where a target names experts, which no adapter is added to."""
     if not model.has_experts:
         return
-    experts = [path for path in shapes if path.rsplit("/", 1)[-1] == "kernel" and path not in kernels]
+    experts = [path for path in model.shapes if path.rsplit("/", 1)[-1] == "kernel" and path not in kernels]
     named = [path for path in experts if _is_target(path, _layer(path), target)]
     if named:
         layers = ", ".join(dict.fromkeys(_layer(path).rsplit("/", 1)[-1] for path in kernels))

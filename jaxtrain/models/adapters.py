@@ -16,13 +16,14 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapted_apply import Preparation, prepared
 from jaxtrain.models.adapted_axes import adapted_axes
-from jaxtrain.models.adapter_targets import find_targets, layer_sizes
+from jaxtrain.models.adapter_targets import Layers, find_targets, layer_sizes
 from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
 from jaxtrain.optim.masks import check_patterns
 from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
 from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
-FORMATS = ("int8",)
+FORMATS = ("int8", "nf4")
 """Number formats of kernels below adapters."""
 
 
@@ -67,8 +68,8 @@ def adapt(
             f"base={base!r} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none; "
             "leave it out"
         )
-    targets = {} if lora is None else find_targets(model, lora)
     shapes = parameter_shapes(model)
+    targets = {} if lora is None else find_targets(_layers(model), lora)
     if lora is not None:
         check_patterns("lora.train_also", lora.train_also, list(shapes))
     kernels = {**(model.linears if base else {}), **targets}
@@ -93,8 +94,16 @@ def adapt(
             f"lora.dropout={lora.dropout if lora else 0} is for layers of jaxtrain.models.layers.Linear, whose inputs "
             f"it drops, and the model {model.name} has none; use dropout=0"
         )
-    axes = adapted_axes(model, kernels, shapes, base=base, targets=tuple(targets))
+    nested = base == "nf4" and double_quantization
+    axes = adapted_axes(model, kernels, shapes, base=base, nested=nested, targets=tuple(targets))
     return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
+
+
+def _layers(model: Model) -> Layers:
+    """What decides which kernels of a model get an adapter."""
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
+    stack = None if model.parts is None else model.parts.stack
+    return Layers(model.name, shapes, model.linears, stack, model.has_experts)
 
 
 def _with_kernels(
@@ -123,7 +132,7 @@ def _with_kernels(
 
 def quantized_kernel(
     kernel: jax.Array, dims: tuple[int, int], base: str | None, double_quantization: bool
-) -> QuantizedKernel:
+) -> QuantizedKernel | Nf4Kernel:
     """A float kernel in the number format of a base.
 
     Args:
@@ -132,7 +141,8 @@ def quantized_kernel(
         base: one of `FORMATS`.
         double_quantization: nf4: whether its scales are quantized too.
     """
-    assert base == "int8", base
+    if base == "nf4":
+        return quantize_nf4(kernel, *dims, double=double_quantization)
     return quantize_kernel(kernel, *dims, activations=False)
 
 

@@ -1,5 +1,6 @@
-"""A model's parameters with the kernels of its linear layers in 8-bit integers, for inference."""
+"""A model's parameters with the kernels of its linear layers in 8 or 4 bits, for inference."""
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -10,9 +11,11 @@ from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, Params
+from jaxtrain.precision.kernels import is_quantized
+from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
 from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
-FORMATS = ("int8", "int8_dynamic")
+FORMATS = ("int8", "int8_dynamic", "nf4")
 
 
 def quantize(params: Params, model: Model, format: str = "int8") -> Params:
@@ -26,10 +29,10 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         params: floating-point parameters of the model.
         model: the model that they belong to.
         format: `int8` stores the weights in 8 bits; `int8_dynamic` also rounds the inputs of the layers, with one
-            scale per token, and multiplies integers.
+            scale per token, and multiplies integers; `nf4` stores them in 4.127 bits, scales included.
 
     Returns:
-        The same tree with a `QuantizedKernel` for each kernel of `model.linears`; all other leaves are those of
+        The same tree with a `QuantizedKernel` or an `Nf4Kernel` for each kernel of `model.linears`; all other leaves are those of
         `params`.
 
     Raises:
@@ -51,19 +54,23 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
             f"{format} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
         )
 
-    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
     leaves = {path_name(path): leaf for path, leaf in flat}
     for name in model.linears:
         if name not in leaves:
             raise ConfigError(
                 f"no {name} in the parameters: they do not belong to the model {model.name}; give state.params"
             )
-        if isinstance(leaves[name], QuantizedKernel):
+        if is_quantized(leaves[name]):
             raise ConfigError(f"{name} is quantized already: give the floating-point parameters to get {format}")
 
-    def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array | QuantizedKernel:
+    def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array | QuantizedKernel | Nf4Kernel:
         dims = model.linears.get(path_name(path))
-        return leaf if dims is None else quantize_kernel(leaf, *dims, activations=format == "int8_dynamic")
+        if dims is None:
+            return leaf
+        if format == "nf4":
+            return quantize_nf4(leaf, *dims)
+        return quantize_kernel(leaf, *dims, activations=format == "int8_dynamic")
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -76,9 +83,9 @@ def quantized_bytes(params: Params, dtype: DTypeLike) -> tuple[int, int]:
         dtype: the dtype to compare with.
 
     Returns:
-        The bytes of values and scales as they are stored, and the bytes of the same kernels in `dtype`.
+        The bytes of integers and scales as they are stored, and the bytes of the same kernels in `dtype`.
     """
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
-    kernels = [leaf for leaf in leaves if isinstance(leaf, QuantizedKernel)]
-    stored = sum(kernel.values.nbytes + kernel.scale.nbytes for kernel in kernels)
-    return stored, sum(kernel.values.size for kernel in kernels) * jnp.dtype(dtype).itemsize
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    kernels = [leaf for leaf in leaves if is_quantized(leaf)]
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(kernels))
+    return stored, sum(math.prod(kernel.shape) for kernel in kernels) * jnp.dtype(dtype).itemsize

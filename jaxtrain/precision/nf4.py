@@ -7,7 +7,6 @@ output; `*stack` are the dims that count layers. The format, and what it is equa
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -185,8 +184,3 @@ def _magnitudes(kernel: Nf4Kernel, first: int) -> jax.Array:
     offset = kernel.offset.reshape(*stack, *[1] * (absmax.ndim - first))
     values = jnp.asarray(dynamic_map()).at[absmax.astype(jnp.int32)].get(mode="promise_in_bounds")
     return values * nested + offset
-
-
-def stored_bytes(kernel: Any) -> int:
-    """Returns the bytes of a quantized kernel's arrays, as they are stored."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(kernel))

@@ -141,17 +141,25 @@ def _whole(rows: Sequence[Row], whole: Mapping[str, np.ndarray]) -> tuple[list[s
     return list(modules), tensors
 
 
-def module_paths(rows: Sequence[Row], paths: Iterable[str]) -> set[str]:
-    """Returns the paths of all parameters that lie in the modules of some: PEFT writes modules as they are.
+# Names of heads that PEFT trains whole, and asks an adapter for, whatever its modules_to_save says.
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
+
+
+def whole_paths(rows: Sequence[Row], paths: Iterable[str], *, task_type: str | None) -> set[str]:
+    """Returns the paths of what is written whole: PEFT writes modules, and those whose names end as one of them does.
 
     Args:
         rows: The name table.
-        paths: Paths of parameters.
+        paths: Paths of parameters that are trained whole.
+        task_type: That of the adapter.
     """
     wanted = set(paths)
-    entries = [row for row in rows if isinstance(row, Entry) and not row.state]
-    modules = {_module(row) for row in entries if row.path in wanted}
-    return {row.path for row in entries if _module(row) in modules}
+    entries = [(row, _module(row)) for row in rows if isinstance(row, Entry) and not row.state]
+    heads = _HEADS.get(task_type or "", ())
+    modules = {module for row, module in entries if row.path in wanted}
+    known = {module for _, module in entries}
+    ends = {*_saved_names(sorted(modules), sorted(known - modules)), *heads}
+    return {row.path for row, module in entries if module in modules or module.endswith(tuple(ends))}
 
 
 def _module(row: Entry) -> str:

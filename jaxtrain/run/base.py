@@ -39,6 +39,8 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
     published = published_from(run.config.model)
     if own_step.params is None and published is not None:
         given |= {"params": published, "skip": [*own_step.skip, *fresh_parts(run.config.model)]}
+    if run.config.finetune.adapter is not None:
+        given["adapter"] = run.config.finetune.adapter
     path = given["params"]
     if not stored_whole(run.step) and isinstance(path, str | Path) and not is_published(path):
         # The base of a run is one of its steps: the newest may be another one when it is asked for again.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
@@ -55,6 +56,7 @@ def fit(
     seed: int = 0,
     run_dir: str | Path | None = None,
     resume: str | None = None,
+    finetune: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
     checkpoint: Mapping[str, Any] | None = None,
     logging: Mapping[str, Any] | None = None,
@@ -90,6 +92,7 @@ def fit(
         run_dir: where everything is written; None: runs/run.
         resume: None goes on with the run that the directory holds if it trains the same (more steps are allowed) and
             refuses another one; never starts anew; must and auto are as for `run_config`.
+        finetune: adapters to train in place of the weights, as in the group of a config: {"lora": {"rank": 8}}.
         evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
         overrides: any other keys of a config, dotted or nested: {"profile.start_step": 20}.
         callbacks: `Callback` and `EarlyStopping`.
@@ -121,6 +124,7 @@ def fit(
         "optimizer": {"clip_norm": clip_norm, "ema_decay": ema_decay, "offload": offload_optimizer},
         "precision": {"policy": policy},
         "compiler_options": _group(compiler_options, "compiler_options", "{'xla_gpu_enable_triton_gemm': False}"),
+        "finetune": _group(finetune, "finetune", "{'lora': {'rank': 8}}"),
         "evaluation": _group(evaluation, "evaluation"),
         "checkpoint": _group(checkpoint, "checkpoint"),
         "logging": _group(logging, "logging"),
@@ -232,7 +236,9 @@ def _check_mesh(mesh: Any, parallelism: Any) -> None:
 def _data(given: Any, validation: Any, *, seed: int, task: "Task") -> "Data":
     from jaxtrain.data.sources.given import data_of
 
-    return data_of(given, validation=validation, seed=seed, counts_tokens=task.name == "language_modeling")
+    return data_of(
+        given, validation=validation, seed=seed, counts_tokens=task.name in ("language_modeling", *PREFERENCES)
+    )
 
 
 def _sizes(data: "Data", *, epochs: float | None, batch_size: int | None) -> dict[str, int]:

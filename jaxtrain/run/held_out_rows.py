@@ -100,7 +100,8 @@ def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, 
         check_fit(config, data, shape, own_task=own_task)
     sizes = {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
     found = parameter_shapes(model_of(config, **sizes))
-    trained = parameter_shapes(sharded_model.model)
+    adapted = sharded_model.model.adapted
+    trained = parameter_shapes(sharded_model.model if adapted is None else adapted.original)
     differ = [path for path in trained if path not in found or found[path].shape != trained[path].shape]
     if differ:
         shapes = [one[differ[0]].shape if differ[0] in one else None for one in (trained, found)]

@@ -1,12 +1,15 @@
 """Parameters of a model without adapters as the base of the adapted one that was made of it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.peft import OpenedAdapter
 from jaxtrain.layout.sharding import parameter_spec, path_name
 from jaxtrain.models.adapters import quantized_kernel
 from jaxtrain.models.model import Params, parameter_shapes
@@ -88,27 +91,70 @@ def as_adapted(given: Given, sharded_model: ShardedModel, drawn: Params) -> tupl
         # One kernel at a time: its floats are gone before those of the next are read.
         for place in dict.fromkeys(below.values()):
             name = quantized[place]
-            kernel = given.fetch({name: floats[name]})[name]
-            parts = {path: wanted[path].sharding for path in below if below[path] == place}
-            found |= _quantized(kernel, name, place, parts, sharded_model)
+            inside = {path.removeprefix(f"{place}/"): wanted[path] for path in below if below[path] == place}
+            if given.fetch_quantized is None:
+                kernel = given.fetch({name: floats[name]})[name]
+                parts = _quantized(kernel, name, inside, sharded_model)
+            else:
+                parts = given.fetch_quantized(name, inside, sharded_model.model.linears[name])
+            found |= {f"{place}/{inner}": array for inner, array in parts.items()}
         return found
 
     return Given(given.name, leaves, given.cast, fetch), frozenset(free)
 
 
+def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedModel) -> Given:
+    """What is given, with the factors of an adapter and what it trains whole in the place of its own.
+
+    Args:
+        given: from `as_adapted`.
+        adapter: read against the base that is given.
+        sharded_model: the adapted model.
+
+    Raises:
+        ConfigError: the model has no adapters, or their products are multiplied by another number.
+    """
+    adapted = sharded_model.model.adapted
+    lora = None if adapted is None else adapted.lora
+    if lora is None:
+        raise ConfigError(
+            f"{adapter.path} is an adapter, and the model {sharded_model.model.name} has none; make it with adapt, or "
+            "set finetune.adapter"
+        )
+    if not math.isclose(lora.scale, adapter.lora.scale, rel_tol=1e-6):
+        raise ConfigError(
+            f"{adapter.path} multiplies its products by {adapter.lora.scale:g} (alpha {adapter.lora.alpha:g}, rank "
+            f"{adapter.lora.rank}), and finetune.lora by {lora.scale:g} (alpha {lora.alpha:g}, rank {lora.rank}); "
+            "leave alpha, rank and rank_stabilised to the adapter"
+        )
+
+    def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
+        own = {path: like for path, like in wanted.items() if path in adapter.leaves}
+        found = given.fetch({path: like for path, like in wanted.items() if path not in own})
+        return {**found, **{path: _from_host(adapter.leaves[path], like) for path, like in own.items()}}
+
+    return Given(given.name, {**given.leaves, **adapter.leaves}, cast=True, fetch=fetch)
+
+
+def _from_host(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    assert like.sharding is not None
+    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
+
+
 def _quantized(
-    kernel: jax.Array, name: str, place: str, parts: Mapping[str, Any], sharded_model: ShardedModel
+    kernel: jax.Array, name: str, wanted: Mapping[str, jax.ShapeDtypeStruct], sharded_model: ShardedModel
 ) -> dict[str, jax.Array]:
-    """The arrays of a quantized kernel, in their shardings."""
+    """The arrays of a quantized kernel by their names in it, in their shardings."""
     model = sharded_model.model
     assert model.adapted is not None
     dims, adapted = model.linears[name], model.adapted
 
     def quantize(kernel: jax.Array) -> dict[str, jax.Array]:
         small = paths_of(quantized_kernel(kernel, dims, adapted.base, adapted.double_quantization))
-        return {path: small[path.removeprefix(f"{place}/")] for path in parts}
+        return {inner: small[inner] for inner in wanted}
 
-    return jax.jit(quantize, out_shardings=dict(parts))(kernel)
+    shardings = {inner: like.sharding for inner, like in wanted.items()}
+    return jax.jit(quantize, out_shardings=shardings)(kernel)
 
 
 def _kernels(params: Params) -> dict[str, Any]:

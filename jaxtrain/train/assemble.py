@@ -111,6 +111,14 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
     return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
 
 
+def stand_in_batches(config: Config, data: "Data", step: TrainStep) -> "Batches | BatchStream":
+    """The training batches of a step that is planned or measured: what a run computes of its rows first is 0."""
+    batches = training_batches(config, data)
+    if not lacks_reference(step.task, batches.spec()):
+        return batches
+    return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
+
+
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
     """Raise where task, model and data do not belong together.
 
@@ -151,7 +159,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     classes = classes or getattr(head, "num_labels", None)
     if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
         raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
-    longest, length = getattr(config.model, "max_sequence_length", None), next(iter(data.input_shape), 0)
+    longest, length = getattr(config.model, "max_sequence_length", None), next(reversed(data.input_shape), 0)
     if tokens and longest is not None and length > longest:
         raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
     if data.decoder_length is not None and longest is not None and data.decoder_length > longest:

@@ -37,13 +37,14 @@ def lacks_reference(task: Task, entries: Mapping[str, Any]) -> bool:
     return task.reference is not None and ENTRY not in entries
 
 
-def awaiting_reference(step: TrainStep, data: "Data", spec: Mapping[str, Any]) -> "Data":
-    """Data whose rows hold NaN as their entry `reference`, until the numbers are known.
+def awaiting_reference(step: TrainStep, data: "Data", spec: Mapping[str, Any], *, value: float = math.nan) -> "Data":
+    """Data whose rows hold one number as their entry `reference`, until the numbers are known.
 
     Args:
         step: of a task that reads them.
         data: without them.
         spec: shapes of a batch.
+        value: the number: NaN, so that nobody trains on it.
 
     Raises:
         ConfigError: batches of an iterable, or `Task.reference` gives something else than [B, ...].
@@ -61,9 +62,12 @@ def awaiting_reference(step: TrainStep, data: "Data", spec: Mapping[str, Any]) -
         step.sharded_model.abstract_model_state,
         dict(spec),
     )
-    nan = np.broadcast_to(np.float32(np.nan), (len(data.train), *found.shape[1:]))
-    held_out = None if data.validation is None else np.broadcast_to(nan[:1], (len(data.validation), *nan.shape[1:]))
-    return with_reference(data, nan, held_out)
+    train, held_out = (
+        None if rows is None else np.broadcast_to(np.float32(value), (len(rows), *found.shape[1:]))
+        for rows in (data.train, data.validation)
+    )
+    assert train is not None
+    return with_reference(data, train, held_out)
 
 
 def with_reference(data: "Data", train: np.ndarray, validation: np.ndarray | None) -> "Data":

@@ -19,6 +19,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.find import find_checkpoint
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.peft import OpenedAdapter, open_adapter
 from jaxtrain.interop.settings import settings_in
 from jaxtrain.interop.weights import find_places, is_published, open_published
 from jaxtrain.layout.sharding import path_name
@@ -26,7 +27,7 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.optim.masks import check_patterns
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.train.adapted_start import as_adapted, original_params
+from jaxtrain.train.adapted_start import as_adapted, original_params, with_adapter
 from jaxtrain.train.base import BaseRecord, base_of, run_of
 from jaxtrain.train.checks import random_key
 from jaxtrain.train.given_params import Given, given_tree, paths_of, published_part, saved_part
@@ -57,6 +58,7 @@ def accept_start(
     *,
     sharded_model: ShardedModel,
     only: Callable[[str], bool] | None = None,
+    adapter: str | Path | None = None,
 ) -> dict[str, Any]:
     """Parameters and model state to start from, in the structure and the shardings of a model.
 
@@ -68,6 +70,7 @@ def accept_start(
         skip: patterns of paths that are drawn, whatever is given.
         sharded_model: the model; the dtypes that it draws and those that it stores are accepted.
         only: parameter path -> whether it is taken; None: all are.
+        adapter: folder of an adapter of the published model that `params` names, or None.
 
     Returns:
         What was given, by name, with None for each array that is to be drawn.
@@ -80,7 +83,9 @@ def accept_start(
     patterns = _checked_patterns(skip, anything=params is not None or model_state is not None)
     target = _Target(sharded_model, sharded_model.drawn_shapes(), only or (lambda path: True))
     if isinstance(params, str | Path) and is_published(params):
-        return _from_published(params, model_state, patterns, target)
+        return _from_published(params, model_state, patterns, target, adapter)
+    if adapter is not None:
+        raise ConfigError(f"adapter={str(adapter)!r} without its base; name the published folder or file in params=")
     if isinstance(params, str | Path):
         return _from_checkpoint(params, model_state, patterns, target)
     trees = {"params": params, "model_state": model_state}
@@ -97,7 +102,9 @@ def _checked_patterns(skip: Any, *, anything: bool) -> tuple[str, ...]:
     return tuple(skip)
 
 
-def _from_published(path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target) -> dict[str, Any]:
+def _from_published(
+    path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target, adapter: str | Path | None
+) -> dict[str, Any]:
     """Parameters and model_state of a published folder or GGUF file, read in place."""
     published = open_published(path)
     settings = settings_in(path, published.settings)
@@ -112,7 +119,10 @@ def _from_published(path: str | Path, model_state: Any, patterns: tuple[str, ...
     }
     if model_state is not None:
         parts["model_state"] = given_tree("model_state", model_state)
-    return _placed(parts, patterns, target)
+    if adapter is None:
+        return _placed(parts, patterns, target)
+    opened = open_adapter(adapter, published.family.tensors(settings))
+    return _placed(parts, patterns, target, adapter=opened)
 
 
 def _from_checkpoint(path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target) -> dict[str, Any]:
@@ -232,7 +242,9 @@ def _drawn_again(sharded_model: ShardedModel, seed: int, wanted: Mapping[str, An
     return jax.jit(draw, out_shardings={path: like.sharding for path, like in wanted.items()})(key)
 
 
-def _placed(parts: Mapping[str, Given], patterns: tuple[str, ...], target: _Target) -> dict[str, Any]:
+def _placed(
+    parts: Mapping[str, Given], patterns: tuple[str, ...], target: _Target, *, adapter: OpenedAdapter | None = None
+) -> dict[str, Any]:
     """What is taken of each part, in the structure of the model, with None for what is to be drawn."""
     drawn, model = target.drawn, target.sharded_model
     paths = [paths_of(tree) for tree in drawn]
@@ -243,6 +255,7 @@ def _placed(parts: Mapping[str, Given], patterns: tuple[str, ...], target: _Targ
     taken = {}
     if "params" in parts:
         part, free = as_adapted(parts["params"], model, drawn[0])
+        part = part if adapter is None else with_adapter(part, adapter, model)
         taken["params"] = _taken(part, patterns, drawn[0], model.abstract_params, free=free, only=target.only)
     if "model_state" in parts:
         taken["model_state"] = _taken(parts["model_state"], patterns, drawn[1], model.abstract_model_state)

@@ -139,6 +139,7 @@ class TrainStep:
         params: Params | str | Path | None = None,
         model_state: ModelState | None = None,
         skip: Sequence[str] = (),
+        adapter: str | Path | None = None,
     ) -> TrainState:
         """The state at step 0, created sharded: the same numbers on every mesh.
 
@@ -156,6 +157,8 @@ class TrainStep:
                 the run in `params`, else those of `model.init`.
             skip: patterns of paths of parameters (and of model_state), with `*`, that are not taken from what is given
                 but drawn: `["head/*"]` for another number of classes.
+            adapter: folder of an adapter (see `load_adapter`) whose factors an adapted model starts from, over the
+                published model that `params` names; None: adapters that begin at 0.
 
         Raises:
             ConfigError: another structure, shape or dtype, or a pattern that matches nothing; names the first path
@@ -166,7 +169,7 @@ class TrainStep:
             >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
         key = random_key(seed, self.abstract_state.key)
-        given = accept_start(params, model_state, skip, sharded_model=self.sharded_model)
+        given = accept_start(params, model_state, skip, sharded_model=self.sharded_model, adapter=adapter)
         state = self._initialize(key, **given)
         self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
         return state

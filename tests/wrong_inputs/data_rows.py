@@ -220,6 +220,21 @@ ROWS = {
         "not 'x'",
         "reading=data.reading",
     ),
+    "open_data: chats of another template": (
+        lambda: jt.open_data({"kind": "chat", "template": "chatnl"}, sequence_length=64),
+        "data.template=chatnl",
+        "chatml or plain",
+    ),
+    "open_data: chats without a file": (
+        lambda: jt.open_data({"kind": "chat", "path": "chats.jsonl"}, sequence_length=64),
+        "data.path chats.jsonl",
+        "the nearest existing path",
+    ),
+    "open_data: chats of a number": (
+        lambda: jt.open_data({"kind": "chat", "path": 3}, sequence_length=64),
+        "data.path is 3",
+        "text",
+    ),
     "prefetch: batches": (lambda: jt.prefetch(given.batches(), 0, 1), "a Batches", "step.loader(batches)"),
     "prefetch: a number": (lambda: jt.prefetch(3, 0, 1), "not 3", "step.loader(batches)"),
     "prefetch: a start of words": (lambda: jt.prefetch(print, "a", 1), "not 'a'", "prefetch(load, 0, 100)"),

@@ -78,11 +78,17 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         num_outputs=None,
         input_shape=shape,
         unit="tokens" if is_tokens else "examples",
-        units_per_row=next(iter(shape), 1) if is_tokens else 1,
+        units_per_row=_num_tokens(row) if is_tokens else 1,
         tokenizer=None,
         description=(shown,),
     )
     return _with_validation(data, validation, seed=seed)
+
+
+def _num_tokens(row: Mapping[str, Any]) -> int:
+    """The tokens of `inputs`: all ids, which pairs of answers [2, L] have of two texts, or the length [L, ...]."""
+    inputs = row["inputs"]
+    return inputs.size if np.issubdtype(inputs.dtype, np.integer) else next(iter(inputs.shape), 1)
 
 
 def _stream(given: Any) -> BatchStream | None:

@@ -88,7 +88,7 @@ def planned_step(config: Config, workload: Workload, devices: list[Any] | None) 
         devices: real or compile-only; None: all of this process.
     """
     from jaxtrain.config.data import CalledData
-    from jaxtrain.train.assemble import build_step, open_run_data, training_batches
+    from jaxtrain.train.assemble import build_step, open_run_data, stand_in_batches
 
     step = build_step(
         config,
@@ -98,7 +98,7 @@ def planned_step(config: Config, workload: Workload, devices: list[Any] | None) 
         devices=devices,
     )
     if isinstance(config.data, CalledData):
-        return step, dict(training_batches(config, open_run_data(config)).spec())
+        return step, dict(stand_in_batches(config, open_run_data(config), step).spec())
     return step, batch_shapes(workload)
 
 
@@ -131,6 +131,10 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
     if workload.unit == "tokens":
         tokens = jax.ShapeDtypeStruct((rows, *workload.input_shape), np.int32)
         (length,) = workload.input_shape
+        if workload.pairs:
+            entries = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+            pairs = {name: jax.ShapeDtypeStruct((rows // 2, 2, length), dtype) for name, dtype in entries.items()}
+            return pairs | {"reference": jax.ShapeDtypeStruct((rows // 2, 2), np.float32)}
         if workload.decoder_length is not None:
             written = jax.ShapeDtypeStruct((rows, workload.decoder_length), np.int32)
             inputs = {"tokens": tokens, "decoder_tokens": written}

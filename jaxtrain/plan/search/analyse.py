@@ -185,7 +185,7 @@ def device_batch(
         ConfigError: the batch or the sequence does not divide.
     """
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
-    check_rows(workload.rows, degrees, microbatches_by_name(schedule, config.train.accumulation_steps))
+    check_rows(config.train.global_batch_size, degrees, microbatches_by_name(schedule, config.train.accumulation_steps))
     if workload.sequence_length is not None:
         axes = sequence_axes(sequence_parallel=config.parallel.sequence_parallel)
         check_sequence(workload.sequence_length, degrees, axes)

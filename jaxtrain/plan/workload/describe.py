@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 
+from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     DOCSTRING_PACKAGES,
     CalledData,
@@ -21,7 +22,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.kinds import check_kinds, gives_tokens
+from jaxtrain.config.kinds import PREFERENCES, check_kinds, gives_tokens
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.config.span_sizes import span_sizes
@@ -29,10 +30,15 @@ from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.config.vit import ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
-from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
+from jaxtrain.plan.workload.finetuned import finetuned
+from jaxtrain.plan.workload.parameters import model_tensors
 from jaxtrain.plan.workload.record import Workload
 
 _IMAGENET_CLASSES = 1000
+_PAIRS = (
+    "a pair is two rows, one per answer; the pass before step 0, which computes what dpo compares with (forward, once "
+    "per pair), is not counted"
+)
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
 _BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
 
@@ -149,6 +155,9 @@ def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
             return None, (3 if labelled.second_text else 2) * length + 1
         case TaggedTextData():
             return None, 3 * length
+        case ChatData() as chats:
+            # Inputs, targets and weights of both answers; or those with segments and positions of packed rows.
+            return None, (6 if gives_pairs(chats, config.task) else 5 if chats.packing else 3) * length
         case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData() as stream:
             if isinstance(stream.corruption, SpanCorruption):
                 decoder_length = span_sizes(stream.corruption, length).targets_length
@@ -208,9 +217,15 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         image_sizes(model, input_shape)  # raises
     unit = "tokens" if takes_tokens else "examples"
     rows = config.train.global_batch_size
+    pairs = takes_tokens and config.task in PREFERENCES
+    if pairs:
+        (length,) = input_shape[-1:]  # of data from Python, [2, L]
+        sizes = replace(sizes, notes=(*sizes.notes, _PAIRS), numbers=3 * length + 1)
+        input_shape, rows = (length,), 2 * rows
     workload = Workload(
-        unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers
+        unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers, pairs
     )
+    stored = finetuned(config, model_tensors(model, workload))
     flops = model_flops_per_row(
         model,
         sequence_length=workload.sequence_length,
@@ -218,7 +233,8 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         num_outputs=num_outputs,
         vocab_size=vocab_size,
         decoder_length=sizes.decoder_length,
-        trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
+        trained=stored.trained,
+        adapters=stored.adapters,
     )
     assert flops is not None, "every size is known by here"
     return replace(workload, flops_per_row=flops)

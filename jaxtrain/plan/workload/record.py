@@ -19,6 +19,7 @@ class Workload:
         notes: what was assumed because the config leaves it to the data.
         decoder_length: tokens of a row of a decoder beside an encoder; None: rows have none.
         numbers: 32-bit numbers of a row, targets included; None: tokens and targets, or inputs and a target.
+        pairs: whether the data gives pairs of answers, each of which is two rows here.
     """
 
     unit: str
@@ -30,6 +31,7 @@ class Workload:
     notes: tuple[str, ...] = ()
     decoder_length: int | None = None
     numbers: int | None = None
+    pairs: bool = False
 
     @property
     def sequence_length(self) -> int | None:

@@ -1,0 +1,151 @@
+"""Chats on the command line: rows shown, a run with its report, answers to questions."""
+
+import json
+
+import pytest
+
+from jaxtrain.cli import main
+
+CHAT = ["data.kind=chat", "data.path=rows.jsonl", "data.tokenizer.kind=byte", "data.sequence_length=96"]
+SIZES = [
+    *("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2", "model.mlp_dim=64"),
+    *("model.max_sequence_length=128", "optimizer.schedule.warmup_steps=1", "optimizer.learning_rate=0.03"),
+    *("train.steps=4", "train.global_batch_size=8", "evaluation.max_batches=1", "checkpoint.every=4"),
+    *("evaluation.sample_prompt=What is 1?", "evaluation.sample_tokens=4", "logging.tensorboard=false"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    rows = [{"prompt": f"What is {i}?", "completion": f"It is <{i}>."} for i in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{**row, "chosen": row["completion"], "rejected": "No."} for row in rows]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_run(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "quickstart", *CHAT, *SIZES, "--run-dir", "run"]) == 0
+    return folder / "run"
+
+
+def test_rows_are_shown_with_what_has_a_loss(cli, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    answer = cli("data", "show", "quickstart", *CHAT, "--rows", "1")
+    assert answer.code == 0
+    assert "rows.jsonl: 20 conversations, 820 tokens, 28% of them trained" in answer.out
+    assert "tokens between [[ and ]] have a loss" in answer.out
+    # The rows of the file have 40 or 42 tokens, of which the last is a target alone.
+    assert "row 0 of 10: 96 places, 57 unused, 11 with a loss\n-- conversation 1: 40 tokens, 11 with" in answer.out
+    assert "<|im_start|>assistant\n[[It is <" in answer.out
+
+
+def test_pairs_as_json(cli, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    words = [*CHAT[:1], "data.path=pairs.jsonl", *CHAT[2:], "data.pairs=true"]
+    answer = cli("data", "show", "quickstart", *words, "--json", "--rows", "1")
+    assert answer.code == 0
+    found = json.loads(answer.out)
+    assert (found["counts"]["pairs"], found["rows"][0]["length"]) == (20, 96)
+    chosen, rejected = found["rows"][0]["parts"]
+    assert [part["name"] for part in (chosen, rejected)] == ["chosen", "rejected"]
+    assert [span["trained"] for span in chosen["spans"]] == [False, True]
+    assert rejected["spans"][-1]["text"] == "No.<|im_end|>"
+    assert chosen["spans"][0]["ids"] == rejected["spans"][0]["ids"]
+
+
+def test_colours_on_a_terminal(folder, monkeypatch, capsys):
+    import sys
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["data", "show", "quickstart", *CHAT, "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[1;32mIt is <" in shown  # bold green
+    assert "[[" not in shown
+    assert "\x1b[2m<|im_start|>user" in shown  # dim
+
+
+def test_text_and_ids_are_shown_too(cli, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "text.txt").write_text("One line after another. " * 40)
+    text = cli("data", "show", "quickstart", "data.path=text.txt", "data.tokenizer.kind=byte", "--rows", "1")
+    assert "-- text: 129 tokens, 128 with a loss\nO[[ne line after another. One" in text.out
+    ids = cli("data", "show", "quickstart", "data.kind=synthetic", "--rows", "1")
+    assert ids.code == 0
+    assert "-- text: 129 tokens, 128 with a loss" in ids.out
+
+
+# id: (words, exit code, what is said)
+REFUSED = {
+    "images": (["quickstart", "data.kind=digits"], 2, "data.kind=digits gives examples; data show takes chats, text"),
+    "hidden tokens": (["quickstart", "data.corruption.kind=mask"], 2, "gives masked tokens"),
+    "no such file": (
+        ["quickstart", "data.kind=chat", "data.path=none.jsonl"],
+        3,
+        "none.jsonl does not exist",
+    ),
+    "no rows": (["quickstart", "--rows", "0"], 2, "is not a whole number of 1 or more"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shown_is_one_line(cli, name):
+    words, code, said = REFUSED[name]
+    answer = cli("data", "show", *words)
+    assert (answer.code, answer.out) == (code, "")
+    assert said in answer.err
+
+
+@pytest.mark.long
+def test_a_run_keeps_its_template(cli, chat_run):
+    """The data and its template are gone when the run is opened: run.json has what an answer takes."""
+    info = json.loads((chat_run / "run.json").read_text())
+    assert info["data"]["reading"]["label"] == "chatml (built in)"
+    evaluated = cli("eval", str(chat_run), "--json", f"data.path={chat_run.parent / 'rows.jsonl'}")
+    assert evaluated.code == 0
+    assert json.loads(evaluated.out)["eval_loss"] == pytest.approx(info["final"]["eval_loss"], rel=1e-5)
+    greedy = ("--temperature", "0", "-n", "6")
+    answer = cli("sample", str(chat_run), "--chat", "What is 1?", "--chat", "Why?", *greedy, "--json")
+    assert (answer.code, answer.err) == (0, "")
+    found = [json.loads(line) for line in answer.out.splitlines()]
+    assert [one["prompt"] for one in found] == ["What is 1?", "Why?"]
+    alone = cli("sample", str(chat_run), "--chat", "Why?", *greedy)
+    assert alone.out == found[1]["text"] + "\n"
+    both = cli("sample", str(chat_run), "--chat", "Why?", "-p", "x")
+    assert both.code == 2
+
+
+@pytest.mark.long
+def test_the_report_shows_rows(chat_run):
+    page = (chat_run / "report.html").read_text()
+    assert "Rows as the model sees them" in page
+    assert '<span class="trained">It is &lt;' in page
+    assert "20 conversations, 820 tokens, 28 % of them with a loss, 0 cut to 96 tokens, 0 dropped." in page
+    assert (chat_run / "sample.txt").read_text().startswith("What is 1?\n\n")
+
+
+@pytest.mark.long
+def test_a_run_without_a_template_cannot_answer(cli, text_run):
+    answer = cli("sample", str(text_run), "--chat", "Why?")
+    assert answer.code == 2
+    assert "has no chat template: it was not trained on data.kind=chat" in answer.err
+
+
+def test_stop_tokens_end_an_answer():
+    import numpy as np
+
+    from jaxtrain.data.chat.formats import ChatFormat
+    from jaxtrain.data.tokenizer import ByteTokenizer
+    from jaxtrain.inference import chat
+
+    form = ChatFormat("{{ messages[0].content }}", "x", {}, (256, 257))
+    made = np.array([[97, 98, 257, 99], [97, 256, 257, 99], [97, 98, 99, 100]])
+    assert chat.until_stop(made, form, ByteTokenizer(("<a>", "<b>"))) == ["ab", "a", "abcd"]
