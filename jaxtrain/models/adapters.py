@@ -16,7 +16,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapted_apply import Preparation, prepared
 from jaxtrain.models.adapted_axes import adapted_axes
-from jaxtrain.models.adapter_targets import find_targets, layer_sizes
+from jaxtrain.models.adapter_targets import Layers, find_targets, layer_sizes
 from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
 from jaxtrain.optim.masks import check_patterns
 from jaxtrain.precision.low_rank import LowRankKernel
@@ -52,7 +52,7 @@ def adapt(
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
         >>> step = jt.make_train_step(adapted, jt.language_modeling(), optax.adamw(1e-3))
         >>> sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.optimizer_state[0].mu))
-        256
+        128
     """
     check_is_model(model, what="adapt")
     if lora is not None:
@@ -68,8 +68,8 @@ def adapt(
             f"base={base!r} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none; "
             "leave it out"
         )
-    targets = {} if lora is None else find_targets(model, lora)
     shapes = parameter_shapes(model)
+    targets = {} if lora is None else find_targets(_layers(model), lora)
     if lora is not None:
         check_patterns("lora.train_also", lora.train_also, list(shapes))
     kernels = {**(model.linears if base else {}), **targets}
@@ -97,6 +97,13 @@ def adapt(
     nested = base == "nf4" and double_quantization
     axes = adapted_axes(model, kernels, shapes, base=base, nested=nested, targets=tuple(targets))
     return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
+
+
+def _layers(model: Model) -> Layers:
+    """What decides which kernels of a model get an adapter."""
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
+    stack = None if model.parts is None else model.parts.stack
+    return Layers(model.name, shapes, model.linears, stack, model.has_experts)
 
 
 def _with_kernels(
