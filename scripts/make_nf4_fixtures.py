@@ -67,7 +67,9 @@ def main() -> None:
         }
     np.savez_compressed(ROOT / "tests/precision/nf4.npz", **arrays)
     make_folder(ROOT / "tests/interop/published_nf4")
-    print(f"bitsandbytes {bitsandbytes.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
+    print(
+        f"bitsandbytes {bitsandbytes.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    )
 
 
 def make_folder(folder: Path) -> None:

@@ -120,7 +120,10 @@ TENSORS = {
     "other blocks": ({"__quant_state.bitsandbytes__nf4": described(blocksize=128)}, "in blocks of 128"),
     "no JSON": ({"__quant_state.bitsandbytes__nf4": np.zeros(4, np.uint8)}, "is no description of a quantized tensor"),
     "no scales": ({"__absmax": None}, r"up_proj\.weight\.absmax is missing; nf4 wants uint8\[128\] there"),
-    "other scales": ({"__nested_absmax": np.ones(3, np.float32)}, r"nested_absmax is float32\[3\]; nf4 wants float32\[1\]"),
+    "other scales": (
+        {"__nested_absmax": np.ones(3, np.float32)},
+        r"nested_absmax is float32\[3\]; nf4 wants float32\[1\]",
+    ),
     "other levels": ({"__quant_map": np.ones(16, np.float32)}, "holds other levels than those of nf4"),
 }
 
