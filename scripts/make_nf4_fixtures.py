@@ -100,7 +100,8 @@ def make_folder(folder: Path) -> None:
         )
     quantized.save_pretrained(folder)
     tokens = torch.arange(12)[None] * 5 % 32
-    # On some CPUs bitsandbytes multiplies in bfloat16, whatever it is told: the floats that it makes are multiplied here.
+    # On some CPUs bitsandbytes multiplies in bfloat16, whatever it is told.
+    # So the floats that it makes are multiplied.
     for name, module in quantized.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             weight = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)

@@ -1,4 +1,7 @@
-"""4-bit normal floats equal bitsandbytes to the last bit, in NumPy and in jax (fixture: scripts/make_nf4_fixtures.py)."""
+"""4-bit normal floats equal bitsandbytes to the last bit, in NumPy and in jax.
+
+Fixture: scripts/make_nf4_fixtures.py.
+"""
 
 from pathlib import Path
 
