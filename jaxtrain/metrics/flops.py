@@ -11,12 +11,13 @@ Of frozen parameters the backward pass has no gradient of the weights, and below
 parameter it has none of the inputs: such a block counts its forward pass alone. Blocks are the embedding, each stack of
 layers as a whole, the output norm, the head (models of transformer blocks); stem, first and other blocks of a stage,
 head (ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is trained, as published counts
-do.
+do. A frozen kernel below an adapter has the gradient of its inputs alone, and the two factors of the adapter count as
+trained layers beside it.
 """
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
@@ -73,6 +74,7 @@ def model_flops_per_row(
     vocab_size: int | None,
     decoder_length: int | None = None,
     trained: Collection[str] | None = None,
+    adapters: Mapping[str, float] | None = None,
 ) -> float | None:
     """FLOPs of one forward and backward pass of one row (a sequence, an image, a record).
 
@@ -102,6 +104,7 @@ def model_flops_per_row(
         vocab_size: vocabulary of the data, where the model names none.
         decoder_length: tokens of a row of an encoder-decoder's output; None: as many as the input has.
         trained: paths of the parameters that are trained; None: all are.
+        adapters: path of each kernel that has an adapter -> elements of its two factors, as a multiple of the kernel's.
 
     Returns:
         FLOPs as a float, or None where a size that the model needs is not known, and for a model of the user's own.
@@ -127,8 +130,9 @@ def model_flops_per_row(
         case CalledModel():
             return None
     lowest = lowest_trained_block(model_config, trained)
-    passes = (one.multiply_adds * (1 + backward_passes(one, trained, lowest)) for one in products)
-    return float(_FLOPS_PER_MULTIPLY_ADD * sum(passes))
+    passes = sum(one.multiply_adds * (1 + backward_passes(one, trained, lowest)) for one in products)
+    beside = sum(one.multiply_adds * (adapters or {}).get(one.path or "", 0) for one in products)
+    return float(_FLOPS_PER_MULTIPLY_ADD * (passes + 3 * beside))
 
 
 def _known_structure(

@@ -1,18 +1,23 @@
-"""The axes table of an adapted model: a row for each array that stands in the place of a kernel."""
+"""The axes table of an adapted model: a row for each array that stands in the place of a kernel.
+
+No jax here: the planner asks too.
+"""
 
 import fnmatch
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import DEFAULT_RULES, AxesTable, FamilyTable, table_row
-from jaxtrain.models.model import Model
+
+if TYPE_CHECKING:
+    from jaxtrain.models.model import Model
 
 Names = tuple[str | None, ...]
 
 
 def adapted_axes(
-    model: Model,
+    model: "Model",
     kernels: Mapping[str, tuple[int, int]],
     shapes: Mapping[str, Any],
     *,
@@ -40,20 +45,43 @@ def adapted_axes(
     # Rows of the original kernels stay: a model may still ask how such an array is sharded.
     axes: dict[str, Names] = dict(model.axes)
     for path, dims in kernels.items():
-        row = table_row(path, model.axes)
-        if row is None:
-            continue
-        first = len(shapes[path].shape) - sum(dims)
-        stack, inputs, outputs = row[:first], row[first : first + dims[0]], row[first + dims[0] :]
-        place = f"{path}/base" if path in targets else path
-        axes |= base_rows(place, stack, inputs, outputs, base=base, nested=nested)
-        if path in targets:
-            rows = {
-                f"{path}/lora_a": (*stack, *inputs, _rank_name(inputs, outputs)),
-                f"{path}/lora_b": (*stack, _rank_name(outputs, inputs), *outputs),
-            }
-            axes |= rows
+        num_dims = len(shapes[path].shape)
+        has_adapter = path in targets
+        axes |= adapted_rows(path, num_dims, dims, model.axes, base=base, nested=nested, has_adapter=has_adapter)
     return FamilyTable(axes)
+
+
+def adapted_rows(
+    path: str,
+    num_dims: int,
+    dims: tuple[int, int],
+    table: AxesTable,
+    *,
+    base: str | None,
+    nested: bool,
+    has_adapter: bool,
+) -> dict[str, Names]:
+    """The rows of the arrays that stand in the place of a kernel; none where the kernel has no row.
+
+    Args:
+        path: of the kernel.
+        num_dims: of the kernel.
+        dims: how many of its last dims are inputs, how many are outputs.
+        table: of the model without adapters.
+        base: format of the kernel; None: floats.
+        nested: whether the scales of an nf4 kernel are quantized too.
+        has_adapter: whether the kernel has an adapter.
+    """
+    row = table_row(path, table)
+    if row is None:
+        return {}
+    first = num_dims - sum(dims)
+    stack, inputs, outputs = row[:first], row[first : first + dims[0]], row[first + dims[0] :]
+    rows = base_rows(f"{path}/base" if has_adapter else path, stack, inputs, outputs, base=base, nested=nested)
+    if has_adapter:
+        rows[f"{path}/lora_a"] = (*stack, *inputs, _rank_name(inputs, outputs))
+        rows[f"{path}/lora_b"] = (*stack, _rank_name(outputs, inputs), *outputs)
+    return rows
 
 
 def base_rows(

@@ -16,9 +16,11 @@ from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory, Work
 from jaxtrain.plan.memory.transformer import transformer_work
 from jaxtrain.plan.work.block import DeviceBatch
+from jaxtrain.plan.work.finetuned import dequantized_bytes
 from jaxtrain.plan.work.offload import state_on_its_way
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
-from jaxtrain.plan.workload.parameters import model_structure
+from jaxtrain.plan.workload.finetuned import finetuned
+from jaxtrain.plan.workload.parameters import model_structure, model_tensors
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.distributed import GPU_MEMORY_FRACTION
@@ -54,6 +56,7 @@ def step_memory(
             work = _resnet(config.model, config, workload, batch)
         case MLPConfig():
             work = _mlp(config.model, config, workload, batch)
+    stored = finetuned(config, model_tensors(config.model, workload))
     gradients, cast, gathered = _parameters(config, placed, batch)
     in_head = work.head > work.block
     offload = config.optimizer.offload
@@ -68,6 +71,7 @@ def step_memory(
         "gradients": round(gradients),
         "parameters in compute dtype": round(cast),
         "gathered parameters": round(gathered),
+        "dequantized kernel": round(dequantized_bytes(config, stored, placed, batch)),
         "activations": round(work.kept),
         "block being computed": 0 if in_head else round(work.block),
         "logits": round(work.head) if in_head else 0,
@@ -112,9 +116,11 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
         summed = for_state if stage_over_data(config.parallel.zero) == 2 else local
         gradients = _FP32 * summed + (_FP32 + size / 2) * local
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
-    outside = sum(local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked)
-    cast = 0.0 if size == stored else size * outside
-    gathered = 0.0
+    outside = sum(
+        local_size(one.shape, one.entries, degrees) for one in placed if one.scan is None and size < one.itemsize
+    )
+    cast = float(size * outside)
+    gathered: dict[str | None, float] = {}
     if degrees["fsdp"] > 1:
         alone = {**degrees, "fsdp": 1}
         for one in placed:
@@ -122,9 +128,14 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
                 continue
             whole = local_size(one.shape, one.entries, alone)
             # Of a stack one layer at a time, the next one on its way, and the gradient of one.
-            layers = one.shape[0] // degrees["pipe"] if one.stacked else 1
-            gathered += size * whole / layers * (3 if one.stacked else 1)
-    return gradients, cast, gathered
+            scanned = one.scan is not None
+            layers = one.shape[0] // degrees["pipe"] if scanned else 1
+            copies = (3 if one.trained else 2) if scanned else 1
+            share = min(size, one.itemsize) * whole / layers * copies
+            gathered[one.scan] = gathered.get(one.scan, 0.0) + share
+    # One stack runs at a time.
+    outside_stacks = gathered.pop(None, 0.0)
+    return gradients, cast, outside_stacks + max(gathered.values(), default=0.0)
 
 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.optimizers import CalledOptimizer
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
+from jaxtrain.plan.report.trained import finetuning, trained_rows
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import StepTime, Traffic
 
@@ -92,6 +92,7 @@ def _options(estimate: Estimate) -> tuple[str, ...]:
         config.parallel.schedule,
         config.precision.policy,
         config.optimizer.kind,
+        finetuning(config),
         f"batch {config.train.global_batch_size:,}",
     )
 
@@ -216,8 +217,7 @@ def _run_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     moved = f"; on the host: {', '.join(offloaded)}" if offloaded else ""
     rows["remat"] = f"{config.remat.policy}{named}{moved}"
     rows["precision"] = config.precision.policy
-    optimizer = config.optimizer
-    rows["optimizer"] = optimizer.call if isinstance(optimizer, CalledOptimizer) else optimizer.kind
+    rows |= trained_rows(estimate)
     rows["parameters"] = f"{format_count(estimate.num_parameters)} ({estimate.num_parameters:,})"
     if workload.tokens is not None:
         rows["batch"] = f"{workload.rows:,} rows of {workload.sequence_length:,} tokens"

@@ -83,6 +83,11 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config, Targ
             steps = train.accumulation_steps * factor
             more = train.model_copy(update={"accumulation_steps": steps})
             yield f"train.accumulation_steps={steps}", config.model_copy(update={"train": more}), target
+    if config.finetune.lora is not None:
+        formats = ("int8", "nf4")
+        for base in formats[0 if config.finetune.base is None else 1 + formats.index(config.finetune.base) :]:
+            smaller = config.finetune.model_copy(update={"base": base})
+            yield f"finetune.base={base}", config.model_copy(update={"finetune": smaller}), target
     if not config.optimizer.offload and target.hardware.kind != "cpu":
         moved = config.optimizer.model_copy(update={"offload": True})
         yield "optimizer.offload=true", config.model_copy(update={"optimizer": moved}), target

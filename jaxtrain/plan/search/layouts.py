@@ -24,10 +24,13 @@ from jaxtrain.plan.search.analyse import Terms, analyse, microbatches_of
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.workload.describe import RowSizes
 
-# What a search may vary; precision and optimizer change the numbers of a run, and are left alone unless asked for.
+# What a search may vary; the rest changes the numbers of a run, and is left alone unless asked for.
 VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
-ASKED_FOR = ("precision", "optimizer")
+ASKED_FOR = ("precision", "optimizer", "base", "rank", "batch")
 _PRECISIONS = ("bf16", "bf16_pure")
+_BASES = (None, "int8", "nf4")
+_RANKS = (8, 16, 32, 64, 128)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _OPTIMIZERS = ("adamw", "lion", "adafactor")
 # Below this a device has too few tokens to shard its sequence, and the axis only costs.
 _LONG_SEQUENCE = 4096
@@ -87,6 +90,8 @@ def search(
     for name in vary:
         if name not in (*VARIED, *ASKED_FOR):
             raise ConfigError(f"cannot search over {name!r}; known: {', '.join((*VARIED, *ASKED_FOR))}")
+        if name in ("base", "rank") and config.finetune.lora is None:
+            raise ConfigError(f"cannot search over {name!r} without adapters; set finetune.lora.rank, such as 16")
     ranked, too_large, refused = [], [], []
     for candidate in layouts(config, target.num_devices, vary):
         try:
@@ -101,7 +106,8 @@ def search(
 
 
 def _seconds(estimate: Estimate) -> float:
-    return float("inf") if estimate.time is None else estimate.time.seconds
+    """Of a row, since batches may differ."""
+    return float("inf") if estimate.time is None else estimate.time.seconds / estimate.workload.rows
 
 
 def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[Config]:
@@ -154,6 +160,12 @@ def _options(config: Config, vary: Sequence[str], *, pipe: int, replicas: bool) 
         choices["precision.policy"] = _PRECISIONS
     if "optimizer" in vary:
         choices["optimizer.kind"] = _OPTIMIZERS
+    if "base" in vary:
+        choices["finetune.base"] = _BASES
+    if "rank" in vary:
+        choices["finetune.rank"] = _RANKS
+    if "batch" in vary:
+        choices["train.global_batch_size"] = _BATCHES
     for values in itertools.product(*choices.values()):
         yield dict(zip(choices, values, strict=True))
 
@@ -162,6 +174,7 @@ def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> 
     """The config with these degrees and options."""
     parallel: dict[str, Any] = dict(mesh)
     train: dict[str, Any] = {}
+    finetune: dict[str, Any] = {}
     updates: dict[str, Any] = {}
     pipe = mesh.get("pipe", config.parallel.pipe)
     for name, value in options.items():
@@ -175,12 +188,19 @@ def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> 
             parallel[key] = value
         elif group == "optimizer":
             updates["optimizer"] = with_optimizer(config, value)
+        elif group == "train":
+            train[key] = value
+        elif name == "finetune.rank" and config.finetune.lora is not None:
+            finetune["lora"] = config.finetune.lora.model_copy(update={"rank": value})
+        elif group == "finetune":
+            finetune[key] = value
         else:
             updates[group] = getattr(config, group).model_copy(update={key: value})
     if pipe == 1 and "schedule" not in options:
         parallel["microbatches"] = None
     # A degree that a layout names is chosen, as if the user had written it.
     updates["parallel"] = config.parallel.model_copy(update=parallel)
+    updates["finetune"] = config.finetune.model_copy(update=finetune)
     updates["train"] = config.train.model_copy(update=train)
     return config.model_copy(update=updates)
 
@@ -215,6 +235,12 @@ def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
         options.append(config.precision.policy)
     if "optimizer" in vary:
         options.append(config.optimizer.kind)
+    if "base" in vary:
+        options.append(f"base {config.finetune.base or 'float'}")
+    if "rank" in vary and config.finetune.lora is not None:
+        options.append(f"rank {config.finetune.lora.rank}")
+    if "batch" in vary:
+        options.append(f"batch {config.train.global_batch_size}")
     return ", ".join([*degrees, *options])
 
 

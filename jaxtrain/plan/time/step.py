@@ -236,10 +236,10 @@ def step_time(
     if peak is None or not target.hardware.memory_bandwidth:
         return None
     blocks = step_blocks(config, workload, batch)
-    # The update reads state and gradients and writes state.
+    # The update reads state and gradients and writes state, without what is frozen.
     # It has no backward pass, which a block counts twice.
     update = update_flops(config, placed, batch.degrees)
-    blocks.append(BlockWork("optimizer", 1, update / 3, (2 * state.total + 2 * state.params) / 3))
+    blocks.append(BlockWork("optimizer", 1, update / 3, (2 * state.total + 2 * state.params - 4 * state.frozen) / 3))
     sent = traffic(config, workload, placed, batch, schedule)
     times = {"activations": batch.microbatches * (1 if schedule is None else schedule.num_chunks)}
     sent += [

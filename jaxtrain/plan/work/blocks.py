@@ -28,8 +28,10 @@ from jaxtrain.models.shipped.shapes import (
 )
 from jaxtrain.models.shipped.structure import Structure
 from jaxtrain.plan.work.block import BACKWARD, BlockWork, DeviceBatch, recomputed_share
+from jaxtrain.plan.work.finetuned import finetuning_blocks
 from jaxtrain.plan.work.transformer import transformer_blocks
-from jaxtrain.plan.workload.parameters import model_structure, model_tensors, trained_paths
+from jaxtrain.plan.workload.finetuned import finetuned
+from jaxtrain.plan.workload.parameters import model_structure, model_tensors
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
@@ -40,18 +42,20 @@ def step_blocks(config: Config, workload: Workload, batch: DeviceBatch) -> list[
     match config.model:
         case _ if structure is not None:
             blocks = transformer_blocks(structure, config, batch)
+            stored = finetuned(config, model_tensors(config.model, workload))
+            blocks += finetuning_blocks(stored, structure, config, batch)
         case ResNetConfig():
             blocks = _resnet(config.model, config, workload, batch)
         case MLPConfig():
             blocks = _mlp(config.model, config, workload, batch)
     backward = _backward_of_blocks(config, workload)
-    return [_with_backward(block, backward.get(block.name, BACKWARD)) for block in blocks]
+    return [_with_backward(block, backward.get(block.name, block.backward)) for block in blocks]
 
 
 def _backward_of_blocks(config: Config, workload: Workload) -> dict[str, float]:
     """Name of a block -> passes that its backward pass has; empty where all parameters are trained."""
     model = config.model
-    trained = trained_paths(model_tensors(model, workload).params, config.optimizer.freeze)
+    trained = finetuned(config, model_tensors(model, workload)).trained
     if trained is None:
         return {}
     lowest = lowest_trained_block(model, trained)

@@ -31,7 +31,7 @@ from jaxtrain.optim.rules import (
     is_stored,
     moment_block,
 )
-from jaxtrain.plan.workload.parameters import frozen_paths
+from jaxtrain.plan.workload.finetuned import LOW_RANK, finetuned
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 _FP32 = 4
@@ -46,7 +46,9 @@ class Parameter:
         entries: mesh axes of each dim, as stored.
         state_entries: the same for its optimizer state, which ZeRO shards over `data` too.
         trained: whether it has gradients and optimizer state.
-        stacked: whether its first dim counts layers.
+        stacked: whether its first dim counts layers that a pipeline may divide.
+        itemsize: bytes per element, as stored.
+        scan: path of the stack of layers that it is in; None: it stands outside.
     """
 
     path: str
@@ -55,16 +57,19 @@ class Parameter:
     state_entries: tuple[Entry, ...]
     trained: bool
     stacked: bool
+    itemsize: int
+    scan: str | None
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one device, by part."""
+    """Of one device, by part; of the parameters, `frozen` are never written."""
 
     params: int
     optimizer: int
     average: int
     model_state: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
@@ -78,17 +83,18 @@ def shard_parameters(config: Config, tensors: Tensors, degrees: Mapping[str, int
     Raises:
         ConfigError: a dim does not divide by an axis that changes the computation.
     """
-    axes, stack = model_axes(config.model), tensors.stack
-    frozen = frozen_paths(tensors.params, config.optimizer.freeze)
+    stored, stack = finetuned(config, tensors), tensors.stack
     also = zero_axes(config.parallel.zero)
+    dtype_bytes = POLICY_DTYPES[config.precision.policy].param_bytes
     placed = []
-    for path, shape in tensors.params.items():
-        entries = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack))
+    for path, shape in stored.tensors.params.items():
+        entries = tuple(parameter_entries(path, shape, degrees=degrees, axes=stored.axes, stack=stack))
         for_state = entries
         if also:
-            for_state = tuple(parameter_entries(path, shape, degrees=degrees, axes=axes, stack=stack, also=also))
+            for_state = tuple(parameter_entries(path, shape, degrees=degrees, axes=stored.axes, stack=stack, also=also))
         stacked = stack is not None and path.startswith(f"{stack}/")
-        placed.append(Parameter(path, shape, entries, for_state, path not in frozen, stacked))
+        itemsize, scan = stored.itemsizes.get(path, dtype_bytes), stored.tensors.scan_of(path)
+        placed.append(Parameter(path, shape, entries, for_state, path not in stored.frozen, stacked, itemsize, scan))
     return placed
 
 
@@ -108,8 +114,8 @@ def state_bytes(
         placed: the model's parameters on the mesh.
         degrees: of the mesh.
     """
-    stored = POLICY_DTYPES[config.precision.policy].param_bytes
-    params = stored * sum(local_size(one.shape, one.entries, degrees) for one in placed)
+    params = sum(one.itemsize * local_size(one.shape, one.entries, degrees) for one in placed)
+    frozen = sum(one.itemsize * local_size(one.shape, one.entries, degrees) for one in placed if not one.trained)
     optimizer = average = 0
     _check_groups(config, placed)
     for one in placed:
@@ -120,7 +126,7 @@ def state_bytes(
         average += 0 if config.optimizer.ema_decay is None else _FP32 * size
     model_state = _FP32 * sum(map(math.prod, tensors.model_state.values()))
     average += 0 if config.optimizer.ema_decay is None else model_state
-    return StateBytes(params, optimizer, average, model_state)
+    return StateBytes(params, optimizer, average, model_state, frozen)
 
 
 def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int, degrees: Mapping[str, int]) -> int:
@@ -132,7 +138,7 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int
         case AdamWDirection():
             return 2 * _moment_bytes(optimizer.moments, one, size, degrees)
         case MuonDirection():
-            axes = model_axes(config.model)
+            axes = finetuned(config, tensors).axes
             matrix = as_matrix(one.path, one.shape, axes, stack=tensors.stack, exclude=optimizer.adamw)
             return _FP32 * size * (2 if matrix is None else 1)
         case LionDirection():
@@ -170,7 +176,8 @@ def update_flops(config: Config, placed: Sequence[Parameter], degrees: Mapping[s
         if not one.trained or not isinstance(optimizer, MuonDirection):
             continue
         matrix = as_matrix(one.path, one.shape, model_axes(config.model), stack=stack, exclude=optimizer.adamw)
-        if matrix is None:
+        # The factors of adapters are too small to count.
+        if matrix is None or one.path.endswith(LOW_RANK):
             continue
         short, long = sorted(math.prod(one.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
         parts = math.prod(entry_degree(one.entries[d], degrees) for d in matrix.batch)
@@ -199,7 +206,7 @@ def _adafactor_numbers(
 
     There are three trees, and one number where a tree does not apply. Sums are sharded as the dims that they keep.
     """
-    counting = counting_dims(one.path, one.shape, model_axes(config.model), stack=tensors.stack)
+    counting = counting_dims(one.path, one.shape, finetuned(config, tensors).axes, stack=tensors.stack)
     factored = factored_dims(one.shape, counting, smallest)
     if factored is None:
         return 2 + local_size(one.shape, one.state_entries, degrees)

@@ -30,7 +30,8 @@ from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.config.vit import ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
-from jaxtrain.plan.workload.parameters import model_tensors, trained_paths
+from jaxtrain.plan.workload.finetuned import finetuned
+from jaxtrain.plan.workload.parameters import model_tensors
 from jaxtrain.plan.workload.record import Workload
 
 _IMAGENET_CLASSES = 1000
@@ -190,6 +191,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
             to set.
     """
     source = f"data.kind={config.data.kind}" if sizes is None else "the data given"
+    weighted = sizes is None and isinstance(config.data, ChatData)
     if isinstance(config.data, CalledData):
         source = f"data.call={config.data.call}"
         sizes = sizes or _sizes_of_config(config)
@@ -224,6 +226,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     workload = Workload(
         unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers, pairs
     )
+    stored = finetuned(config, model_tensors(model, workload))
     flops = model_flops_per_row(
         model,
         sequence_length=workload.sequence_length,
@@ -231,10 +234,11 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         num_outputs=num_outputs,
         vocab_size=vocab_size,
         decoder_length=sizes.decoder_length,
-        trained=trained_paths(model_tensors(model, workload).params, config.optimizer.freeze),
+        trained=stored.trained,
+        adapters=stored.adapters,
     )
     assert flops is not None, "every size is known by here"
-    return replace(workload, flops_per_row=flops)
+    return replace(workload, flops_per_row=flops, weighted=weighted and not pairs)
 
 
 def _outputs(model: ModelConfig, num_outputs: int | None, source: str) -> int | None:
