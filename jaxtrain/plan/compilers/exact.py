@@ -141,6 +141,10 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
             if workload.numbers != length + 2 * workload.decoder_length:  # texts of any length, which are padded
                 inputs |= {"segments": tokens, "decoder_segments": written}
             return {"inputs": inputs, "targets": written}
+        if workload.weighted:
+            packed = {"tokens": tokens, "segments": tokens, "positions": tokens}
+            inputs = packed if workload.numbers == 5 * length else tokens
+            return {"inputs": inputs, "targets": tokens, "weights": jax.ShapeDtypeStruct(tokens.shape, np.float32)}
         if workload.numbers in (None, 2 * length):
             return {"inputs": tokens, "targets": tokens}
         inputs = {"tokens": tokens, "segments": tokens}
