@@ -11,7 +11,7 @@ import pytest
 
 import jaxtrain as jt
 
-B, L, V = 4, 8, 16
+B, L, V = 8, 8, 16
 # Widths of whole blocks of 64 weights, so that a base may be quantized.
 SIZES = {"num_layers": 1, "embed_dim": 64, "num_heads": 2, "max_sequence_length": L, "vocab_size": V}
 DRAW = np.random.default_rng(0)
@@ -53,17 +53,21 @@ CASES = {
         jt.reward(),
     ),
 }
+FSDP_TENSOR, DATA_FSDP = {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}
+# Mesh and microbatches of each case.
 ON_MESHES = {
-    "fsdp2_tensor2": ({"fsdp": 2, "tensor": 2}, 1),
-    "data2_fsdp2 accumulated": ({"data": 2, "fsdp": 2}, 2),
+    "dpo": (DATA_FSDP, 2),
+    "dpo with dropout": (DATA_FSDP, 2),
+    "dpo on nf4": (FSDP_TENSOR, 1),
+    "reward with a head trained whole": (FSDP_TENSOR, 1),
 }
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(name, marks=pytest.mark.long) for name in ON_MESHES])
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapted_model_gives_the_losses_of_one_device(case, mesh):
+def test_an_adapted_model_gives_the_losses_of_one_device(case):
     make, task = CASES[case]
-    degrees, accumulation = ON_MESHES[mesh]
+    degrees, accumulation = ON_MESHES[case]
     # Dropout draws a key per microbatch, so that another number of them is another run.
     accumulated = {"accumulation_steps": accumulation}
     alone = losses(step_of(make(), task, **accumulated))
@@ -71,6 +75,7 @@ def test_an_adapted_model_gives_the_losses_of_one_device(case, mesh):
     assert alone[0] != alone[2]
 
 
+@pytest.mark.long
 def test_only_factors_have_gradients_and_the_start_is_the_base():
     model = adapted()
     original = model.adapted.original
