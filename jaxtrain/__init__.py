@@ -76,6 +76,7 @@ _HOMES = {
     "make_stack": "jaxtrain.models.stack",
     "make_train_step": "jaxtrain.train.make_step",
     "masked_language_modeling": "jaxtrain.models.tasks",
+    "merge_adapters": "jaxtrain.models.merge",
     "open_data": "jaxtrain.data",
     "open_run": "jaxtrain.run.open_run",
     "parameter_groups": "jaxtrain.optim.groups",

@@ -1,6 +1,7 @@
 """Every test process has 8 emulated CPU devices, and a compilation cache that the processes of one run share.
 
-Plain `pytest` leaves out the tests marked `long`; `pytest --all` runs them too.
+Plain `pytest` leaves out the tests marked `long`; `pytest --all` runs them too. `--passed-elsewhere FILE` leaves out
+what another Python proved (`other_python.py`).
 """
 
 import gc
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from other_python import function_of, is_proved, read_passed
 
 from jaxtrain.cli import main
 from jaxtrain.runtime import distributed
@@ -39,20 +41,28 @@ PLAIN = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked 'long'")
+    told = "leave out what needs one Python only and passed in the run that wrote FILE with --junitxml"
+    parser.addoption("--passed-elsewhere", metavar="FILE", help=told)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave out others
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests unless `--all`, `-m` or the id of a test asks for them."""
+    """Leave out the long tests unless `--all`, `-m` or the id of a test asks for them; then what passed elsewhere."""
     paths = [config.invocation_params.dir / word for word in config.args]
     if paths == [ROOT / "tests"] and not config.getoption("lf", False):
         config.stash[PLAIN] = [item.nodeid for item in items if not item.get_closest_marker("long")]
-    if config.option.all or config.option.markexpr or any("::" in word for word in config.args):
-        return
-    left_out = [item for item in items if item.get_closest_marker("long")]
+    long = {item.nodeid for item in items if item.get_closest_marker("long")}
+    left_out: set[str] = set()
+    if not (config.option.all or config.option.markexpr or any("::" in word for word in config.args)):
+        left_out = long
+    elif config.option.passed_elsewhere is not None:
+        passed = read_passed(config.invocation_params.dir / config.option.passed_elsewhere)
+        tables = {function_of(test) for test in long}
+        plain = {item.nodeid for item in items} - long
+        left_out = {test for test in plain if is_proved(test, passed=passed, tables=tables)}
     if left_out:
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
     getattr(config, "workeroutput", {})["left_out"] = len(left_out)
 
 

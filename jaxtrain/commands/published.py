@@ -8,13 +8,16 @@ from jaxtrain.run.import_run import export_run, import_run
 from jaxtrain.runtime import distributed
 
 
-def run_import(path: str, overrides: Sequence[str], *, output: str | None, check: bool, emulate: int | None) -> int:
+def run_import(
+    path: str, overrides: Sequence[str], *, output: str | None, base: str | None, check: bool, emulate: int | None
+) -> int:
     """Make a run of a published model, or compare it with transformers, or both.
 
     Args:
-        path: the published folder or file.
+        path: the published folder or file, or the folder of an adapter.
         overrides: settings of the run.
         output: directory of the run; None: no run is made.
+        base: the published model that an adapter is of.
         check: whether its outputs are compared with those of transformers.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
 
@@ -25,6 +28,7 @@ def run_import(path: str, overrides: Sequence[str], *, output: str | None, check
         ConfigError: There is neither a directory nor something to check.
     """
     if check:
+        _check_is_whole(path, instead="leave it out")
         _check_transformers()
     if output is None:
         if not check or overrides:
@@ -33,7 +37,7 @@ def run_import(path: str, overrides: Sequence[str], *, output: str | None, check
         distributed.start(emulate=emulate)
         _print_check(path)
         return 0
-    run_dir = import_run(path, output, overrides=overrides, emulate=emulate)
+    run_dir = import_run(path, output, overrides=overrides, base=base, emulate=emulate)
     if distributed.is_main_process():
         print_text(str(run_dir))
     if check:
@@ -48,10 +52,11 @@ def run_export(
     dtype: str | None,
     max_shard_size: str,
     step: int | None,
+    merge: bool,
     check: bool,
     emulate: int | None,
 ) -> int:
-    """Write a checkpoint of a run as a published folder.
+    """Write a checkpoint of a run as a published folder, or its adapters as a folder of PEFT.
 
     Args:
         run_dir: directory of the run.
@@ -59,6 +64,7 @@ def run_export(
         dtype: of the tensors; None: that of the model that the run started from, else float32.
         max_shard_size: most bytes per file.
         step: step of the checkpoint; None: the newest intact one.
+        merge: whether adapters are added to their base.
         check: whether the folder's outputs are compared with those of transformers.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
 
@@ -67,12 +73,22 @@ def run_export(
     """
     if check:
         _check_transformers()
-    folder = export_run(run_dir, output, dtype=dtype, max_shard_size=max_shard_size, step=step, emulate=emulate)
+    folder = export_run(
+        run_dir, output, dtype=dtype, max_shard_size=max_shard_size, step=step, merge=merge, emulate=emulate
+    )
     if distributed.is_main_process():
         print_text(str(folder))
     if check:
+        _check_is_whole(str(folder), instead="add --merge")
         _print_check(str(folder))
     return 0
+
+
+def _check_is_whole(path: str, *, instead: str) -> None:
+    from jaxtrain.published.peft import is_adapter_folder
+
+    if is_adapter_folder(path):
+        raise ConfigError(f"--check compares whole models, and {path} is an adapter; {instead}")
 
 
 def _check_transformers() -> None:

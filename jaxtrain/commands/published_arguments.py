@@ -7,9 +7,14 @@ from jaxtrain.commands.shared_arguments import add_check, add_emulate, add_overr
 
 def import_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain import`."""
-    parser.add_argument("path", metavar="FOLDER", help="published folder (config.json, safetensors), or a .gguf file")
+    parser.add_argument(
+        "path",
+        metavar="FOLDER",
+        help="published folder (config.json, safetensors), a .gguf file, or an adapter of PEFT",
+    )
     add_overrides(parser)
     parser.add_argument("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
+    parser.add_argument("--base", metavar="FOLDER", help="published model that an adapter is of")
     add_check(parser)
     add_emulate(parser)
 
@@ -22,6 +27,7 @@ def import_published(arguments: argparse.Namespace) -> int:
         arguments.path,
         arguments.overrides,
         output=arguments.output,
+        base=arguments.base,
         check=arguments.check,
         emulate=arguments.emulate,
     )
@@ -37,6 +43,9 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the tensors; default: that of the model that the run started from, else float32",
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes per file; default: 5GB")
+    parser.add_argument(
+        "--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model"
+    )
     add_step(parser)
     add_check(parser)
     add_emulate(parser)
@@ -52,6 +61,7 @@ def export_published(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,
         step=arguments.step,
+        merge=arguments.merge,
         check=arguments.check,
         emulate=arguments.emulate,
     )

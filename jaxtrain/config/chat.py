@@ -1,5 +1,6 @@
 """Settings of conversations, and of pairs of answers of which one is preferred."""
 
+import datetime
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -41,15 +42,19 @@ class ChatData(Group):
     """Whether rows are pairs of a chosen and a rejected answer; null: for the tasks dpo and reward."""
     stop: str | None = None
     """Token that ends an answer; null: those at which the model stops (generation_config.json, end of text)."""
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = "2024-07-26"
+    date: str = "2024-07-26"
     """Date that a template which asks for today gets, so that rows are the same every day."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens."""
 
     @model_validator(mode="after")
-    def _check_validation(self) -> "ChatData":
+    def _check_values(self) -> "ChatData":
         if self.validation_path is not None and self.path == PYTHON_DOCS:
             raise ValueError(f"validation_path has no effect with path={PYTHON_DOCS}; set validation_fraction")
+        try:
+            datetime.date.fromisoformat(self.date)
+        except ValueError:
+            raise ValueError(f"date={self.date} is no date; write it as in date=2024-07-26") from None
         return self
 
 

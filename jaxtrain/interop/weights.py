@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.published.bitsandbytes import with_quantized
 from jaxtrain.published.config_file import is_published_folder
 from jaxtrain.published.entries import Entry, Row, Skipped, Tied, names_of, positions
 from jaxtrain.published.families.table import family_of, read_settings
@@ -79,7 +80,7 @@ def open_source(path: str | Path) -> Source:
 
         gguf: Any = open_gguf(path)
         return gguf
-    return open_folder(path)
+    return with_quantized(open_folder(path))
 
 
 def open_published(path: str | Path) -> PublishedModel:

@@ -46,7 +46,8 @@ def adapted_axes(
     axes: dict[str, Names] = dict(model.axes)
     for path, dims in kernels.items():
         num_dims = len(shapes[path].shape)
-        axes |= adapted_rows(path, num_dims, dims, model.axes, base=base, nested=nested, has_adapter=path in targets)
+        has_adapter = path in targets
+        axes |= adapted_rows(path, num_dims, dims, model.axes, base=base, nested=nested, has_adapter=has_adapter)
     return FamilyTable(axes)
 
 

@@ -3,8 +3,6 @@
 Shapes: N rows (one dim or several), I input features, O output features.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +29,8 @@ def int8_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
         [*N, O] in the dtype of x.
     """
     if not kernel.activations:
-        return frozen_matmul(x, kernel.values, partial(jnp.astype, dtype=x.dtype), kernel.scale)
+        dtype = x.dtype
+        return frozen_matmul(x, kernel.values, lambda values: values.astype(dtype), kernel.scale)
     dims = (((x.ndim - 1,), (0,)), ((), ()))
     rows, unit = round_to_int8(x, (x.ndim - 1,))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.published.quantization import without_quantization
 from jaxtrain.published.torchvision import torchvision_config
 
 _MOST_JSON_BYTES = 100_000_000
@@ -52,7 +53,7 @@ def read_published_config(path: Path) -> dict[str, Any]:
     found = read_json(file, ConfigError)
     if "model_type" not in found:
         raise ConfigError(f"{file} names no model_type; it is not the config.json of a published model")
-    return found
+    return without_quantization(found, where=file)
 
 
 def _torchvision(folder: Path) -> dict[str, Any] | None:

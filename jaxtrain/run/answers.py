@@ -8,7 +8,6 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.chat import answer_questions
 from jaxtrain.inference.generate import Sampling
 from jaxtrain.run.opened import OpenedRun
-from jaxtrain.run.published import FOLDER
 
 _DEFAULT_TOKENS = 200
 
@@ -44,8 +43,7 @@ def _format(run: OpenedRun) -> ChatFormat:
     tokenizer = run.tokenizer
     found = format_of_reading((run.info.get("data") or {}).get("reading"))
     if found is None and isinstance(tokenizer, NamedTokens):
-        kept = run.run_dir / FOLDER
-        found = published_format(files_beside(kept / "tokenizer.json"), str(kept), tokenizer)
+        found = published_format(files_beside(run.run_dir / "tokenizer.json"), str(run.run_dir), tokenizer)
     if found is None:
         raise ConfigError(
             f"{run.run_dir} has no chat template: it was not trained on data.kind=chat, and its published model came "

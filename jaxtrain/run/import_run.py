@@ -12,20 +12,27 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import check_fits, fresh_parts
+from jaxtrain.interop.fresh import check_fits
+from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.save import write_published
 from jaxtrain.interop.settings import settings_of
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.published.config_file import tokenizer_origin
+from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
+from jaxtrain.run.base import describe_start, start_of, trained_leaves
 from jaxtrain.run.lock import RunLock
+from jaxtrain.run.merged import write_merged
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.own_parts import own_parts
-from jaxtrain.run.published import origin_of
+from jaxtrain.run.published import base_folder, origin_of
 from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import run_metadata
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.assemble import assemble, open_run_data
+from jaxtrain.train.base import without_base
+from jaxtrain.train.own_step import OwnStep
 
 # Rows of what is not there are made up: nothing is trained on them.
 _MADE_UP_ROWS = 64
@@ -33,14 +40,20 @@ _LONGEST_ROW = 512
 
 
 def import_run(
-    path: str | Path, run_dir: str | Path, *, overrides: Iterable[str] = (), emulate: int | None = None
+    path: str | Path,
+    run_dir: str | Path,
+    *,
+    overrides: Iterable[str] = (),
+    base: str | Path | None = None,
+    emulate: int | None = None,
 ) -> Path:
     """Makes the directory of a run of a published model: its checkpoint at step 0, which every command opens.
 
     Args:
-        path: The published folder or file.
+        path: The published folder or file, or the folder of an adapter.
         run_dir: The directory to make.
         overrides: Settings of the run, as on the command line ("optimizer.kind=adamw").
+        base: The published model that an adapter is of.
         emulate: Number of CPU devices to emulate; None: the devices of the machine.
 
     Returns:
@@ -53,22 +66,24 @@ def import_run(
     run_dir = Path(run_dir)
     if is_run(run_dir):
         raise ConfigError(f"{run_dir} is a run already; name a new directory")
-    loaded = load_config(_defaults(str(path)), overrides=overrides, origin="import")
+    loaded = load_config(_imported(path, base), overrides=overrides, origin="import")
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     config, spent = loaded.config, TimeSpent()
     check_fits(config.model)
     main = distributed.is_main_process()
     run = assemble(config, open_run_data(config), name=run_dir.name)
-    start: dict[str, Any] = {"params": str(path), "skip": fresh_parts(config.model)}
+    start = start_of(run, OwnStep())
     with spent.measure("creating state"):
         state = jax.block_until_ready(run.step.init(config.seed, **start))
     run_dir.mkdir(parents=True, exist_ok=True)
     with distributed.on_main_process(RunLock(run_dir)):
         metadata = run_metadata(run, own_parts(model=None, task=None, data=None)) | {"digests": None}
+        below = describe_start(run, state, start)
+        metadata["base"] = None if below is None else below.as_json()
         record = open_record(loaded, run, run_dir, start=0, has_ended=False, metadata=metadata, spent=spent, main=main)
         record.begin(run)
         with spent.measure("saving"), Checkpointer(run_dir / "checkpoints") as checkpointer:
-            checkpointer.save(0, state, metadata=metadata)
+            checkpointer.save(0, without_base(state, trained_leaves(run.step)), metadata=metadata)
         record.close("imported", {}, Progress(process_index=1))
     return run_dir
 
@@ -80,9 +95,10 @@ def export_run(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     step: int | None = None,
+    merge: bool = False,
     emulate: int | None = None,
 ) -> Path:
-    """Writes a checkpoint of a run as a published folder.
+    """Writes a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
 
     Args:
         run_dir: Directory of the run.
@@ -90,29 +106,65 @@ def export_run(
         dtype: float32, float16 or bfloat16; None: that of the published model that the run started from, else float32.
         max_shard_size: Most bytes per file, as in "5GB".
         step: Step of the checkpoint; None: the newest intact one.
+        merge: Whether adapters are added to their base, and all weights are written.
         emulate: Number of CPU devices to emulate; None: the devices of the machine.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The folder is not empty, or no published family has the run's model.
-        CheckpointError: There is no intact checkpoint.
+        ConfigError: The folder is not empty, no published family has the run's model, or there is nothing to merge.
+        CheckpointError: There is no intact checkpoint, or what was merged is not what was trained.
     """
     run_dir = Path(run_dir)
     info = read_run(run_dir)
     distributed.start(emulate=emulate, compilation_cache=None)
     run = open_run(run_dir, step=step)
-    tokenizer = run_dir / "tokenizer.json"
+    file, origin = run_dir / "tokenizer.json", origin_of(run_dir)
+    settings = _settings(run.config.model, info.get("data") or {})
+    tokenizer = file.read_text(encoding="utf-8") if file.is_file() else None
+    model = run.sharded_model.model
+    has_adapters = model.adapted is not None and model.adapted.lora is not None
+    if merge and not has_adapters:
+        raise ConfigError(f"{run_dir} has no adapters to merge; leave --merge out")
+    if has_adapters and not merge:
+        if dtype not in (None, "float32"):
+            raise ConfigError(f"--dtype {dtype} is for weights, and adapters are written in float32; leave it out")
+        files = {} if origin is None else dict(origin.files)
+        if tokenizer is not None:
+            files.setdefault("tokenizer.json", tokenizer)
+        return write_adapter(
+            folder,
+            settings,
+            run.params,
+            model=model,
+            base_config={} if origin is None else origin.config,
+            base_files=files,
+            base_name=base_folder(run_dir),
+        )
+    if merge:
+        said = write_merged(
+            Path(folder),
+            settings,
+            run.params,
+            run.model_state,
+            model=model,
+            origin=origin,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+        )
+        print_remark(said)
+        return Path(folder)
     return write_published(
         folder,
-        _settings(run.config.model, info.get("data") or {}),
+        settings,
         run.params,
         run.model_state,
-        origin=origin_of(run_dir),
+        origin=origin,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        tokenizer=tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None,
+        tokenizer=tokenizer,
     )
 
 
@@ -125,6 +177,21 @@ def _settings(model: Group, data: Mapping[str, Any]) -> dict[str, Any]:
     if head is not None and head.get("num_labels", 0) is None:
         settings["head"] = {**head, "num_labels": data.get("num_outputs")}
     return settings
+
+
+def _imported(path: str | Path, base: str | Path | None) -> dict[str, Any]:
+    """The config of a run of a published model, or of an adapter over one."""
+    if not is_adapter_folder(path):
+        if base is not None:
+            raise ConfigError(f"--base {base} is for adapters, and {path} has no {CONFIG}; leave --base out")
+        return _defaults(str(path))
+    if base is None:
+        named = open_adapter_folder(path).config.base
+        raise ConfigError(
+            f"{path} is an adapter of {named or 'a base that it does not name'}; write --base and the folder of that "
+            "model"
+        )
+    return _defaults(str(base)) | {"finetune": {"adapter": str(path)}}
 
 
 def _defaults(path: str) -> dict[str, Any]:

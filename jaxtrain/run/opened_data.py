@@ -36,7 +36,9 @@ def open_saved_data(
     _check_tokenizer(data, tokenizer, run_dir)
     remarks = []
     same = saved.get("fingerprint") == json.loads(json.dumps(data.fingerprint))
-    if data.reading is not None and saved.get("reading") is None and not same:
+    # A template of chats neither scales nor numbers anything.
+    has_values = data.reading is not None and data.counts is None
+    if has_values and saved.get("reading") is None and not same:
         remarks.append(
             "run.json does not say how the run scaled its inputs and numbered its classes; those of this data are "
             "used, and metrics are wrong where they differ"

@@ -57,6 +57,12 @@ def origin_of(run_dir: Path) -> Origin | None:
     return Origin(json.loads((kept / "config.json").read_text(encoding="utf-8")), files, record.get("dtypes", {}))
 
 
+def base_folder(run_dir: Path) -> str | None:
+    """Returns where the published model was that a run started from, or None."""
+    record = run_dir / FOLDER / _RECORD
+    return json.loads(record.read_text(encoding="utf-8"))["folder"] if record.is_file() else None
+
+
 def _digest(published: PublishedModel) -> str:
     tensors = {name: [list(shape), str(dtype)] for name, (shape, dtype) in published.source.tensors.items()}
     text = json.dumps([dict(published.source.config), tensors], sort_keys=True)

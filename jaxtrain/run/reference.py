@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ import numpy as np
 from jaxtrain.checkpoint.arrays import from_process_0, storable
 from jaxtrain.checkpoint.digest import digests
 from jaxtrain.data import Data
+from jaxtrain.data.entries import with_entry
 from jaxtrain.errors import CheckpointError, DataError, UserError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run, reading_threads, training_batches
-from jaxtrain.train.reference import compute_reference, lacks_reference, with_reference
+from jaxtrain.train.reference import ENTRY, compute_reference, lacks_reference, with_reference
 
 if TYPE_CHECKING:
     import grain
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from jaxtrain.train.state import TrainState
 
 FILE = "reference.npz"
-# SHA-256 or digests of `rows`, `params` and `values`.
+_PROBED_ROWS = 64
+# SHA-256 of `rows`, `held_out`, `params` and `values`.
 Record = dict[str, Any]
 
 
@@ -142,10 +145,11 @@ def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path)
     if held_out is None or not lacks_reference(task, held_out[0]):
         return rows
     path = run_dir / FILE
-    if isinstance(rows, Data) and path.is_file():
+    if path.is_file():
         found = read_reference(path)
-        if found.record.get("rows") == _rows_digest(rows) and found.validation is not None:
-            return with_reference(rows, found.train, found.validation)
+        if found.validation is not None and found.record.get("held_out") == _probe(held_out):
+            known = with_entry(held_out, ENTRY, found.validation)
+            return dataclasses.replace(rows, validation=known) if isinstance(rows, Data) else known
     raise DataError(
         f"task {task.name!r} compares with the model that the run started from, and {path} has no numbers of these "
         "rows; evaluate the held-out rows of the run itself, or give rows with an entry 'reference'"
@@ -159,12 +163,13 @@ def read_reference(path: Path) -> Reference:
         CheckpointError: it is damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # Of bytes: NumPy leaves a file that is no archive open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
             record = json.loads(str(arrays["record"]))
             train = arrays["train"]
             validation = arrays.get("validation")
         intact = record["values"] == _values_digest(train, validation)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path} cannot be read ({' '.join(str(error).split())[:100]}); delete it, and it is computed again where "
             "the parameters that the run started from can be had"
@@ -202,7 +207,8 @@ def _computed(run: Run, state: "TrainState", progress: Progress) -> Reference:
         assert train is not None
         count = len(train) + (0 if validation is None else len(validation))
         phase.note(f"{count:,} rows, kept in {FILE}")
-        record = {"rows": _rows_digest(data), "params": _params_digest(state)}
+        held_out = None if data.validation is None else _probe(data.validation)
+        record = {"rows": _rows_digest(data), "held_out": held_out, "params": _params_digest(state)}
     return Reference(train, validation, {**record, "values": _values_digest(train, validation)})
 
 
@@ -216,6 +222,19 @@ def _write(reference: Reference, run_dir: Path) -> None:
 def _rows_digest(data: Data) -> str:
     counts = [len(data.train), None if data.validation is None else len(data.validation)]
     return _sha256(json.dumps([data.fingerprint, counts], sort_keys=True).encode())
+
+
+def _probe(rows: "grain.MapDataset") -> str:
+    """A digest of the number of rows and of the content of some of them, which tells rows apart wherever they are."""
+    numbers = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _PROBED_ROWS)).astype(int)).tolist()
+    parts = [str(len(rows)).encode()]
+    for number in numbers:
+        row: Any = rows[number]
+        entries = {name: entry for name, entry in row.items() if name != ENTRY}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(entries):
+            array = np.ascontiguousarray(leaf)
+            parts += [f"{path_name(path)} {array.dtype.str} {array.shape}".encode(), array.tobytes()]
+    return _sha256(*parts)
 
 
 def _values_digest(train: np.ndarray, validation: np.ndarray | None) -> str:

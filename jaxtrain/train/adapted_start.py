@@ -91,9 +91,13 @@ def as_adapted(given: Given, sharded_model: ShardedModel, drawn: Params) -> tupl
         # One kernel at a time: its floats are gone before those of the next are read.
         for place in dict.fromkeys(below.values()):
             name = quantized[place]
-            kernel = given.fetch({name: floats[name]})[name]
-            parts = {path: wanted[path].sharding for path in below if below[path] == place}
-            found |= _quantized(kernel, name, place, parts, sharded_model)
+            inside = {path.removeprefix(f"{place}/"): wanted[path] for path in below if below[path] == place}
+            if given.fetch_quantized is None:
+                kernel = given.fetch({name: floats[name]})[name]
+                parts = _quantized(kernel, name, inside, sharded_model)
+            else:
+                parts = given.fetch_quantized(name, inside, sharded_model.model.linears[name])
+            found |= {f"{place}/{inner}": array for inner, array in parts.items()}
         return found
 
     return Given(given.name, leaves, given.cast, fetch), frozenset(free)
@@ -138,18 +142,19 @@ def _from_host(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _quantized(
-    kernel: jax.Array, name: str, place: str, parts: Mapping[str, Any], sharded_model: ShardedModel
+    kernel: jax.Array, name: str, wanted: Mapping[str, jax.ShapeDtypeStruct], sharded_model: ShardedModel
 ) -> dict[str, jax.Array]:
-    """The arrays of a quantized kernel, in their shardings."""
+    """The arrays of a quantized kernel by their names in it, in their shardings."""
     model = sharded_model.model
     assert model.adapted is not None
     dims, adapted = model.linears[name], model.adapted
 
     def quantize(kernel: jax.Array) -> dict[str, jax.Array]:
         small = paths_of(quantized_kernel(kernel, dims, adapted.base, adapted.double_quantization))
-        return {path: small[path.removeprefix(f"{place}/")] for path in parts}
+        return {inner: small[inner] for inner in wanted}
 
-    return jax.jit(quantize, out_shardings=dict(parts))(kernel)
+    shardings = {inner: like.sharding for inner, like in wanted.items()}
+    return jax.jit(quantize, out_shardings=shardings)(kernel)
 
 
 def _kernels(params: Params) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.load import read_places
+from jaxtrain.interop.quantize import read_kernel
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.runtime.donation import first_deleted
@@ -33,12 +34,18 @@ class Given:
         leaves: path -> array, or the shape and dtype of a saved one.
         cast: whether floating dtypes may differ from the model's: those of a run are of its policy.
         fetch: path -> shape, dtype and sharding of what is taken; gives path -> array.
+        fetch_quantized: path of a kernel, what is wanted of it as a quantized one (name of an array such as "codes" ->
+            shape, dtype and sharding), and its numbers of input and output dims; gives name -> array. None: kernels
+            are fetched as floats, whole.
     """
 
     name: str
     leaves: Mapping[str, Any]
     cast: bool
     fetch: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
+    fetch_quantized: (
+        Callable[[str, Mapping[str, jax.ShapeDtypeStruct], tuple[int, int]], Mapping[str, jax.Array]] | None
+    ) = None
 
 
 def paths_of(tree: Any) -> dict[str, Any]:
@@ -78,12 +85,17 @@ def published_part(
     def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
         return read_places(published, places, wanted)
 
+    def fetch_quantized(
+        path: str, wanted: Mapping[str, jax.ShapeDtypeStruct], dims: tuple[int, int]
+    ) -> Mapping[str, jax.Array]:
+        return read_kernel(published, places[path], wanted, dims)
+
     # Floats are cast while they are read, one slice at a time.
     leaves = {
         path: jax.ShapeDtypeStruct(place.shape, known[path].dtype if path in known else place.dtype)
         for path, place in places.items()
     }
-    return Given(name, leaves, cast=True, fetch=fetch)
+    return Given(name, leaves, cast=True, fetch=fetch, fetch_quantized=fetch_quantized)
 
 
 def saved_part(

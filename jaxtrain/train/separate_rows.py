@@ -81,16 +81,26 @@ def _mixes_rows(program: StepProgram, batch: Batch) -> bool:
             return True
         if not calls or sum(leaf.size for call in calls for leaf in call.leaves) > _MOST_NUMBERS:
             return False
-        changed = [call.with_other_rows(numbers) for call in calls]
-        before, after = gradients(calls, rows), gradients(changed, others)
+        before = gradients(calls, rows)
+        # Of a loss that gives the model several inputs per row, one order of them shows rows apart, the other does not.
+        orders = (False, True) if any(call.has_several_per_row for call in calls) else (False,)
+        after = {
+            by_row: gradients([call.with_other_rows(numbers, by_row=by_row) for call in calls], others)
+            for by_row in orders
+        }
     except UserError:
         raise
     except Exception:  # a loss may need more than random numbers: it shows its mistakes when the step is traced
         return False
+    return all(_first_row_differs(calls, before, changed, by_row=by_row) for by_row, changed in after.items())
+
+
+def _first_row_differs(calls: "list[_Drawn]", before: Any, after: Any, *, by_row: bool) -> bool:
+    """Whether gradients of the outputs of the first row differ, in one order of the outputs (see `_Drawn.places`)."""
     return any(
         _differ(a[index], b[index])
         for call, first, second in zip(calls, before, after, strict=True)
-        for index, a, b in zip(call.indices_of_first_row, first, second, strict=True)
+        for index, a, b in zip(call.indices_of_first_row(by_row=by_row), first, second, strict=True)
         if index is not None
     )
 
@@ -140,26 +150,41 @@ class _Drawn:
         return [leaf for leaf in self.leaves if leaf.dtype.kind == "f"]
 
     @property
-    def indices_of_first_row(self) -> list[tuple[Any, ...] | None]:
-        """Where the first row is in each of `floats`; None: the leaf has no rows.
+    def has_several_per_row(self) -> bool:
+        """Whether the model was given several inputs for each row."""
+        return any(
+            dim is not None and leaf.shape[dim] > _ROWS for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        )
 
-        Outputs of several times the rows are those of several inputs one behind the other.
+    @staticmethod
+    def places(count: int, *, by_row: bool) -> np.ndarray:
+        """Which of `count` outputs are of the first row: bool [count].
+
+        Args:
+            count: of the outputs, which may be several times the rows.
+            by_row: whether the outputs of a row are one behind the other (the answers of a pair); if not, those of all
+                rows are (a clean and a noisy batch).
         """
+        return np.arange(count) < count // _ROWS if by_row else np.arange(count) % _ROWS == 0
+
+    def indices_of_first_row(self, *, by_row: bool) -> list[tuple[Any, ...] | None]:
+        """Where the first row is in each of `floats`; None: the leaf has no rows."""
         pairs = zip(self.leaves, self.dims, strict=True)
         return [
-            None if dim is None else (*[slice(None)] * dim, slice(None, None, _ROWS))
+            None if dim is None else (*[slice(None)] * dim, self.places(leaf.shape[dim], by_row=by_row))
             for leaf, dim in pairs
             if leaf.dtype.kind == "f"
         ]
 
-    def with_other_rows(self, numbers: np.random.Generator) -> "_Drawn":
+    def with_other_rows(self, numbers: np.random.Generator, *, by_row: bool) -> "_Drawn":
         """The same first row with others behind it."""
         changed = []
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
             if dim is None:
                 changed.append(leaf)
                 continue
-            kept = np.arange(leaf.shape[dim]).reshape([-1 if d == dim else 1 for d in range(leaf.ndim)]) % _ROWS == 0
+            kept = self.places(leaf.shape[dim], by_row=by_row)
+            kept = kept.reshape([-1 if d == dim else 1 for d in range(leaf.ndim)])
             changed.append(np.where(kept, leaf, _random(leaf, numbers)))
         return _Drawn(self.structure, changed, self.dims)
 

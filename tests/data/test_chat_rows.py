@@ -117,6 +117,14 @@ def test_a_saved_template_comes_before_that_of_the_folder(tmp_path):
         open_data(config, sequence_length=64)
 
 
+def test_the_template_of_a_run_of_a_published_model(tmp_path):
+    """A run keeps the small files of its model in the folder published, and its tokenizer beside it."""
+    chat_folder(tmp_path / "published")
+    shutil.move(tmp_path / "published" / "tokenizer.json", tmp_path)
+    config = {"kind": "file", "path": str(tmp_path / "tokenizer.json")}
+    assert said(opened(tmp_path, [FORMS["texts"]], tokenizer=config)) == [TEXT]
+
+
 def rows_of(data):
     """All rows as one batch."""
     return data.train.gather(np.arange(len(data.train)))
@@ -272,6 +280,7 @@ WRONG = {
     "from": ({"messages": [{"from": "human", "value": "x"}]}, {}, DataError, r"from and value are role and content"),
     "no content": ({"messages": [{"role": "user"}]}, {}, DataError, r"messages\[0\] has no content"),
     "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "chats are text alone"),
+    "half a character": ({"messages": messages("\ud800", "y")}, {}, DataError, r"messages\[0\] has half a character"),
     "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer \(roles: user\)"),
     "an empty answer": ({"messages": messages("x", " ")}, {}, DataError, r"rows.jsonl:2 has an empty answer"),
     "an answer first": ({"messages": messages("x", "y")[1:]}, {}, DataError, r"rows.jsonl:2 begins with an answer"),
@@ -307,7 +316,7 @@ WRONG = {
     "no template file": (None, {"template": "x.jinja"}, DataError, "data.template x.jinja does not exist"),
     "another stop": (None, {"stop": "<|eos|>"}, DataError, r"data.stop='<|eos|>' is no token"),
     "a stop that is not written": (None, {"stop": "</s>"}, ConfigError, r"writes no stop token"),
-    "no date": (None, {"date": "2024-13-01"}, ConfigError, "data.date=2024-13-01 is no date"),
+    "no date": (None, {"date": "2024-13-01"}, ConfigError, "date=2024-13-01 is no date"),
     "another file": (None, {"path": str(FOLDER / "chatml.jinja")}, DataError, "no .jsonl or .parquet file"),
     "nothing fits": (None, {"sequence_length": 4}, DataError, "no conversation with an answer within 4 tokens"),
     "too few": (None, {"validation_fraction": 0.5}, DataError, "too few rows"),

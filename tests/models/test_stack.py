@@ -11,7 +11,9 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "sqrt"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.long), "full", pytest.param("sqrt", marks=pytest.mark.long)]
+)
 def test_scanned_and_unrolled_blocks_agree(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, gradients and batch statistics; other fusions sum in another order, so within rounding (2^-24).
 

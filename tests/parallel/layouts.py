@@ -14,10 +14,12 @@ import optax
 from pydantic import TypeAdapter
 
 from jaxtrain.config.data import DigitsData, TextData
+from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
 from jaxtrain.data import Batches, open_data
 from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
@@ -146,6 +148,15 @@ CASES = {
         TextData(),
         32,
         ADAMW,
+        1.0,
+    ),
+    # Adapters of every linear layer, with dropout: a mask per layer, linear layer and row.
+    "adapters": Case(
+        lambda remat: adapt(transformer(remat), lora=LoraConfig(rank=4, dropout=0.1)),
+        language_modeling(),
+        TextData(),
+        32,
+        AdamWConfig(learning_rate=3e-3, weight_decay=0.1),
         1.0,
     ),
     "resnet": Case(

@@ -120,6 +120,7 @@ def test_varies_what_is_asked_for_and_nothing_else():
         search(config, H100X8, vary=("mesh", "colour"))
 
 
+@pytest.mark.long
 def test_a_layout_is_refused_by_the_planner_where_the_trainer_refuses_it():
     """Every mesh and schedule on 4 devices: the step can be built just where the plan says so, with its bytes."""
     config = config_of("quickstart", *SMALL, "model.max_sequence_length=4096", "model.num_heads=2")

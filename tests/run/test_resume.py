@@ -355,7 +355,14 @@ def test_metrics_have_the_keys_of_the_design(trained: Path) -> None:
     assert [row["step"] for row in evaluated] == [3]
 
 
-@pytest.mark.parametrize("left", ["", "{broken", "[1]"], ids=["empty", "cut off", "another value"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param("", id="empty", marks=pytest.mark.long),
+        pytest.param("{broken", id="cut off"),
+        pytest.param("[1]", id="another value", marks=pytest.mark.long),
+    ],
+)
 def test_a_damaged_run_json_does_not_stop_a_resume(left, tmp_path):
     folder = tmp_path / "run"
     jt.run_config(TINY, overrides={"train.steps": 2}, run_dir=folder)

@@ -208,3 +208,28 @@ def test_a_metric_that_looks_like_one_of_an_evaluation_is_refused(name):
 
     with pytest.raises(jt.ConfigError, match="would be taken for one of an evaluation; rename it"):
         first_step(task(loss), "plain", 1)
+
+
+def two_per_row(apply, batch, key):
+    """Two inputs per row, one behind the other, as the answers of a pair."""
+    both = jnp.stack([batch["inputs"], 2 * batch["inputs"]], axis=1)
+    outputs = apply(both.reshape(-1, WIDTH)).reshape(-1, 2, WIDTH)
+    return jnp.sum(jnp.square(outputs[:, 0] - outputs[:, 1]), axis=-1), {}
+
+
+def two_per_row_mixed(apply, batch, key):
+    both = jnp.stack([batch["inputs"], 2 * batch["inputs"]], axis=1)
+    outputs = apply(both.reshape(-1, WIDTH)).reshape(-1, 2, WIDTH)
+    return jnp.sum(jnp.square(outputs[:, 0] - jnp.mean(outputs[:, 1], axis=0)), axis=-1), {}
+
+
+@pytest.mark.parametrize("loss", [two_per_row, two_per_row_mixed])
+def test_inputs_of_a_row_may_be_one_behind_the_other(loss):
+    model = jt.from_functions(lambda key: {"w": jnp.eye(WIDTH)}, lambda params, x: x @ params["w"])
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    step = jt.make_train_step(model, jt.Task.calling("two", loss), optax.sgd(0.1), mesh=mesh, accumulation_steps=2)
+    if loss is two_per_row:
+        step.trace(BATCH)
+        return
+    with pytest.raises(jt.ConfigError, match="mixes rows"):
+        step.trace(BATCH)

@@ -257,9 +257,9 @@ def losses_of(policy: str) -> tuple[list[float], Any, set[Any], set[Any]]:
     [
         # bf16 has 8 bits: rounding of 2^-9 a product, over a loss of about 1.
         ("bf16", jnp.float32, 2e-2),
-        ("bf16_pure", jnp.bfloat16, 3e-2),
+        pytest.param("bf16_pure", jnp.bfloat16, 3e-2, marks=pytest.mark.long),
         ("fp16", jnp.float32, 2e-3),
-        ("tf32", jnp.float32, 1e-2),
+        pytest.param("tf32", jnp.float32, 1e-2, marks=pytest.mark.long),
     ],
 )
 def test_precision_policies_follow_fp32(policy: str, param_dtype: Any, tolerance: float) -> None:

@@ -192,7 +192,17 @@ def _message(where: str, value: Any) -> Message:
         raise DataError(f"{where} has a content of type {type(found['content']).__name__}; chats are text alone")
     if "content" not in found and "tool_calls" not in found:
         raise DataError(f"{where} has no content; write {{role: {found['role']}, content: ...}}")
+    if not _is_text(found.get("content", "")):
+        raise DataError(f"{where} has half a character (a lone surrogate such as \\ud800); fix or remove the row")
     return found
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked(conversation: Conversation) -> Conversation:

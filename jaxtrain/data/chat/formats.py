@@ -22,6 +22,8 @@ BUILT_IN = {
 }
 TEMPLATE_FILE = "chat_template.jinja"
 _FILES = (TEMPLATE_FILE, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+# Folder of a run, beside its tokenizer, with the small files of the published model that it started from.
+_OF_A_RUN = "published"
 _KIND = "chat"
 
 
@@ -101,7 +103,7 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
     """Returns the text of the files of a published model that say how it chats, by name.
 
     Args:
-        tokenizer: Its tokenizer.json, or the GGUF file that holds everything.
+        tokenizer: Its tokenizer.json, the copy of it in a run, or the GGUF file that holds everything.
 
     Raises:
         DataError: A file is not UTF-8.
@@ -109,7 +111,9 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
     tokenizer = tokenizer.expanduser()
     if tokenizer.suffix == ".gguf":
         return tokenizer_files(tokenizer, read_gguf(tokenizer).metadata)
-    return {name: _text(tokenizer.parent / name) for name in _FILES if (tokenizer.parent / name).is_file()}
+    kept = tokenizer.parent / _OF_A_RUN
+    folder = kept if kept.is_dir() else tokenizer.parent
+    return {name: _text(folder / name) for name in _FILES if (folder / name).is_file()}
 
 
 def published_format(files: Mapping[str, str], where: str, tokenizer: NamedTokens) -> ChatFormat | None:

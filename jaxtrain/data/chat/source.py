@@ -87,11 +87,7 @@ def open_chat(
     tokenizer = build_tokenizer(config.tokenizer, _texts(said.conversations), special=added_tokens(config))
     assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
     form = format_of_reading(reading) or chat_format(config, tokenizer)
-    try:
-        today = datetime.date.fromisoformat(config.date)
-    except ValueError:
-        raise ConfigError(f"data.date={config.date} is no date; write it as in data.date=2024-07-26") from None
-    template = compile_template(form, today=today)
+    template = compile_template(form, today=datetime.date.fromisoformat(config.date))
     encoder = chat_encoder(tokenizer)
     masked = masked_tokens(said.conversations, template, encoder, train_on=config.train_on)
     fitted = fit(masked, length=sequence_length, too_long=config.too_long, together=2 if pairs else 1)

@@ -91,7 +91,7 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
     try:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
-        said = str(error.message).splitlines()[0]
+        said = str(error.message).splitlines()[0].rstrip(".")
         raise ConfigError(
             f"the chat template {format.label} has an error in line {error.lineno}: {said}; mend it, or set "
             "data.template to another"

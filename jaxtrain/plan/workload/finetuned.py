@@ -90,10 +90,10 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
             params[f"{path}/lora_a"] = (*shape[:after], lora.rank)
             params[f"{path}/lora_b"] = (*shape[:first], lora.rank, *shape[after:])
     rows = dict(axes)
+    nested = base == "nf4" and config.finetune.double_quantization
     for path, dims in kernels.items():
-        nested = base == "nf4" and config.finetune.double_quantization
-        num_dims = len(tensors.params[path])
-        rows |= adapted_rows(path, num_dims, dims, axes, base=base, nested=nested, has_adapter=path in found)
+        num_dims, has_adapter = len(tensors.params[path]), path in found
+        rows |= adapted_rows(path, num_dims, dims, axes, base=base, nested=nested, has_adapter=has_adapter)
     adapters = {
         path: sum(math.prod(params[f"{path}{factor}"]) for factor in LOW_RANK) / math.prod(tensors.params[path])
         for path in found

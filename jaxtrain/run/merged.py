@@ -1,0 +1,147 @@
+"""The adapters of a run merged into their base, and the folder opened again before it gets its name."""
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.folders import empty_folder
+from jaxtrain.interop.pretrained import load_pretrained
+from jaxtrain.interop.save import Origin, write_published
+from jaxtrain.models.merge import base_params, merge_adapters, num_kernels
+from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.runtime.remarks import print_remark
+
+_ROWS, _TOKENS = 4, 32
+# Sums of float32 in another order, as a share of the range of the logits: the tests of published models allow as much.
+_SUMS = 1e-4
+# How often the mean error of a sum of roundings may be exceeded by the largest of some thousand logits.
+_LARGEST = 8
+
+
+def write_merged(
+    folder: Path,
+    settings: Mapping[str, Any],
+    params: Params,
+    model_state: ModelState,
+    *,
+    model: Model,
+    origin: Origin | None,
+    dtype: str | None,
+    max_shard_size: str,
+    tokenizer: str | None,
+) -> str:
+    """Writes the merged model as a published folder, if it gives the logits of the base with its adapters.
+
+    Args:
+        folder: The folder to make.
+        settings: Our model group, from `settings_of`.
+        params, model_state: Of the adapted model.
+        model: The adapted model.
+        origin, dtype, max_shard_size, tokenizer: See `write_published`.
+
+    Returns:
+        A line for people: by how much the logits differ, and what rounding explains.
+
+    Raises:
+        ConfigError: The folder is not empty, there are several processes, or no family can say the model.
+        CheckpointError: The logits differ by more than rounding explains; nothing is written.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError("--merge compares logits in one process, and there are several; run it in one")
+    with empty_folder(folder):
+        pass
+    assert model.adapted is not None
+    if model.adapted.base is not None:
+        print_remark(
+            f"the base is in {model.adapted.base}: its kernels become floats as they are, and the adapters, which were "
+            "trained on them, are added to those"
+        )
+    inputs, original = _rows(settings), model.adapted.original
+    adapted = _outputs(model, params, model_state, inputs)
+    without = _outputs(original, base_params(params, model), model_state, inputs)
+    merged = merge_adapters(params, model)
+    _compare(adapted, _outputs(original, merged, model_state, inputs), written="float32", kernels=1)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write_published(
+            partial,
+            settings,
+            merged,
+            model_state,
+            origin=origin,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+        )
+        # What others will read: the files.
+        opened = load_pretrained(partial)
+        found = _outputs(opened.model, opened.params, opened.model_state, inputs)
+        written = opened.published.source.config["dtype"]
+        difference, bound = _compare(adapted, found, written=written, kernels=num_kernels(model))
+        if folder.exists():
+            folder.rmdir()  # it is empty
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    moved = float(np.abs(adapted - without).max()) / _width(adapted)
+    lost = "; most of what was learned is lost: use --dtype float32" if difference > moved / 2 > 0 else ""
+    return (
+        f"merged: logits differ by {difference:.1e} of their range from base and adapters (rounding to {written} "
+        f"explains {bound:.1e}), and the adapters move them by {moved:.1e}{lost}"
+    )
+
+
+def _rows(settings: Mapping[str, Any]) -> Any:
+    """Rows to compare logits on, random ones: what they are does not matter, and a run's data may be gone."""
+    draw = np.random.default_rng(0)
+    if "vocab_size" not in settings:
+        size = settings.get("image_size") or 224
+        return jnp.asarray(draw.normal(size=(_ROWS, size, size, settings.get("channels", 3))), jnp.float32)
+    shape = (_ROWS, min(_TOKENS, settings["max_sequence_length"]))
+    tokens = jnp.asarray(draw.integers(0, settings["vocab_size"], shape), jnp.int32)
+    return {"tokens": tokens, "decoder_tokens": tokens} if settings["kind"] == "encoder_decoder" else tokens
+
+
+def _outputs(model: Model, params: Params, model_state: ModelState, inputs: Any) -> np.ndarray:
+    def apply(params: Params, model_state: ModelState, inputs: Any) -> Any:
+        outputs, _ = model.apply(params, model_state, inputs, key=None, train=False)
+        return outputs["logits"] if isinstance(outputs, Mapping) else outputs
+
+    return np.asarray(jax.jit(apply)(_as_float32(params), model_state, inputs), np.float32)
+
+
+def _as_float32(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
+
+
+def _width(outputs: np.ndarray) -> float:
+    return float(np.ptp(outputs)) or 1.0
+
+
+def _compare(expected: np.ndarray, found: np.ndarray, *, written: str, kernels: int) -> tuple[float, float]:
+    """The largest difference of two outputs as a share of their range, and what rounding explains of it.
+
+    Each number that is written is off by up to half a unit in its last place, at random: a layer's outputs by a share
+    `eps / sqrt(48)` of their size, and the outputs of N layers in a row by sqrt(N) times that.
+
+    Raises:
+        CheckpointError: They differ by more than that, or are not finite.
+    """
+    eps = float(jnp.finfo(jnp.dtype(written)).eps)
+    bound = _SUMS + _LARGEST * eps / math.sqrt(48) * math.sqrt(kernels)
+    difference = float(np.abs(expected - found).max()) / _width(expected) if expected.shape == found.shape else math.inf
+    if not difference <= bound:
+        raise CheckpointError(
+            f"the merged model is not the base with its adapters: its logits differ by {difference:.1e} of their "
+            f"range, and rounding to {written} in {kernels} kernels explains {bound:.1e}; nothing is written. Use "
+            "--dtype float32, or leave --merge out to write the adapters alone"
+        )
+    return difference, bound

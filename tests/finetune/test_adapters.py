@@ -1,0 +1,212 @@
+"""Adapters of a model: what they train under every policy and optimizer, their dropout, merging, and users' models."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from pydantic import TypeAdapter
+
+import jaxtrain as jt
+from jaxtrain.config.optimizers import OptimizerConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.runtime.tree_path import path_name
+
+MODEL: dict[str, Any] = dict(
+    kind="transformer", num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_sequence_length=16, vocab_size=64
+)
+TOKENS = np.random.default_rng(0).integers(0, 8, (8, 17)).astype(np.int32)
+BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+
+
+def model(**options: Any) -> jt.Model:
+    return jt.build_model(MODEL | options, input_shape=(16,))
+
+
+def step_of(model: jt.Model, optimizer: Any = None, *, policy: str = "fp32", **options: Any) -> jt.TrainStep:
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    made = optax.adam(1e-2) if optimizer is None else optimizer
+    return jt.make_train_step(model, jt.language_modeling(), made, mesh=mesh, policy=policy, **options)
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+    return {path_name(path): np.array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def optimizer_of(kind: str, model: jt.Model) -> Any:
+    kind, _, moments = kind.partition(" ")
+    options = {"min_dim_size_to_factor": 4} if kind == "adafactor" else {"moments": moments} if moments else {}
+    config = TypeAdapter(OptimizerConfig).validate_python({"kind": kind, "learning_rate": 1e-2, **options})
+    return build_optimizer(config, optax.constant_schedule(1e-2), axes=model.axes, stack="blocks")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": dict(policy="bf16"),
+    "fp16": dict(policy="fp16"),
+    "fp8": dict(policy="fp8"),
+    "moving average": dict(ema_decay=0.9),
+    "offloaded optimizer": dict(offload_optimizer=True),
+    "muon": dict(kind="muon"),
+    "adafactor": dict(kind="adafactor"),
+    "moments in int8": dict(kind="adamw int8"),
+    "base in int8": dict(base="int8"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "bf16" else pytest.mark.long) for name in SETTINGS]
+)
+def test_the_first_loss_is_the_bases_and_the_base_stays(name: str) -> None:
+    settings = dict(SETTINGS[name])
+    kind, base = settings.pop("kind", "adamw"), settings.pop("base", None)
+    adapted = jt.adapt(model(), lora=jt.LoraConfig(rank=4), base=base)
+    step = step_of(adapted, optimizer_of(kind, adapted), **settings)
+    state = step.init(0)
+    before = by_path(state.params)
+    losses = []
+    for _ in range(6):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    # The product of the factors is exactly 0 at first.
+    if base is None:
+        plain = step_of(model(), policy=settings.get("policy", "fp32"))
+        assert losses[0] == float(plain(plain.init(0), BATCH)[1]["loss"])
+    assert losses[-1] < losses[0]
+    for path, leaf in by_path(state.params).items():
+        trained = path.endswith(("lora_a", "lora_b"))
+        assert np.array_equal(leaf, before[path]) != trained, path
+    moments = [leaf.size for leaf in jax.tree.leaves(step.abstract_state.optimizer_state)]
+    assert sum(moments) < 3 * sum(leaf.size for path, leaf in before.items() if path.endswith(("lora_a", "lora_b")))
+
+
+def test_dropout_drops_inputs_of_adapters_in_training_alone() -> None:
+    params, _ = model().init(jax.random.key(0))
+    adapted = jt.adapt(model(), lora=jt.LoraConfig(rank=4, dropout=0.5))
+    params, _ = adapted.init(jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf + 0.1 if path_name(path).endswith("lora_b") else leaf, params
+    )
+
+    def outputs(key: int | None, *, train: bool) -> np.ndarray:
+        given = None if key is None else jax.random.key(key)
+        return np.asarray(adapted.apply(params, {}, BATCH["inputs"], key=given, train=train)[0])
+
+    assert np.array_equal(outputs(1, train=False), outputs(None, train=True))
+    assert np.array_equal(outputs(1, train=True), outputs(1, train=True))
+    assert not np.array_equal(outputs(1, train=True), outputs(2, train=True))
+    assert not np.array_equal(outputs(1, train=True), outputs(1, train=False))
+
+
+@pytest.mark.parametrize("base", [None, pytest.param("int8", marks=pytest.mark.long)])
+def test_merged_parameters_give_the_adapted_logits(base: str | None) -> None:
+    adapted = jt.adapt(model(), lora=jt.LoraConfig(rank=4, rank_stabilised=True), base=base)
+    params, _ = adapted.init(jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf + 0.02 if path_name(path).endswith("lora_b") else leaf, params
+    )
+    merged = jt.merge_adapters(params, adapted)
+    assert jax.tree.structure(merged) == jax.tree.structure(model().init(jax.random.key(0))[0])
+    found, _ = model().apply(merged, {}, BATCH["inputs"], key=None, train=False)
+    expected, _ = adapted.apply(params, {}, BATCH["inputs"], key=None, train=False)
+    # Sums of 64 products in float32 in another order, through two layers.
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class Plain(nnx.Module):
+    """A user's module of layers that are not ours."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.embedding = nnx.Embed(64, 16, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return self.embedding.attend(x)
+
+
+def stacked() -> jt.Model:
+    def layers(stack: Any, carry: Any, inputs: Any, *, first_layer: Any, key: Any, train: bool) -> Any:
+        return jax.lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer), None), carry, stack["w"])[0]
+
+    parts = jt.Parts(
+        stack="blocks",
+        num_layers=2,
+        embed=lambda params, inputs, *, key, train: params["table"][inputs],
+        layers=layers,
+        head=lambda params, carry, *, train: carry @ params["table"].T,
+    )
+    draw = jax.random.normal
+    return jt.from_functions(
+        lambda key: {"blocks": {"w": 0.1 * draw(key, (2, 16, 16))}, "table": 0.1 * draw(key, (64, 16))}, parts=parts
+    )
+
+
+OWN_MODELS = {
+    "NNX": (lambda: jt.from_nnx(Plain), ("layers/*/kernel",), 2),
+    "functions with a stack": (stacked, ("blocks/w",), 1),
+}
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_kernels_of_users_models_get_adapters_by_path(name: str) -> None:
+    make, targets, count = OWN_MODELS[name]
+    adapted = jt.adapt(make(), lora=jt.LoraConfig(rank=2, targets=targets))
+    assert adapted.adapted is not None
+    assert len(adapted.adapted.targets) == count
+    step = step_of(adapted)
+    state = step.init(0)
+    before = by_path(state.params)
+    plain = step_of(make())
+    first = float(plain(plain.init(0), BATCH)[1]["loss"])
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == first
+    assert losses[-1] < first
+    changed = {path for path, leaf in by_path(state.params).items() if not np.array_equal(leaf, before[path])}
+    assert changed == {path for path in before if path.endswith(("lora_a", "lora_b"))}
+    merged = jt.merge_adapters(state.params, adapted)
+    expected, _ = adapted.apply(state.params, {}, BATCH["inputs"], key=None, train=False)
+    found, _ = make().apply(merged, {}, BATCH["inputs"], key=None, train=False)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        pytest.param(model, dict(targets=("qeury",)), r"'qeury' matches no linear layer .* query", id="near name"),
+        pytest.param(model, dict(rank=64), r"rank=64 exceeds a dim of blocks/attention/\w+ .* rank=32", id="rank"),
+        pytest.param(lambda: jt.from_nnx(Plain), {}, r"targets='\*' is for .* name its kernels", id="not our layers"),
+        pytest.param(
+            lambda: jt.from_nnx(Plain),
+            dict(rank=2, targets=("layers/*",), dropout=0.1),
+            "dropout=0.1 is for layers",
+            id="dropout of layers that are not ours",
+        ),
+        pytest.param(
+            lambda: model(experts=dict(num_experts=2, experts_per_token=1)),
+            {},
+            r"includes the experts .* targets=\('key', 'output'",
+            id="every layer of experts",
+        ),
+        pytest.param(
+            lambda: model(experts=dict(num_experts=2, experts_per_token=1)),
+            dict(targets=("up",)),
+            "'up' matches blocks/mlp/up of the experts",
+            id="an expert",
+        ),
+        pytest.param(model, dict(train_also=("haed/*",)), "train_also: 'haed/", id="train also"),
+    ],
+)
+def test_what_cannot_be_adapted_is_one_line(make: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        jt.adapt(make(), lora=jt.LoraConfig(**options))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,170 @@
+"""Adapters of PEFT start runs and come out of them again; merged models are compared before they are kept."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.merge import merge_adapters
+from jaxtrain.published.safetensors import map_tensor, read_header
+
+INTEROP = Path(__file__).parent.parent / "interop"
+LLAMA, ADAPTER = INTEROP / "published" / "llama", INTEROP / "adapters" / "llama"
+CONFIG = {
+    "model": {"from": str(LLAMA)},
+    "finetune": {"adapter": str(ADAPTER)},
+    "data": {"kind": "synthetic", "task": "tokens", "vocab_size": 40, "sequence_length": 16, "num_rows": 64},
+    "train": {"steps": 2, "global_batch_size": 8},
+    "evaluation": {"every": None},
+    "logging": {"report": False},
+}
+
+
+def tensors_of(folder):
+    found = read_header(Path(folder) / "adapter_model.safetensors")
+    return {name: map_tensor(tensor) for name, tensor in found.items()}
+
+
+def logits_of(model, params, tokens):
+    return jax.jit(lambda params, tokens: model.apply(params, {}, tokens, key=None, train=False)[0])(params, tokens)
+
+
+def test_the_folder_gives_the_settings_and_what_is_set_beside_it_wins():
+    lora = jt.load_config(CONFIG, overrides=["finetune.lora.dropout=0.1"]).config.finetune.lora
+    targets = ("blocks/attention/query", "blocks/attention/value")
+    assert lora == jt.LoraConfig(rank=4, alpha=8.0, dropout=0.1, targets=targets)
+    with pytest.raises(ConfigError, match=r"finetune\.adapter=.*without its base; set model\.from"):
+        jt.load_config({**CONFIG, "model": {"kind": "transformer", "size": "gpt2"}})
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+        jt.load_config(CONFIG, overrides=[f"finetune.adapter={LLAMA}"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "base"),
+    [({"fsdp": 2, "tensor": 2}, None), pytest.param({"data": 2}, "int8", marks=pytest.mark.long)],
+    ids=["sharded", "int8_base"],
+)
+def test_a_step_starts_from_an_adapter(mesh, base):
+    model, params = jt.load_adapter(ADAPTER, base=LLAMA)
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    adapted = jt.adapt(jt.load_pretrained(LLAMA).model, lora=model.adapted.lora, base=base)
+    step = jt.make_train_step(
+        adapted, jt.language_modeling(), optax.sgd(0.1), mesh=jt.make_mesh(**mesh, devices=devices)
+    )
+    state = step.init(0, params=LLAMA, adapter=ADAPTER)
+    for kernel in ("query", "value"):
+        found, wanted = (tree["blocks"]["attention"][kernel]["kernel"] for tree in (state.params, params))
+        np.testing.assert_array_equal(found.lora_a, wanted.lora_a)
+        np.testing.assert_array_equal(found.lora_b, wanted.lora_b)
+        if base is None:
+            np.testing.assert_array_equal(found.base, wanted.base)
+    with pytest.raises(ConfigError, match="without its base"):
+        step.init(0, adapter=ADAPTER)
+    other = jt.adapt(jt.load_pretrained(LLAMA).model, lora=model.adapted.lora.model_copy(update={"alpha": 9.0}))
+    other = jt.make_train_step(other, jt.language_modeling(), optax.sgd(0.1))
+    with pytest.raises(ConfigError, match="multiplies its products by 2"):
+        other.init(0, params=LLAMA, adapter=ADAPTER)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A run made of an adapter."""
+    from jaxtrain.run.import_run import import_run
+
+    return import_run(ADAPTER, tmp_path_factory.mktemp("travel") / "run", base=LLAMA)
+
+
+def test_an_imported_adapter_comes_out_as_it_came_in(imported, cli, tmp_path):
+    answer = cli("export", str(imported), "-o", str(tmp_path / "out"))
+    assert (answer.code, answer.out) == (0, f"{tmp_path / 'out'}\n"), answer.err
+    before, after = tensors_of(ADAPTER), tensors_of(tmp_path / "out")
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor)
+    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    wanted = json.loads((ADAPTER / "adapter_config.json").read_text())
+    kept = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "fan_in_fan_out", "task_type", "bias")
+    assert {key: said[key] for key in kept} == {key: wanted[key] for key in kept}
+    assert said["base_model_name_or_path"] == str(LLAMA)
+
+
+def test_merged_weights_give_the_logits_of_base_and_adapter(imported, cli, tmp_path):
+    answer = cli("export", str(imported), "-o", str(tmp_path / "out"), "--merge")
+    assert answer.code == 0, answer.err
+    assert "the adapters move them by" in answer.err
+    wanted = dict(np.load(ADAPTER / "expected.npz"))
+    merged = jt.load_pretrained(tmp_path / "out")
+    logits = logits_of(merged.model, merged.params, jnp.asarray(wanted["tokens"], jnp.int32))
+    # As of the base in tests/interop/test_families.py.
+    np.testing.assert_allclose(logits, wanted["logits"], rtol=0, atol=1e-4 * np.ptp(wanted["logits"]))
+
+
+@pytest.mark.parametrize("lost", ["the adapters", pytest.param("a scale", marks=pytest.mark.long)])
+def test_a_merge_that_loses_something_is_refused(imported, cli, tmp_path, monkeypatch, lost):
+    import jaxtrain.run.merged as merged
+
+    def wrong(params, model):
+        found = merged.base_params(params, model)
+        if lost == "a scale":
+            right = merge_adapters(params, model)
+            found = jax.tree.map(lambda a, b: a + 1.01 * (b - a), found, right)
+        return found
+
+    monkeypatch.setattr(merged, "merge_adapters", wrong)
+    answer = cli("export", str(imported), "-o", str(tmp_path / "out"), "--merge")
+    assert (answer.code, answer.err.count("the merged model is not the base with its adapters")) == (4, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_quantized_base_is_merged_as_floats(cli, tmp_path, monkeypatch, base):
+    monkeypatch.chdir(tmp_path)
+    assert cli("import", str(ADAPTER), f"finetune.base={base}", "--base", str(LLAMA), "-o", "run").code == 0
+    answer = cli("export", "run", "-o", "out", "--merge")
+    assert answer.code == 0, answer.err
+    assert f"the base is in {base}" in answer.err
+    run, tokens = jt.open_run("run"), jnp.arange(16, dtype=jnp.int32)[None]
+    adapted = logits_of(run.sharded_model.model, run.params, tokens)
+    merged = jt.load_pretrained("out")
+    # Products of the base in few bits are summed in another order than those of its floats.
+    found = logits_of(merged.model, merged.params, tokens)
+    np.testing.assert_allclose(found, adapted, rtol=0, atol=1e-4 * np.ptp(adapted))
+
+
+@pytest.mark.long
+def test_a_run_starts_from_an_adapter_and_needs_it_no_more(tmp_path):
+    import shutil
+
+    shutil.copytree(ADAPTER, tmp_path / "adapter")
+    config = {**CONFIG, "finetune": {"adapter": str(tmp_path / "adapter")}}
+    first = jt.run_config(config, run_dir=tmp_path / "run")
+    shutil.rmtree(tmp_path / "adapter")
+    again = jt.run_config(tmp_path / "run", overrides={"train.steps": 3})
+    assert (first.step, again.step) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("import", "ADAPTER", "-o", "x"), 2, "write --base"),
+        (("import", "LLAMA", "--base", "LLAMA", "-o", "x"), 2, "leave --base out"),
+        (("import", "ADAPTER", "--base", "OTHER", "-o", "x"), 4, "another base"),
+        (("export", "RUN", "-o", "x", "--dtype", "bfloat16"), 2, "adapters are written in float32"),
+    ],
+    ids=["no_base", "base_of_a_model", "other_base", "dtype"],
+)
+def test_mistakes_are_one_line(imported, cli, tmp_path, monkeypatch, words, code, said):
+    monkeypatch.chdir(tmp_path)
+    names = {"ADAPTER": ADAPTER, "LLAMA": LLAMA, "RUN": imported, "OTHER": INTEROP / "published" / "gpt2"}
+    answer = cli(*(str(names.get(word, word)) for word in words))
+    lines = [line for line in answer.err.splitlines() if line.startswith("jaxtrain:")]
+    assert (answer.code, len(lines)) == (code, 1), answer.err
+    assert said in lines[0]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,77 @@
+"""What a second run of the tests, on another Python and another jax, leaves out because the first run proved it.
+
+`.ci/run` runs plain `pytest` on the newest Python and `pytest --all` on the oldest. A test is left out of the second
+run only if the first passed it (what was skipped there, for lack of a compiler or of weights, is never lost) and if
+one of two rules says that one Python is enough:
+
+- its folder or file stands in `ONE_PYTHON`: text, configs, wrong input, published tables, the planner's arithmetic;
+- it is a plain row of a table whose further rows are marked `long`: those run the same code in the second run.
+"""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Collection
+from pathlib import Path
+
+# Below tests/: what no version of jax changes.
+ONE_PYTHON = (
+    "cli/test_config_command.py",
+    "cli/test_plan.py",
+    "cli/test_report_command.py",
+    "cli/test_usage.py",
+    "config/",
+    "interop/test_gguf_blocks.py",
+    "interop/test_gguf_reader.py",
+    "interop/test_gguf_tokenizer.py",
+    "interop/test_published_fixtures.py",
+    "metrics/",
+    "plan/test_cost.py",
+    "plan/test_families_planned.py",
+    "plan/test_hardware.py",
+    "plan/test_memory.py",
+    "plan/test_page.py",
+    "plan/test_parameters.py",
+    "plan/test_plan_search.py",
+    "plan/test_search_limits.py",
+    "plan/test_show.py",
+    "plan/test_traffic.py",
+    "test_docs.py",
+    "test_house.py",
+    "test_page_examples.py",
+    "test_readme.py",
+    "test_reference.py",
+    "wrong_inputs/",
+)
+
+
+def read_passed(file: Path) -> frozenset[tuple[str, str]]:
+    """Returns the tests that passed in a run, from the file of its `--junitxml`: (module, name with parameters)."""
+    passed: set[tuple[str, str]] = set()
+    failed: set[tuple[str, str]] = set()
+    for case in ElementTree.parse(file).getroot().iter("testcase"):
+        ended_otherwise = any(part.tag in ("failure", "error", "skipped") for part in case)
+        (failed if ended_otherwise else passed).add((case.get("classname", ""), case.get("name", "")))
+    # A test that fails as it is torn down has two entries, the first of them like that of a test that passed.
+    return frozenset(passed - failed)
+
+
+def key_of(test: str) -> tuple[str, str]:
+    """Returns the name of a test in that file, from its id: "tests/run/test_fit.py::test_a[1]"."""
+    path, _, name = test.partition("::")
+    return path.removesuffix(".py").replace("/", "."), name
+
+
+def function_of(test: str) -> str:
+    """Returns the id of a test without its parameters, which is what all rows of a table share."""
+    return test.partition("[")[0]
+
+
+def is_proved(test: str, *, passed: Collection[tuple[str, str]], tables: Collection[str]) -> bool:
+    """Returns whether a second run may leave a plain test out.
+
+    Args:
+        test: Its id.
+        passed: The tests that passed in the first run.
+        tables: The functions that have long rows.
+    """
+    one_python = test.removeprefix("tests/").startswith(ONE_PYTHON)
+    return key_of(test) in passed and (one_python or function_of(test) in tables)
