@@ -1,16 +1,31 @@
 """The group `finetune` of a config: adapters, and the number format of the weights below them. No jax here."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.numbers import PositiveInt
 from jaxtrain.errors import ConfigError
 
 
-class LoraConfig(Group):
+class _OneLine(type(Group)):
+    """Makes a mistake in a call of the class one line; a mistake inside a config stays pydantic's, with its place."""
+
+    def __call__(cls: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(**values)
+        except ValidationError as error:
+            found = error.errors()[0]
+            key = ".".join(map(str, found["loc"]))
+            if found["type"] == "extra_forbidden":
+                raise ConfigError(f"{cls.__name__} has no {key!r}; it takes {', '.join(cls.model_fields)}") from None
+            reason = found["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+            raise ConfigError(f"{cls.__name__}: {key}={found['input']!r}; {reason}") from None
+
+
+class LoraConfig(Group, metaclass=_OneLine):
     """Low-rank adapters of linear layers (Hu et al. 2021): a kernel W becomes W + scale * A B, and only A, B train.
 
     Example:

@@ -18,16 +18,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.load import read_places
 from jaxtrain.interop.weights import Place, PublishedModel
-from jaxtrain.published.bitsandbytes import PackedTensor, QuantizedSource
+from jaxtrain.layout.rules import entry_axes
+from jaxtrain.precision.nf4 import quantize_nf4
+from jaxtrain.precision.quantized import quantize_kernel
+from jaxtrain.published.bitsandbytes import QuantizedSource
 from jaxtrain.published.entries import positions
 from jaxtrain.published.nf4_blocks import quantize_magnitudes
 from jaxtrain.published.transforms import Transform
-from jaxtrain.precision.nf4 import quantize_nf4
-from jaxtrain.precision.quantized import quantize_kernel
 
 _Bounds = tuple[tuple[int, int], ...]
 # What takes the place of one layer of a kernel: name of an array ("codes") -> its shards, by device.
-_Shards = Mapping[str, Mapping[jax.Device, np.ndarray]]
+_Shards = Mapping[str, Mapping[Any, np.ndarray]]
 
 
 def read_kernel(
@@ -89,7 +90,7 @@ class _Parts:
                 rest = tuple(slice(*one) for one in bounds[len(position) :])
                 out[_inside(bounds, position)] = layer[rest]
 
-    def fill_shards(self, position: tuple[int, ...], layer: Mapping[jax.Device, np.ndarray]) -> None:
+    def fill_shards(self, position: tuple[int, ...], layer: Mapping[Any, np.ndarray]) -> None:
         """Puts the shards of a layer in their places."""
         for device, bounds in self.bounds.items():
             if _holds(bounds, position):
@@ -116,18 +117,8 @@ class _FloatLayers:
     ):
         self.published, self.place = published, place
         stack = len(place.row.stack)
-        main = wanted["codes" if "codes" in wanted else "values"].sharding
-        assert isinstance(main, NamedSharding)
         shape = place.row.transform.ours
-        spec = _of_layer(main, stack).spec
-        entries = [*spec, *[None] * (1 + dims[1] - len(spec))] if "codes" in wanted else [*spec]
-        if "codes" in wanted:
-            degree = (
-                main.mesh.shape if entries[0] is None else math.prod(main.mesh.shape[one] for one in _axes(entries[0]))
-            )
-            first = entries[0] if entries[0] is not None and shape[0] % degree == 0 else None
-            entries = [first, *[None] * (dims[0] - 1), *entries[1:]]
-        sharding = NamedSharding(main.mesh, PartitionSpec(*entries))
+        sharding = _of_floats(wanted, stack, shape, dims)
         self.like = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
         def quantize(kernel: jax.Array) -> dict[str, jax.Array]:
@@ -140,7 +131,7 @@ class _FloatLayers:
             return {name: found[name] for name in wanted}
 
         shardings = {name: _of_layer(like.sharding, stack) for name, like in wanted.items()}
-        self.quantize = jax.jit(quantize, out_shardings=shardings, donate_argnums=0)
+        self.quantize = jax.jit(quantize, out_shardings=shardings)
 
     def layer(self, name: str) -> _Shards:
         """The quantized kernel of the layer that a tensor holds."""
@@ -198,14 +189,24 @@ def _rows(transform: Transform, dims: tuple[int, int]) -> np.ndarray | None:
     return rows[0] if in_order else None
 
 
+def _of_floats(
+    wanted: Mapping[str, jax.ShapeDtypeStruct], stack: int, shape: tuple[int, ...], dims: tuple[int, int]
+) -> NamedSharding:
+    """The sharding of the floats [*D, *F] that one layer of a quantized kernel is made of: where its integers go."""
+    if "values" in wanted:
+        return _of_layer(wanted["values"].sharding, stack)
+    codes = _of_layer(wanted["codes"].sharding, stack)
+    first, *outputs = (*codes.spec, *[None] * (1 + dims[1] - len(codes.spec)))
+    # The flattened inputs of the codes may divide where the first of several dims does not.
+    degree = math.prod(codes.mesh.shape[axis] for axis in entry_axes(first))
+    first = first if shape[0] % degree == 0 else None
+    return NamedSharding(codes.mesh, PartitionSpec(first, *[None] * (dims[0] - 1), *outputs))
+
+
 def _of_layer(sharding: Any, stack: int) -> NamedSharding:
     """The sharding of one layer of a stack."""
     assert isinstance(sharding, NamedSharding)
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[stack:]))
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Bounds:

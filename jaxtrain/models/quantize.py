@@ -32,8 +32,8 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
             scale per token, and multiplies integers; `nf4` stores them in 4.127 bits, scales included.
 
     Returns:
-        The same tree with a `QuantizedKernel` or an `Nf4Kernel` for each kernel of `model.linears`; all other leaves are those of
-        `params`.
+        The same tree with a `QuantizedKernel` or an `Nf4Kernel` for each kernel of `model.linears`; all other leaves
+        are those of `params`.
 
     Raises:
         ConfigError: the format is not known, the model has no linear layers, or the parameters are quantized already

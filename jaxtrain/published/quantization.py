@@ -21,11 +21,11 @@ def without_quantization(config: Mapping[str, Any], *, where: object) -> dict[st
         method, kind = found.get("quant_method"), found.get("bnb_4bit_quant_type")
         four = found.get("load_in_4bit", found.get("_load_in_4bit"))
         if method != "bitsandbytes" or not four or kind != "nf4":
-            stored = (
-                f"{'4-bit ' + str(kind) if four else '8-bit'} of bitsandbytes" if method == "bitsandbytes" else method
-            )
+            stored = method or dict(found)
+            if method == "bitsandbytes":
+                stored = f"{'4-bit ' + str(kind) if four else '8-bit'} of bitsandbytes"
             raise ConfigError(
-                f"{where}: quantization_config says that the tensors are quantized as {stored or dict(found)}; nf4 of "
+                f"{where}: quantization_config says that the tensors are quantized as {stored}; nf4 of "
                 "bitsandbytes is read, and float32, float16 and bfloat16: publish them as one of these first"
             )
         storage = found.get("bnb_4bit_quant_storage", "uint8")

@@ -191,6 +191,36 @@ def test_every_start_is_found_again(tmp_path: Path, published: tuple[Path, jt.Re
     assert same(fit(tmp_path / "run", **given).state.params, result.state.params)
 
 
+@pytest.mark.long
+def test_a_head_that_is_drawn_anew_is_trained_and_saved(tmp_path: Path) -> None:
+    """In bf16, where what is frozen is stored in bf16 and what is trained in float32."""
+    tree, _ = jax.jit(model().init)(jax.random.key(5))
+    classifier = jt.build_model(
+        {"kind": "transformer", **MODEL, "causal": False, "head": {"kind": "sequence", "num_labels": 4}},
+        input_shape=(32,),
+    )
+    result = jt.fit(
+        classifier,
+        jt.classification(),
+        optax.adam(1e-2),
+        data=(ROWS[:, :-1], ROWS[:, 0] % 4),
+        steps=2,
+        batch_size=8,
+        mesh=jt.make_mesh(data=1, devices=jax.devices()[:1]),
+        policy="bf16",
+        params=tree,
+        skip=["head/*", "output*"],
+        finetune={"lora": {"rank": 2}},
+        logging={"report": False, "tensorboard": False},
+        run_dir=tmp_path,
+    )
+    with Checkpointer(tmp_path / "checkpoints", read_only=True) as checkpointer:
+        saved = {name for name in checkpointer.info(2).leaves if name.startswith("params.")}
+    assert {name for name in saved if "lora" not in name} == {"params.head.output.bias", "params.head.output.kernel"}
+    assert result.state.params["embedding"].dtype == np.dtype("bfloat16")
+    assert same(jt.open_run(tmp_path, model=classifier).params, result.state.params)
+
+
 def test_gpt3_with_rank_4_on_query_and_value_trains_what_the_formula_counts() -> None:
     """96 layers, 2 kernels of 12,288 x 12,288, rank 4: 96 * 2 * 2 * 4 * 12,288 (Hu et al. 2021, section 1)."""
     gpt3 = dict(kind="transformer", num_layers=96, embed_dim=12288, num_heads=96, mlp_dim=49152, vocab_size=50257)

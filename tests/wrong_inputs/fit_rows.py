@@ -61,6 +61,25 @@ ROWS = {
         "{'inputs': x",
     ),
     "fit: a class as model": (lambda: fit(Net), "the class Net", "from_nnx"),
+    "fit: adapters that are no dict": (lambda: fit(finetune=8), "finetune=8", "{'lora': {'rank': 8}}"),
+    "fit: adapters of an adapted model": (
+        lambda: fit(
+            jt.adapt(given.text_model(), lora=jt.LoraConfig(rank=2)),
+            finetune={"lora": {"rank": 2}},
+        ),
+        "is adapted already",
+        "leave the group finetune out",
+    ),
+    "fit: adapters beside frozen parameters": (
+        lambda: fit(given.text_model(), finetune={"lora": {"rank": 2}}, overrides={"optimizer.freeze": ["embedding"]}),
+        "optimizer.freeze=['embedding']",
+        "leave optimizer.freeze out",
+    ),
+    "fit: a quantized base without adapters": (
+        lambda: fit(given.text_model(), finetune={"base": "int8"}),
+        "base=int8 without lora",
+        "set lora.rank",
+    ),
     "fit: a word as task": (lambda: fit(task="classification"), "'classification'", "classification()"),
     "fit: a rate as optimizer": (lambda: fit(optimizer=1e-3), "0.001", "optax.adamw(0.001)"),
     "fit: no length": (lambda: fit(steps=None), "steps= or epochs=", "give one of them"),

@@ -28,6 +28,10 @@ def parts(**more):
     return jt.Parts(**{"stack": "blocks", "num_layers": 2, "embed": print, "layers": print, "head": print, **more})
 
 
+def adapted():
+    return jt.adapt(given.text_model(), lora=jt.LoraConfig(rank=2))
+
+
 def built(config=MLP, **more):
     return jt.build_model(config, **{"input_shape": (4,), "num_outputs": 3, **more})
 
@@ -209,6 +213,42 @@ ROWS = {
         "make_stack(make, 12, rngs)",
     ),
     "make_stack: a seed": (lambda: jt.make_stack(Net, 2, 0), "not 0", "nnx.Rngs(0)"),
+    "adapt: no model": (lambda: jt.adapt(Net, lora=jt.LoraConfig()), "the class Net", "from_nnx"),
+    "adapt: a dict of settings": (lambda: jt.adapt(given.text_model(), lora={"rank": 2}), "a dict", "LoraConfig(rank="),
+    "adapt: nothing to do": (lambda: jt.adapt(given.text_model()), "lora=, base= or both", "lora=jt.LoraConfig"),
+    "adapt: an unknown format": (
+        lambda: jt.adapt(given.text_model(), lora=jt.LoraConfig(rank=2), base="int3"),
+        "'int3'",
+        "base='int8'",
+    ),
+    "adapt: an unknown target": (
+        lambda: jt.adapt(given.text_model(), lora=jt.LoraConfig(rank=2, targets=("qeury",))),
+        "'qeury'",
+        "there are query",
+    ),
+    "adapt: a rank above a dim": (
+        lambda: jt.adapt(given.text_model(), lora=jt.LoraConfig(rank=1000)),
+        "lora.rank=1000",
+        "or less",
+    ),
+    "adapt: twice": (
+        lambda: jt.adapt(adapted(), lora=jt.LoraConfig(rank=2)),
+        "is adapted already",
+        "adapt the model that it was made of",
+    ),
+    "LoraConfig: rank": (lambda: jt.LoraConfig(rank=0), "rank=0", "greater than 0"),
+    "LoraConfig: an unknown key": (lambda: jt.LoraConfig(r=8), "'r'", "it takes rank"),
+    "LoraConfig: targets": (lambda: jt.LoraConfig(targets=()), "targets", "at least 1"),
+    "merge_adapters: a model without adapters": (
+        lambda: jt.merge_adapters({"w": X}, given.text_model()),
+        "has no adapters",
+        "jt.adapt(model, lora=",
+    ),
+    "merge_adapters: other parameters": (
+        lambda: jt.merge_adapters({"w": X}, adapted()),
+        "a dict",
+        "merge_adapters(state.params, step.model)",
+    ),
     "quantize: an unknown format": (lambda: jt.quantize({}, given.text_model(), "int3"), "'int3'", "known: int8"),
     "quantize: swapped": (
         lambda: jt.quantize(given.text_model(), {}),
