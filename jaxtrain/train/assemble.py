@@ -110,14 +110,6 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
     return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
 
 
-def stand_in_batches(config: Config, data: "Data", step: TrainStep) -> "Batches | BatchStream":
-    """The training batches of a step that is planned or measured: what a run computes of its rows first is 0."""
-    batches = training_batches(config, data)
-    if not lacks_reference(step.task, batches.spec()):
-        return batches
-    return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
-
-
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
     """Raise where task, model and data do not belong together.
 
