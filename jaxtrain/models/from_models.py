@@ -49,7 +49,7 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
             )
         if model.adapted is not None:
             raise ConfigError(
-                f"from_models: the model {part!r} is adapted already, and the whole would train its base too; adapt the "
+                f"from_models: the model {part!r} is adapted already, and the whole would train its base; adapt the "
                 f"whole: jt.adapt(from_models(...), lora=jt.LoraConfig(targets=('{part}/*',)))"
             )
     models = dict(models)
