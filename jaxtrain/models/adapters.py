@@ -52,7 +52,7 @@ def adapt(
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
         >>> step = jt.make_train_step(adapted, jt.language_modeling(), optax.adamw(1e-3))
         >>> sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.optimizer_state[0].mu))
-        256
+        128
     """
     check_is_model(model, what="adapt")
     if lora is not None:

@@ -95,6 +95,7 @@ def test_an_imported_adapter_comes_out_as_it_came_in(imported, cli, tmp_path):
     assert said["base_model_name_or_path"] == str(LLAMA)
 
 
+@pytest.mark.long
 def test_merged_weights_give_the_logits_of_base_and_adapter(imported, cli, tmp_path):
     answer = cli("export", str(imported), "-o", str(tmp_path / "out"), "--merge")
     assert answer.code == 0, answer.err

@@ -6,6 +6,7 @@ layouts in `tests/plan/compiled.json`, which the model meets within 15 %.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig
 from jaxtrain.config.schema import Config
@@ -16,7 +17,7 @@ from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory, Work
 from jaxtrain.plan.memory.transformer import transformer_work
 from jaxtrain.plan.work.block import DeviceBatch
-from jaxtrain.plan.work.finetuned import dequantized_bytes
+from jaxtrain.plan.work.finetuned import dequantized_bytes, kept_bytes
 from jaxtrain.plan.work.offload import state_on_its_way
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
 from jaxtrain.plan.workload.finetuned import finetuned
@@ -49,14 +50,15 @@ def step_memory(
         schedule: of the pipeline.
     """
     structure = model_structure(config.model, workload)
+    stored = finetuned(config, model_tensors(config.model, workload))
     match config.model:
         case _ if structure is not None:
             work = transformer_work(structure, config, batch, schedule, target.hardware.kind)
+            work = replace(work, kept=work.kept + kept_bytes(stored, structure, config, batch))
         case ResNetConfig():
             work = _resnet(config.model, config, workload, batch)
         case MLPConfig():
             work = _mlp(config.model, config, workload, batch)
-    stored = finetuned(config, model_tensors(config.model, workload))
     gradients, cast, gathered = _parameters(config, placed, batch)
     in_head = work.head > work.block
     offload = config.optimizer.offload
