@@ -67,8 +67,8 @@ def read(folder: str, base: str, fsdp: int) -> None:
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     print(
-        f"{base}, fsdp={fsdp}: the model is {floats / 1e6:.0f} MB in float32; base and adapters are {stored / 1e6:.0f} MB;"
-        f" peak RSS {before / 1e3:.0f} MB before and {after / 1e3:.0f} MB after reading"
+        f"{base}, fsdp={fsdp}: the model is {floats / 1e6:.0f} MB in float32, base and adapters are "
+        f"{stored / 1e6:.0f} MB; peak RSS {before / 1e3:.0f} MB before and {after / 1e3:.0f} MB after reading"
     )
 
 

@@ -71,12 +71,13 @@ def require_folder(path: str | Path, *, what: str) -> Path:
     return path
 
 
-def find_files(path: str, *, suffix: str) -> tuple[tuple[str, Path], ...]:
+def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tuple[str, Path], ...]:
     """Lists the files that a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
 
     Args:
         path: What the user wrote.
         suffix: Ending of the files taken from a folder, such as ".txt".
+        what: Where it was written, for messages.
 
     Returns:
         (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend on
@@ -85,30 +86,30 @@ def find_files(path: str, *, suffix: str) -> tuple[tuple[str, Path], ...]:
     Raises:
         DataError: The path does not exist, a folder or glob matches no file, or a file is empty.
     """
-    root = local_path(path, what="data.path", error=DataError).expanduser()
+    root = local_path(path, what=what, error=DataError).expanduser()
     if root.is_dir():
         files = [p for p in root.rglob("*") if p.is_file() and p.suffix == suffix]
         if not files:
             packed = sorted(p.name for p in root.rglob(f"*{suffix}.*") if p.suffix in COMPRESSED_SUFFIXES)
             if packed:
                 raise DataError(
-                    f"data.path {path} holds no {suffix} file but compressed ones ({packed[0]}); decompress them first"
+                    f"{what} {path} holds no {suffix} file but compressed ones ({packed[0]}); decompress them first"
                 )
-            raise DataError(f"data.path {path} holds no {suffix} file; give a folder with {suffix} files or a glob")
-        return _named(files, root=root)
+            raise DataError(f"{what} {path} holds no {suffix} file; give a folder with {suffix} files or a glob")
+        return _named(files, root=root, what=what)
     if any(character in path for character in _GLOB_CHARACTERS) and not root.exists():
         files = [Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()]
         if not files:
-            raise DataError(f"data.path {path} matches no file; the nearest existing path is {_glob_root(root)}")
-        return _named(files, root=_glob_root(root))
+            raise DataError(f"{what} {path} matches no file; the nearest existing path is {_glob_root(root)}")
+        return _named(files, root=_glob_root(root), what=what)
     if suffix == ".txt" and ".jsonl" in (root.suffix, *root.suffixes[-2:-1]):
-        raise DataError(f"data.path {path} holds JSON lines, not plain text; set data.kind=jsonl")
-    return ((root.name, require_file(root, what="data.path")),)
+        raise DataError(f"{what} {path} holds JSON lines, not plain text; set data.kind=jsonl")
+    return ((root.name, require_file(root, what=what)),)
 
 
-def _named(files: Iterable[Path], *, root: Path) -> tuple[tuple[str, Path], ...]:
+def _named(files: Iterable[Path], *, root: Path, what: str) -> tuple[tuple[str, Path], ...]:
     named = sorted((file.absolute().relative_to(root.absolute()).as_posix(), file) for file in files)
-    return tuple((name, require_file(file, what="data.path")) for name, file in named)
+    return tuple((name, require_file(file, what=what)) for name, file in named)
 
 
 def _glob_root(pattern: Path) -> Path:

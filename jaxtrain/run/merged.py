@@ -141,7 +141,10 @@ def _outputs(model: Model, params: Params, model_state: ModelState, inputs: Any)
 
 
 def _as_float32(params: Params) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
+    # Whatever the policy of the run stored: a model takes floats of one dtype.
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params
+    )
 
 
 def _width(outputs: np.ndarray) -> float:

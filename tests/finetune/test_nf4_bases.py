@@ -64,8 +64,8 @@ REMATS += [pytest.param("nf4", remat, id=f"nf4, {remat}", marks=long) for remat 
 @pytest.mark.parametrize(("base", "remat"), REMATS)
 def test_the_floats_of_a_base_are_never_kept(base, remat):
     """Of 12 layers the compiled step holds less than the floats of 6 beside what it is given, for a batch of a row."""
-    layers, sizes = 12, {"embed_dim": 256, "mlp_dim": 1024}
-    step = make_step(base, layers=layers, remat=remat, **sizes)
+    layers = 12
+    step = make_step(base, layers=layers, remat=remat, embed_dim=256, mlp_dim=1024)
     row = {name: values[:1] for name, values in BATCH.items()}
     compiled = step.compile(row)
     # Four kernels of attention and three of the MLP.

@@ -58,32 +58,34 @@ class Pair:
     group: str | None = None
 
 
-def read_conversations(path: str | Sequence[str]) -> list[Conversation]:
+def read_conversations(path: str | Sequence[str], *, key: str = "data.path") -> list[Conversation]:
     """Reads conversations.
 
     Args:
         path: As `ChatData.path`.
+        key: Where the path was given, for messages.
 
     Raises:
         DataError: A file is missing or malformed, or a row is no conversation, or has an empty answer or none.
     """
     if path == PYTHON_DOCS:
         return [_asked(one.where, one.question, one.answer) for one in documented()]
-    return [_conversation(where, row) for where, row in _rows(path)]
+    return [_conversation(where, row) for where, row in _rows(path, key)]
 
 
-def read_pairs(path: str | Sequence[str]) -> list[Pair]:
+def read_pairs(path: str | Sequence[str], *, key: str = "data.path") -> list[Pair]:
     """Reads pairs of answers.
 
     Args:
         path: As `ChatData.path`.
+        key: Where the path was given, for messages.
 
     Raises:
         DataError: As for `read_conversations`, or both answers are equal.
     """
     if path == PYTHON_DOCS:
         return list(_documented_pairs())
-    return [_pair(where, row) for where, row in _rows(path)]
+    return [_pair(where, row) for where, row in _rows(path, key)]
 
 
 def label_of(config: ChatData) -> str:
@@ -106,27 +108,27 @@ def _documented_pairs() -> Iterator[Pair]:
             yield Pair(mine.where, chosen, _asked(mine.where, mine.question, wrong.answer), group=one.where)
 
 
-def _rows(path: str | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: str | Sequence[str], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (file and line, object) of all files that paths name."""
     count = 0
     for one in [path] if isinstance(path, str) else path:
-        for file in _files(one):
+        for file in _files(one, key):
             read = {".jsonl": json_objects, ".parquet": parquet_objects}.get(file.suffix)
             if read is None:
-                raise DataError(f"data.path {file} is no .jsonl or .parquet file; convert it, or rename it")
+                raise DataError(f"{key} {file} is no .jsonl or .parquet file; convert it, or rename it")
             for row in read(file):
                 count += 1
                 yield row
     if not count:
-        raise DataError(f"data.path {path} has no rows; give a file with at least one")
+        raise DataError(f"{key} {path} has no rows; give a file with at least one")
 
 
-def _files(path: str) -> list[Path]:
-    root = local_path(path, what="data.path", error=DataError).expanduser()
+def _files(path: str, key: str) -> list[Path]:
+    root = local_path(path, what=key, error=DataError).expanduser()
     if not root.is_dir():
-        return [file for _, file in find_files(path, suffix=".jsonl")]
+        return [file for _, file in find_files(path, suffix=".jsonl", what=key)]
     there = [suffix for suffix in _SUFFIXES if any(root.rglob(f"*{suffix}"))]
-    return [file for suffix in there or [".jsonl"] for _, file in find_files(path, suffix=suffix)]
+    return [file for suffix in there or [".jsonl"] for _, file in find_files(path, suffix=suffix, what=key)]
 
 
 def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:

@@ -84,6 +84,8 @@ class _LibraryEncoder:
         # A copy: that of the run goes on reading such text as data.
         self._model: Any = Tokenizer.from_str(tokenizer.to_json())
         self._model.encode_special_tokens = False
+        # Nothing is added to a template's text, and a post-processor may leave spaces out of where a token begins.
+        self._model.post_processor = None
         added = self._model.get_added_tokens_decoder().values()
         self.special: tuple[str, ...] = tuple(token.content for token in added if token.special)
 

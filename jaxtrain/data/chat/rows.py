@@ -69,7 +69,7 @@ def fit(conversations: Iterable[MaskedTokens], *, length: int, too_long: str, to
         together: Neighbours that are left or dropped as one: 2 for pairs.
 
     Raises:
-        DataError: A conversation is too long and may be neither cut nor dropped.
+        DataError: A conversation is too long and may be neither cut nor dropped, or both of a pair are equal.
     """
     kept: list[int] = []
     tokens: list[MaskedTokens] = []
@@ -87,8 +87,16 @@ def fit(conversations: Iterable[MaskedTokens], *, length: int, too_long: str, to
         end = min(length + 1, count)
         group.append((MaskedTokens(one.where, one.ids[:end], one.trained[:end]), over))
         if len(group) == together:
-            # The first token is nobody's target; a conversation may lose all of its answers to the cut.
-            is_left = all(part.trained[1:].any() for part, _ in group) and not (too_long == "drop" and _any_over(group))
+            same = together == 2 and np.array_equal(group[0][0].ids, group[1][0].ids)
+            if same and not _any_over(group):
+                raise DataError(
+                    f"{one.where} has equal answers where the chat template has written them (it may drop spaces); "
+                    "a pair needs two that differ"
+                )
+            # The first token is nobody's target; a conversation may lose all of its answers to the cut, and a pair what
+            # tells its answers apart.
+            is_left = all(part.trained[1:].any() for part, _ in group) and not same
+            is_left = is_left and not (too_long == "drop" and _any_over(group))
             if is_left:
                 kept += range(number + 1 - together, number + 1)
                 tokens += [part for part, _ in group]
@@ -206,8 +214,12 @@ class PairRows(Rows):
         self._store, self._numbers = store, numbers
 
     def gather(self, indices: np.ndarray) -> Row:
-        both = 2 * self._numbers[indices % len(self)][:, None] + np.arange(2)
-        found = _filled(self._store, both.reshape(-1))
+        store = self._store
+        both = (2 * self._numbers[indices % len(self)][:, None] + np.arange(2)).reshape(-1)
+        found = _filled(store, both)
+        # The last token is an input too where there is room: a reward model scores the token that ends an answer.
+        has_room = np.flatnonzero(store.sizes[both] < store.length)
+        found["inputs"][has_room, store.sizes[both[has_room]]] = store.ids[store.starts[both[has_room] + 1] - 1]
         return {name: column.reshape(len(indices), 2, -1) for name, column in found.items()}
 
 

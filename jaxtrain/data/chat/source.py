@@ -117,7 +117,7 @@ def open_chat(
 def _read(config: ChatData) -> _Said:
     found = read_conversations(config.path)
     if config.validation_path is not None:
-        more = read_conversations(config.validation_path)
+        more = read_conversations(config.validation_path, key="data.validation_path")
         return _Said([*found, *more], np.arange(len(found)), len(found) + np.arange(len(more)))
     # The built-in answers are all different, and so are their questions.
     return _Said(found, *_split([one.prompt for one in found], config))
@@ -126,7 +126,7 @@ def _read(config: ChatData) -> _Said:
 def _read_pairs(config: ChatData) -> _Said:
     found = read_pairs(config.path)
     if config.validation_path is not None:
-        more = read_pairs(config.validation_path)
+        more = read_pairs(config.validation_path, key="data.validation_path")
         sides = (np.arange(len(found)), len(found) + np.arange(len(more)))
         return _Said(_both([*found, *more]), *sides)
     groups = [one.chosen.prompt if one.group is None else one.group for one in found]
