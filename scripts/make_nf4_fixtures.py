@@ -65,7 +65,7 @@ def main() -> None:
             f"{name}/nested_absmax": double.state2.absmax.numpy(),
             f"{name}/offset": double.offset.numpy(),
         }
-    np.savez_compressed(ROOT / "tests/precision/nf4.npz", **arrays)
+    np.savez_compressed(ROOT / "tests/precision/nf4.npz", **arrays)  # pyright: ignore[reportArgumentType]
     make_folder(ROOT / "tests/interop/published_nf4")
     print(
         f"bitsandbytes {bitsandbytes.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"

@@ -175,13 +175,14 @@ def answer_log_probabilities(
     pairs = _num_pairs("answer_log_probabilities", batch)
     outputs = apply.deferred(_answers(batch["inputs"]))
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-    is_deferred = isinstance(logits, DeferredLogits)
-    if not is_deferred and (not isinstance(logits, jax.Array | np.ndarray) or logits.ndim != 3):
-        raise ConfigError(
-            f"the log-probability of an answer needs logits of a vocabulary [{2 * pairs}, L, V], but the model "
-            f"gives {shown(logits)}; give a language model (without a head of labels), or "
-            "task=reward for scores"
-        )
+    if not isinstance(logits, DeferredLogits):
+        if not isinstance(logits, jax.Array | np.ndarray) or logits.ndim != 3:
+            raise ConfigError(
+                f"the log-probability of an answer needs logits of a vocabulary [{2 * pairs}, L, V], but the model "
+                f"gives {shown(logits)}; give a language model (without a head of labels), or "
+                "task=reward for scores"
+            )
+        logits = jnp.asarray(logits)
     answers = {"targets": _answers(batch["targets"]), "weights": _answers(target_weights(batch))}
     targets, weights = checked_ids("answer_log_probabilities", logits, answers)
     # NaN stays NaN: it marks an id that the model does not have.
