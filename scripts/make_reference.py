@@ -20,6 +20,8 @@ GROUPS = (
     ("jaxtrain.errors", "errors"),
     ("jaxtrain.data", "data"),
     ("jaxtrain.models.task", "tasks"),
+    ("jaxtrain.models.targets", "tasks"),
+    ("jaxtrain.models.preferences", "tasks"),
     ("jaxtrain.ops", "tasks"),
     ("jaxtrain.models.shard", "layout"),
     ("jaxtrain.models", "models"),

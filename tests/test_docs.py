@@ -19,6 +19,9 @@ PLACEHOLDERS = {
     **{"CONFIG": "quickstart", "NAME": "quickstart", "RUN": "runs/x", "RUN_DIR": "runs/x", "DIR": "x"},
     # A published model that is here.
     "model.from=models/SmolLM2-135M": f"model.from={ROOT / 'tests' / 'interop' / 'published' / 'smollm2'}",
+    "model.from=models/llama": f"model.from={ROOT / 'tests' / 'interop' / 'published' / 'llama'}",
+    # An adapter of it.
+    "finetune.adapter=adapters/llama": f"finetune.adapter={ROOT / 'tests' / 'interop' / 'adapters' / 'llama'}",
 }
 
 

@@ -232,6 +232,14 @@ def predictions_after(names: Names) -> None:
     np.testing.assert_allclose(names["again"], names["logits"], rtol=1e-4, atol=1e-5)
 
 
+def preferences_after(names: Names) -> None:
+    """Each loss learns to count upwards, on held-out pairs too."""
+    metrics = {name: result.metrics for name, result in names["results"].items()}
+    assert metrics["dpo"]["eval_accuracy"] > 0.9
+    assert metrics["simpo"]["eval_preferred"] > 0.9
+    assert metrics["ipo"]["eval_loss"] < 25 / 2  # 1 / (2 tau) squared at first
+
+
 def given_nothing(folder: Path) -> Names:
     return {}
 
@@ -259,6 +267,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("python_api.md", "Checkpointer("): (given_nothing, own_loop_after),
     ("python_api.md", "call=call"): (given_nothing, own_call_after),
     ("python_api.md", "shard_model("): (given_nothing, axes_after),
+    ("preferences.md", "jt.dpo("): (given_nothing, preferences_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),
     ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),

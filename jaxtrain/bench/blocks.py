@@ -203,8 +203,9 @@ def _transformer_calls(
         outputs = parts.head({**params, **some}, carry, train=True)
         if task.calls_model:  # losses of pairs, which compare log-probabilities of tokens or numbers per text
             logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-            is_pooled = not isinstance(logits, DeferredLogits) and logits.ndim < 3
-            return jnp.sum(logits if is_pooled else cross_entropy(logits, tokens))
+            if isinstance(logits, DeferredLogits) or logits.ndim == 3:
+                return jnp.sum(cross_entropy(logits, tokens))
+            return jnp.sum(logits)
         return task.loss(outputs, {"inputs": tokens, "targets": tokens})[0]
 
     def of(name: str, *blocks: BlockWork) -> tuple[str, int, float, float]:

@@ -18,10 +18,10 @@ from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.plan.compilers.exact import batch_shapes
+from jaxtrain.plan.compilers.exact import batch_shapes, stand_in_batches
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.run.loop import Hooks, train_loop
-from jaxtrain.train.assemble import build_step, open_run_data, stand_in_batches
+from jaxtrain.train.assemble import build_step, open_run_data
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.commands.output import print_json, print_table
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.config.data import CalledData
+from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
@@ -50,9 +51,11 @@ def run_eval(
         DataError: the data has no held-out rows.
     """
     config = saved_config(run_dir, overrides=overrides).config
+    # The base of adapters may have moved.
+    may_change = (*_MAY_CHANGE, "model.from") if read_run(run_dir).get("base") else _MAY_CHANGE
     for override in overrides:
-        if not override.removeprefix("--").startswith(_MAY_CHANGE):
-            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in _MAY_CHANGE)
+        if not override.removeprefix("--").startswith(may_change):
+            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in may_change)
             raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()

@@ -1,10 +1,12 @@
 """The key `finetune.adapter`: an adapter's folder that gives the settings of the adapters. No jax here."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.filled import settings_in
 from jaxtrain.config.published import published_family, published_settings
-from jaxtrain.published.peft import AdapterConfig, open_adapter_folder
+
+if TYPE_CHECKING:
+    from jaxtrain.published.peft import AdapterConfig
 
 _KERNEL = "/kernel"
 
@@ -20,7 +22,8 @@ def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
         ConfigError: There is no adapter, or it is of a kind that is not supported.
         CheckpointError: Its files are missing or damaged, or it is an adapter of another base.
     """
-    # It reads arrays, and `jaxtrain config` of other configs needs no NumPy.
+    # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
+    from jaxtrain.published.peft import open_adapter_folder
     from jaxtrain.published.peft_tensors import read_adapter_arrays
 
     folder = open_adapter_folder(path)
@@ -32,7 +35,7 @@ def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
 
 
 def lora_settings(
-    said: AdapterConfig, *, rank: int, scale: float, kernels: tuple[str, ...], whole: tuple[str, ...]
+    said: "AdapterConfig", *, rank: int, scale: float, kernels: tuple[str, ...], whole: tuple[str, ...]
 ) -> dict[str, Any]:
     """Returns the keys of `finetune.lora` of an adapter that was read.
 

@@ -20,7 +20,7 @@ from jaxtrain.interop.pretrained import Pretrained, load_pretrained
 from jaxtrain.interop.settings import family_for, settings_of
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt
-from jaxtrain.models.model import Model, Params, check_is_model
+from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.published.entries import Row
 from jaxtrain.published.peft import CONFIG, WEIGHTS, AdapterConfig, config_json, open_adapter_folder
@@ -183,7 +183,7 @@ def save_adapter(
     """
     write = "save_adapter('adapters/mine', params, model=adapted, base=pretrained)"
     check_kind(folder, (str, Path), what="save_adapter", takes="the path of a folder", write=write)
-    check_is_model(model, what="save_adapter: model")
+    check_kind(model, Model, what="save_adapter: model", takes="the adapted model", write=write)
     if isinstance(base, Pretrained):
         group, published = base.config, base.published
         said, files, name = published.source.config, published.source.files, str(base.path)
@@ -236,6 +236,12 @@ def write_adapter(
     rows = family.tensors(settings)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
     kernels = {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRankKernel)}
+    missing = [path for path in model.adapted.targets if path not in kernels] if model.adapted else []
+    if missing:
+        raise ConfigError(
+            f"params hold no adapter at {missing[0]}, which the model has; write save_adapter(folder, state.params, "
+            "model=step.model, base=pretrained)"
+        )
     factors = {path: (on_host(leaf.lora_a), on_host(leaf.lora_b)) for path, leaf in kernels.items()}
     others = {path_name(path): leaf for path, leaf in leaves if not isinstance(leaf, LowRankKernel)}
     trained = {path for path in others if any(fnmatch.fnmatchcase(path, one) for one in lora.train_also)}

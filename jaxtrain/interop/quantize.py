@@ -119,60 +119,6 @@ class _FloatLayers:
         stack = len(place.row.stack)
         shape = place.row.transform.ours
         sharding = _of_floats(wanted, stack, shape, dims)
-        self.like = like
-        indices = like.sharding.addressable_devices_indices_map(like.shape)
-        self.bounds = {device: _bounds(index or (), like.shape) for device, index in indices.items()}
-        # Devices that hold the same shard share it.
-        self.shards = {
-            bounds: np.empty([stop - start for start, stop in bounds], like.dtype) for bounds in self.bounds.values()
-        }
-
-    def fill(self, position: tuple[int, ...], layer: np.ndarray) -> None:
-        """Puts a whole layer in its place."""
-        for bounds, out in self.shards.items():
-            if _holds(bounds, position):
-                rest = tuple(slice(*one) for one in bounds[len(position) :])
-                out[_inside(bounds, position)] = layer[rest]
-
-    def fill_shards(self, position: tuple[int, ...], layer: Mapping[Any, np.ndarray]) -> None:
-        """Puts the shards of a layer in their places."""
-        for device, bounds in self.bounds.items():
-            if _holds(bounds, position):
-                self.shards[bounds][_inside(bounds, position)] = layer[device]
-
-    def array(self) -> jax.Array:
-        """Returns the array on its devices."""
-        like = self.like
-        assert like.sharding is not None
-        return jax.make_array_from_callback(
-            like.shape, like.sharding, lambda index: self.shards[_bounds(index or (), like.shape)]
-        )
-
-
-class _FloatLayers:
-    """Reads layers in floats and quantizes them on the devices; compiled once for all layers of a kernel."""
-
-    def __init__(
-        self,
-        published: PublishedModel,
-        place: Place,
-        wanted: Mapping[str, jax.ShapeDtypeStruct],
-        dims: tuple[int, int],
-    ):
-        self.published, self.place = published, place
-        stack = len(place.row.stack)
-        main = wanted["codes" if "codes" in wanted else "values"].sharding
-        assert isinstance(main, NamedSharding)
-        shape = place.row.transform.ours
-        spec = _of_layer(main, stack).spec
-        entries = [*spec, *[None] * (1 + dims[1] - len(spec))] if "codes" in wanted else [*spec]
-        if "codes" in wanted:
-            degree = (
-                main.mesh.shape if entries[0] is None else math.prod(main.mesh.shape[one] for one in _axes(entries[0]))
-            )
-            first = entries[0] if entries[0] is not None and shape[0] % degree == 0 else None
-            entries = [first, *[None] * (dims[0] - 1), *entries[1:]]
-        sharding = NamedSharding(main.mesh, PartitionSpec(*entries))
         self.like = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
         def quantize(kernel: jax.Array) -> dict[str, jax.Array]:

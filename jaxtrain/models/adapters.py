@@ -52,7 +52,7 @@ def adapt(
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
         >>> step = jt.make_train_step(adapted, jt.language_modeling(), optax.adamw(1e-3))
         >>> sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.optimizer_state[0].mu))
-        256
+        128
     """
     check_is_model(model, what="adapt")
     if lora is not None:
@@ -73,6 +73,8 @@ def adapt(
     if lora is not None:
         check_patterns("lora.train_also", lora.train_also, list(shapes))
     kernels = {**(model.linears if base else {}), **targets}
+    if lora is not None:
+        _check_train_also(lora, targets, kernels, base)
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         params, model_state = model.init(key)
@@ -97,6 +99,27 @@ def adapt(
     nested = base == "nf4" and double_quantization
     axes = adapted_axes(model, kernels, shapes, base=base, nested=nested, targets=tuple(targets))
     return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
+
+
+def _check_train_also(
+    lora: LoraConfig, targets: Mapping[str, tuple[int, int]], kernels: Mapping[str, tuple[int, int]], base: str | None
+) -> None:
+    """Raise where something that stands in the place of a kernel would be trained whole.
+
+    Args:
+        lora: settings of the adapters.
+        targets: the kernels with an adapter.
+        kernels: these, and the quantized ones.
+        base: format of the kernels.
+    """
+    for pattern in lora.train_also:
+        path = next((path for path in kernels if fnmatch.fnmatchcase(path, pattern)), None)
+        if path is not None:
+            why = "has an adapter" if path in targets else f"is stored in {base}"
+            raise ConfigError(
+                f"lora.train_also: {pattern!r} matches {path}, which {why} and is not trained whole; leave it out of "
+                "lora.train_also" + (", or the layer out of lora.targets" if path in targets and base is None else "")
+            )
 
 
 def _layers(model: Model) -> Layers:

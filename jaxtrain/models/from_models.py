@@ -27,7 +27,7 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
         A model: `apply({"student": x})` inside a loss gives `{"student": outputs}`.
 
     Raises:
-        ConfigError: something that is no model, or a name that cannot be a part of a path.
+        ConfigError: something that is no model, a model that is adapted, or a name that cannot be a part of a path.
 
     Example:
         >>> pair = jt.from_models({"student": model, "teacher": text_model})
@@ -46,6 +46,11 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
             raise ConfigError(
                 f"from_models: {part!r} is {shown(model)}, not a jaxtrain.Model; write jaxtrain.from_nnx, from_linen, "
                 "from_functions or build_model"
+            )
+        if model.adapted is not None:
+            raise ConfigError(
+                f"from_models: the model {part!r} is adapted already, and the whole would train its base; adapt the "
+                f"whole: jt.adapt(from_models(...), lora=jt.LoraConfig(targets=('{part}/*',)))"
             )
     models = dict(models)
 

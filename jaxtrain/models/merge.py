@@ -1,7 +1,6 @@
 """Adapters added to the kernels below them: the parameters of the model without adapters."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.model import Model, Params, check_is_model, parameter_shapes
+from jaxtrain.models.model import Model, Params, check_is_model
 from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.precision.nf4 import Nf4Kernel, dequantize
@@ -83,30 +82,3 @@ def float_kernel(kernel: Any, dims: tuple[int, int]) -> jax.Array:
         scale = jnp.expand_dims(kernel.scale, tuple(range(first, first + dims[0])))
         return kernel.values.astype(jnp.float32) * scale
     return kernel
-
-
-def num_kernels(model: Model) -> int:
-    """Number of kernels of linear layers of the model that an adapted one was made of, counted in every layer.
-
-    Args:
-        model: the adapted model.
-    """
-    assert model.adapted is not None
-    original = model.adapted.original
-    shapes = parameter_shapes(original)
-    stacks = (shapes[path].shape[: len(shapes[path].shape) - sum(dims)] for path, dims in original.linears.items())
-    return sum(math.prod(stack) for stack in stacks) or 1
-
-
-def base_params(params: Params, model: Model) -> Params:
-    """Parameters of the model that an adapted one was made of, without the adapters; quantized kernels as floats.
-
-    Args:
-        params: parameters of the adapted model.
-        model: the adapted model.
-    """
-
-    def one(leaf: Any) -> Any:
-        return replace(leaf, lora_b=jnp.zeros_like(leaf.lora_b)) if isinstance(leaf, LowRankKernel) else leaf
-
-    return merge_adapters(jax.tree.map(one, params, is_leaf=is_kernel), model)

@@ -19,7 +19,7 @@ from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.targets import checked_ids, target_weights
 from jaxtrain.models.task import Batch, CallingLoss, Task, TaskSums
 from jaxtrain.ops.loss.blocks import Logits
-from jaxtrain.ops.loss.cross_entropy import cross_entropy
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy
 
 _AXES = {key: ("batch", None, "sequence") for key in ("inputs", "targets", "weights")}
 _PAIRS = (
@@ -175,6 +175,14 @@ def answer_log_probabilities(
     pairs = _num_pairs("answer_log_probabilities", batch)
     outputs = apply.deferred(_answers(batch["inputs"]))
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(logits, DeferredLogits):
+        if not isinstance(logits, jax.Array | np.ndarray) or logits.ndim != 3:
+            raise ConfigError(
+                f"the log-probability of an answer needs logits of a vocabulary [{2 * pairs}, L, V], but the model "
+                f"gives {shown(logits)}; give a language model (without a head of labels), or "
+                "task=reward for scores"
+            )
+        logits = jnp.asarray(logits)
     answers = {"targets": _answers(batch["targets"]), "weights": _answers(target_weights(batch))}
     targets, weights = checked_ids("answer_log_probabilities", logits, answers)
     # NaN stays NaN: it marks an id that the model does not have.

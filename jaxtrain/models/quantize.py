@@ -11,7 +11,8 @@ from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, Params
-from jaxtrain.precision.kernels import is_quantized
+from jaxtrain.precision.kernels import is_kernel, is_quantized
+from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
 from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
@@ -54,12 +55,17 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
             f"{format} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
         )
 
-    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_kernel)
     leaves = {path_name(path): leaf for path, leaf in flat}
     for name in model.linears:
         if name not in leaves:
             raise ConfigError(
                 f"no {name} in the parameters: they do not belong to the model {model.name}; give state.params"
+            )
+        if isinstance(leaves[name], LowRankKernel):
+            raise ConfigError(
+                f"{name} has an adapter, and {format} is of whole kernels; merge it first (merge_adapters, jaxtrain "
+                "export --merge), or set finetune.base to train adapters above quantized kernels"
             )
         if is_quantized(leaves[name]):
             raise ConfigError(f"{name} is quantized already: give the floating-point parameters to get {format}")

@@ -5,7 +5,7 @@ parameter follows from its path alone, so that an update may also be given a par
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import optax
@@ -102,7 +102,7 @@ def by_group(
             if old is None and not jax.tree.leaves(own):
                 states.append(None)
                 continue
-            moved, new = part.update(own, old, select(params, number), **extra)
+            moved, new = part.update(own, cast(Any, old), select(params, number), **extra)
             found = jax.tree.map(lambda a, b: b if a is None else a, found, moved, is_leaf=lambda leaf: leaf is None)
             states.append(new)
         return found, GroupsState(tuple(states))

@@ -2,8 +2,9 @@
 
 A row of weights is divided into blocks of 64. A block is stored as its largest magnitude (`absmax`) and a code of 4
 bits per weight: the nearest of 16 levels between -1 and 1, which are quantiles of a normal distribution. Two codes
-share a byte, the first in its high half. Double quantization stores the magnitudes in 8 bits too: less their mean (`offset`),
-in blocks of 256, each a code of the dynamic 8-bit map times the block's own largest magnitude (`nested_absmax`).
+share a byte, the first in its high half. Double quantization stores the magnitudes in 8 bits too: less their mean
+(`offset`), in blocks of 256, each a code of the dynamic 8-bit map times the block's own largest magnitude
+(`nested_absmax`).
 
 Shapes: R rows (outputs), I inputs, B = ceil(I / 64) blocks of a row, N = ceil(R B / 256) blocks of blocks.
 

@@ -77,11 +77,16 @@ def written_adapter(
         made = factor_transforms(parts[0][0], 1)
         transposed = transposed or (made is not None and made.transposed)
     chosen = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name]
-    modules, saved = _whole(rows, whole)
+    whole_modules, saved = _whole(rows, whole)
+    # PEFT takes a head whole whatever it consists of: its parts may not be named beside it.
+    heads = [
+        head for head in _HEADS.get(config.task_type or "", ()) if any(_is_within(one, [head]) for one in whole_modules)
+    ]
+    modules = [module for module in whole_modules if not _is_within(module, heads)]
     said = replace(
         config,
         target_modules=tuple(shortest_names(chosen, [name for name in known if name not in chosen])),
-        modules_to_save=tuple(_saved_names(modules, [name for name in known if name not in modules])),
+        modules_to_save=tuple([*heads, *_saved_names(modules, [name for name in known if name not in whole_modules])]),
         **_patterns(stacked, list(known), config),
     )
     return WrittenAdapter(said, transposed, {**tensors, **saved})
@@ -159,7 +164,13 @@ def whole_paths(rows: Sequence[Row], paths: Iterable[str], *, task_type: str | N
     modules = {module for row, module in entries if row.path in wanted}
     known = {module for _, module in entries}
     ends = {*_saved_names(sorted(modules), sorted(known - modules)), *heads}
-    return {row.path for row, module in entries if module in modules or module.endswith(tuple(ends))}
+    return {row.path for row, module in entries if module in modules or _is_within(module, ends)}
+
+
+def _is_within(module: str, ends: Iterable[str]) -> bool:
+    """Whether a module, or one that it is a part of, has a name that ends so."""
+    parts = module.split(".")
+    return any(".".join(parts[:count]).endswith(tuple(ends)) for count in range(1, len(parts) + 1))
 
 
 def _module(row: Entry) -> str:

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.folders import empty_folder
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.interop.save import Origin, write_published
-from jaxtrain.models.merge import base_params, merge_adapters, num_kernels
-from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.models.merge import merge_adapters
+from jaxtrain.models.model import Model, ModelState, Params, parameter_shapes
+from jaxtrain.precision.kernels import is_kernel
+from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.runtime.remarks import print_remark
 
 _ROWS, _TOKENS = 4, 32
@@ -64,8 +67,9 @@ def write_merged(
             "trained on them, are added to those"
         )
     inputs, original = _rows(settings), model.adapted.original
+    params = _as_float32(params)
     adapted = _outputs(model, params, model_state, inputs)
-    without = _outputs(original, base_params(params, model), model_state, inputs)
+    without = _outputs(original, _base_params(params, model), model_state, inputs)
     merged = merge_adapters(params, model)
     _compare(adapted, _outputs(original, merged, model_state, inputs), written="float32", kernels=1)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -83,9 +87,9 @@ def write_merged(
         )
         # What others will read: the files.
         opened = load_pretrained(partial)
-        found = _outputs(opened.model, opened.params, opened.model_state, inputs)
+        found = _outputs(opened.model, _as_float32(opened.params), opened.model_state, inputs)
         written = opened.published.source.config["dtype"]
-        difference, bound = _compare(adapted, found, written=written, kernels=num_kernels(model))
+        difference, bound = _compare(adapted, found, written=written, kernels=_num_kernels(model))
         if folder.exists():
             folder.rmdir()  # it is empty
         partial.rename(folder)
@@ -97,6 +101,24 @@ def write_merged(
         f"merged: logits differ by {difference:.1e} of their range from base and adapters (rounding to {written} "
         f"explains {bound:.1e}), and the adapters move them by {moved:.1e}{lost}"
     )
+
+
+def _base_params(params: Params, model: Model) -> Params:
+    """Parameters of the model that an adapted one was made of, without the adapters."""
+
+    def one(leaf: Any) -> Any:
+        return replace(leaf, lora_b=jnp.zeros_like(leaf.lora_b)) if isinstance(leaf, LowRankKernel) else leaf
+
+    return merge_adapters(jax.tree.map(one, params, is_leaf=is_kernel), model)
+
+
+def _num_kernels(model: Model) -> int:
+    """Number of kernels of linear layers, counted in every layer."""
+    assert model.adapted is not None
+    original = model.adapted.original
+    shapes = parameter_shapes(original)
+    stacks = (shapes[path].shape[: len(shapes[path].shape) - sum(dims)] for path, dims in original.linears.items())
+    return sum(math.prod(stack) for stack in stacks) or 1
 
 
 def _rows(settings: Mapping[str, Any]) -> Any:
@@ -115,11 +137,14 @@ def _outputs(model: Model, params: Params, model_state: ModelState, inputs: Any)
         outputs, _ = model.apply(params, model_state, inputs, key=None, train=False)
         return outputs["logits"] if isinstance(outputs, Mapping) else outputs
 
-    return np.asarray(jax.jit(apply)(_as_float32(params), model_state, inputs), np.float32)
+    return np.asarray(jax.jit(apply)(params, model_state, inputs), np.float32)
 
 
 def _as_float32(params: Params) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
+    # Whatever the policy of the run stored: a model takes floats of one dtype.
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params
+    )
 
 
 def _width(outputs: np.ndarray) -> float:

@@ -213,9 +213,11 @@ def _computed(run: Run, state: "TrainState", progress: Progress) -> Reference:
 
 
 def _write(reference: Reference, run_dir: Path) -> None:
-    held_out = {} if reference.validation is None else {"validation": reference.validation}
+    arrays: dict[str, Any] = {"train": reference.train, "record": np.array(json.dumps(reference.record))}
+    if reference.validation is not None:
+        arrays["validation"] = reference.validation
     content = io.BytesIO()
-    np.savez(content, train=reference.train, record=np.array(json.dumps(reference.record)), **held_out)
+    np.savez(content, **arrays)
     write_bytes_atomic(run_dir / FILE, content.getvalue())
 
 

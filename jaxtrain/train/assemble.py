@@ -1,6 +1,6 @@
 """From a config to the objects of a run: data, model, task, mesh and step. Nothing is allocated on a device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.call import Call
-from jaxtrain.config.finetune import FinetuneConfig, check_freeze
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
@@ -24,13 +23,13 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
-from jaxtrain.optim.masks import check_patterns, trainable_predicate
+from jaxtrain.optim.masks import check_patterns
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import directions
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.finetuned import finetuned
+from jaxtrain.train.finetuned import finetuned, trainable_of
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
@@ -109,14 +108,6 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
         return data.train
     size = config.train.global_batch_size
     return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
-
-
-def stand_in_batches(config: Config, data: "Data", step: TrainStep) -> "Batches | BatchStream":
-    """The training batches of a step that is planned or measured: what a run computes of its rows first is 0."""
-    batches = training_batches(config, data)
-    if not lacks_reference(step.task, batches.spec()):
-        return batches
-    return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
 
 
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
@@ -313,15 +304,6 @@ def model_of(
     return build_model(
         config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
     )
-
-
-def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:
-    """Parameter path -> whether a config trains it; None: it trains all."""
-    if model.adapted is not None:
-        check_freeze(FinetuneConfig(lora=model.adapted.lora), config.optimizer.freeze)
-        return model.adapted.trains
-    freeze = config.optimizer.freeze
-    return trainable_predicate(freeze, list(parameter_shapes(model)) if freeze else [])
 
 
 def parallelism_of(config: Config) -> Parallelism:

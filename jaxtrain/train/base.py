@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import jax
 from jaxtrain.checkpoint.digest import digests
 from jaxtrain.checkpoint.find import find_checkpoint
 from jaxtrain.errors import CheckpointError
-from jaxtrain.models.model import Params
+from jaxtrain.models.model import Model, Params
+from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.state import TrainState, merge_leaves, select_leaves
 
@@ -31,6 +33,7 @@ class BaseRecord:
         seed: of the run; what is not in `path` is drawn from it.
         skip: patterns of paths that are drawn although `path` has them.
         digests: path of each frozen parameter -> its dtype and the two sums of its digest.
+        scale: what the products of the adapters above it are multiplied by; None: not recorded.
     """
 
     format: str
@@ -38,6 +41,7 @@ class BaseRecord:
     seed: int
     skip: tuple[str, ...]
     digests: Mapping[str, tuple[str, int, int]] = field(repr=False)
+    scale: float | None = None
 
     @property
     def shown(self) -> str:
@@ -60,11 +64,30 @@ class BaseRecord:
             "seed": self.seed,
             "skip": list(self.skip),
             "digests": {path: list(found) for path, found in self.digests.items()},
+            "scale": self.scale,
         }
 
     def source(self, run_dir: Path) -> str | None:
         """Where the base is read from; None: it is drawn."""
         return str(run_dir / KEPT) if self.format == "kept" else self.path
+
+    def check_scale(self, model: Model, *, run_dir: Path) -> None:
+        """Raise where a model multiplies the products of the adapters by another number than they were trained with.
+
+        Args:
+            model: adapted.
+            run_dir: of the run, for messages.
+
+        Raises:
+            CheckpointError: names both numbers.
+        """
+        lora = None if model.adapted is None else model.adapted.lora
+        if lora is not None and self.scale is not None and not math.isclose(lora.scale, self.scale, rel_tol=1e-6):
+            raise CheckpointError(
+                f"the adapters of {run_dir} were trained with products multiplied by {self.scale:g}, and lora.alpha="
+                f"{lora.alpha:g} with rank {lora.rank} multiplies by {lora.scale:g}; give alpha, rank and "
+                "rank_stabilised of that run"
+            )
 
     def check(self, params: Mapping[str, jax.Array], *, source: str | None, run_dir: Path) -> None:
         """Raise where parameters are not those that the adapters were trained on.
@@ -77,7 +100,7 @@ class BaseRecord:
         Raises:
             CheckpointError: names the first that differs.
         """
-        # Of another dtype, because the run was opened with another policy, they have no digest to compare.
+        # What was trained there and is frozen here has no digest to compare.
         same = {path: leaf for path, leaf in params.items() if self.digests.get(path, ("",))[0] == str(leaf.dtype)}
         for path, sums in digests(same).items():
             if tuple(sums) != self.digests[path][1:]:
@@ -93,7 +116,8 @@ def base_of(metadata: Mapping[str, Any]) -> BaseRecord | None:
     if not isinstance(found, Mapping):
         return None
     sums = {path: (dtype, first, second) for path, (dtype, first, second) in found["digests"].items()}
-    return BaseRecord(found["format"], found["path"], found["seed"], tuple(found["skip"]), sums)
+    skip = tuple(found["skip"])
+    return BaseRecord(found["format"], found["path"], found["seed"], skip, sums, found.get("scale"))
 
 
 def describe_base(
@@ -114,7 +138,9 @@ def describe_base(
     """
     frozen = {name: leaf for name, leaf in paths_of(params).items() if not trains(name)}
     sums = {name: (str(frozen[name].dtype), *found) for name, found in digests(frozen).items()}
-    return BaseRecord(format, path, seed, tuple(skip), sums)
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
+    scale = next((leaf.scale for leaf in leaves if isinstance(leaf, LowRankKernel)), None)
+    return BaseRecord(format, path, seed, tuple(skip), sums, scale)
 
 
 def run_of(path: str | Path) -> Path:

@@ -1,13 +1,15 @@
-"""The group `finetune` of a config, applied to a model."""
+"""The group `finetune` of a config, applied to a model: its adapters, and what is trained."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from jaxtrain.config.finetune import FinetuneConfig, check_freeze
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, parameter_shapes
+from jaxtrain.optim.masks import trainable_predicate
 
 
 def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Model:
@@ -36,3 +38,12 @@ def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Mod
     ]
     lora = settings.lora.model_copy(update={"train_also": (*settings.lora.train_also, *fresh)})
     return adapt(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
+
+
+def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:
+    """Parameter path -> whether a config trains it; None: it trains all."""
+    if model.adapted is not None:
+        check_freeze(FinetuneConfig(lora=model.adapted.lora), config.optimizer.freeze)
+        return model.adapted.trains
+    freeze = config.optimizer.freeze
+    return trainable_predicate(freeze, list(parameter_shapes(model)) if freeze else [])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal, shown
+from jaxtrain.config.arguments import check_kind, check_whole, shown
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.model_call import ModelCall
@@ -121,13 +121,18 @@ def reference_rows(
     write = "reference_rows(step, step.init(0), rows)"
     check_kind(step, TrainStep, what="reference_rows: step", takes="a train step", write=write)
     takes = "the state that training starts from"
-    check_kind(state, TrainState | EvaluationState, what="reference_rows: state", takes=takes, write=write)
+    check_kind(state, (TrainState, EvaluationState), what="reference_rows: state", takes=takes, write=write)
     check_rows(rows, what="reference_rows", write="reference_rows(step, state, jaxtrain.ArrayRows({...}))")
     batch_size = check_whole(batch_size, what="reference_rows: batch_size", least=1, write="batch_size=32")
     if step.task.reference is None:
-        takes = "the step of a task that compares with the model that training starts from"
-        raise ConfigError(refusal("reference_rows", takes, step.task, "make_train_step(model, jaxtrain.dpo(), ...)"))
-    params, model_state = state.params, state.model_state
+        raise ConfigError(
+            f"reference_rows: task {step.task.name!r} compares with no model that training starts from; write "
+            "make_train_step(model, jaxtrain.dpo(), ...)"
+        )
+    if isinstance(state, TrainState):
+        params, model_state = state.params, state.model_state
+    else:
+        params, model_state = state.evaluation_params, state.evaluation_model_state
     values = compute_reference(step, params, model_state, rows, batch_size=batch_size, what="the rows")
     return with_entry(rows, ENTRY, values)
 

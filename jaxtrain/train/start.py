@@ -7,7 +7,7 @@ that gives a `Given`, chosen in `accept_start`.
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,9 @@ def restore_base(
     Raises:
         CheckpointError: the base is gone, or is another one than the adapters were trained on.
     """
+    record.check_scale(sharded_model.model, run_dir=run_dir)
     source = moved_to or record.source(run_dir)
+    asked, sharded_model = paths_of(sharded_model.abstract_params), _stored_as(sharded_model, record)
     given: dict[str, Any] = {}
     if source is not None:
         if not Path(source).exists():
@@ -224,8 +226,22 @@ def restore_base(
         sharded_model, record.seed, {path: leaf for path, leaf in wanted.items() if path not in found}
     )
     record.check(ready, source=source, run_dir=run_dir)
+    ready = {
+        path: leaf if leaf.dtype == asked[path].dtype else leaf.astype(asked[path].dtype)
+        for path, leaf in ready.items()
+    }
     shapes = sharded_model.abstract_params
     return jax.tree_util.tree_map_with_path(lambda path, _: ready.get(path_name(path)), shapes)
+
+
+def _stored_as(sharded_model: ShardedModel, record: BaseRecord) -> ShardedModel:
+    """The model with the dtypes of a recorded base, whose digests are of these: a policy may ask for others."""
+
+    def one(path: tuple, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = record.digests.get(path_name(path), (str(like.dtype),))[0]
+        return jax.ShapeDtypeStruct(like.shape, jnp.dtype(dtype), sharding=like.sharding)
+
+    return replace(sharded_model, abstract_params=jax.tree_util.tree_map_with_path(one, sharded_model.abstract_params))
 
 
 def _drawn_again(sharded_model: ShardedModel, seed: int, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -109,7 +109,7 @@ def test_jaxtrain_config_lists_the_keys(written):
     assert keys["task.args"].value == '{"gamma": 2.0}'
     task = next(key for group in describe(load_config()) for key in group.keys if key.path == "task")
     assert task.type.startswith("language_modeling | masked_language_modeling | ")
-    assert task.type.endswith(" | regression | {call: module:function}")
+    assert task.type.endswith(" | regression | dpo | reward | {call: module:function}")
 
 
 WRONG_CONFIGS = {

@@ -235,7 +235,7 @@ WRONG_VALUES = {
     "unknown choice": (
         "task=translation",
         "task is 'translation' (command line), not one of language_modeling, masked_language_modeling, "
-        "sequence_to_sequence, classification, token_classification, regression",
+        "sequence_to_sequence, classification, token_classification, regression, dpo, reward",
     ),
     "choice in a nested group": (
         "optimizer.schedule.kind=cosin",

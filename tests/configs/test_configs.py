@@ -20,6 +20,8 @@ SHIPPED = {
     "digits_mlp",
     "digits_resnet",
     "gpt2_124m",
+    "llama2_13b_nf4",
+    "llama3.1_8b_lora",
     "llama3_8b",
     "minilm_classify",
     "quickstart",

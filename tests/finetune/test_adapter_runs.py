@@ -161,34 +161,67 @@ def test_a_step_starts_from_an_adapter_run_or_puts_adapters_on_a_tree(published:
 ROWS = np.random.default_rng(0).integers(0, 256, (32, 33)).astype(np.int32)
 
 
-def fit(run_dir: Path, **given: Any) -> jt.Result:
+def fit(run_dir: Path, base: str | None = None, **given: Any) -> jt.Result:
     mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
     options: dict[str, Any] = dict(data=(ROWS[:, :-1], ROWS[:, 1:]), steps=2, batch_size=8, mesh=mesh, **given)
     logging = {"report": False, "tensorboard": False}
-    lora = {"lora": {"rank": 2, "targets": ["query"]}}
+    lora = {"lora": {"rank": 2, "targets": ["query"]}, "base": base}
     return jt.fit(
         model(), jt.language_modeling(), optax.adam(1e-2), finetune=lora, logging=logging, run_dir=run_dir, **options
     )
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("base", [None, "nf4"])
 @pytest.mark.parametrize("start", ["drawn from the seed", "arrays", "a run", "adapters"])
-def test_every_start_is_found_again(tmp_path: Path, published: tuple[Path, jt.Result], start: str) -> None:
+def test_every_start_is_found_again(tmp_path: Path, start: str, base: str | None) -> None:
     tree, _ = jax.jit(model().init)(jax.random.key(5))
     given: dict[str, Any] = {}
     if start == "arrays":
         given["params"] = tree
     elif start != "drawn from the seed":
         step = step_of(
-            model() if start == "a run" else jt.adapt(model(), lora=jt.LoraConfig(rank=2, targets=("query",)))
+            model()
+            if start == "a run"
+            else jt.adapt(model(), lora=jt.LoraConfig(rank=2, targets=("query",)), base=base)
         )
         with Checkpointer(tmp_path / "base" / "checkpoints") as checkpointer:
             checkpointer.save(0, step.init(0, params=tree), metadata={})
         given["params"] = tmp_path / "base"
-    result = fit(tmp_path / "run", **given)
+    result = fit(tmp_path / "run", base, **given)
     opened = jt.open_run(tmp_path / "run", model=model())
     assert same(opened.params, result.state.params)
-    assert same(fit(tmp_path / "run", **given).state.params, result.state.params)
+    assert same(fit(tmp_path / "run", base, **given).state.params, result.state.params)
+
+
+@pytest.mark.long
+def test_a_head_that_is_drawn_anew_is_trained_and_saved(tmp_path: Path) -> None:
+    """In bf16, where what is frozen is stored in bf16 and what is trained in float32."""
+    tree, _ = jax.jit(model().init)(jax.random.key(5))
+    classifier = jt.build_model(
+        {"kind": "transformer", **MODEL, "causal": False, "head": {"kind": "sequence", "num_labels": 4}},
+        input_shape=(32,),
+    )
+    result = jt.fit(
+        classifier,
+        jt.classification(),
+        optax.adam(1e-2),
+        data=(ROWS[:, :-1], ROWS[:, 0] % 4),
+        steps=2,
+        batch_size=8,
+        mesh=jt.make_mesh(data=1, devices=jax.devices()[:1]),
+        policy="bf16",
+        params=tree,
+        skip=["head/*", "output"],
+        finetune={"lora": {"rank": 2}},
+        logging={"report": False, "tensorboard": False},
+        run_dir=tmp_path,
+    )
+    with Checkpointer(tmp_path / "checkpoints", read_only=True) as checkpointer:
+        saved = {name for name in checkpointer.info(2).leaves if name.startswith("params.")}
+    assert {name for name in saved if "lora" not in name} == {"params.head.output.bias", "params.head.output.kernel"}
+    assert result.state.params["embedding"].dtype == np.dtype("bfloat16")
+    assert same(jt.open_run(tmp_path, model=classifier).params, result.state.params)
 
 
 def test_gpt3_with_rank_4_on_query_and_value_trains_what_the_formula_counts() -> None:

@@ -72,7 +72,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("moved", "code", "said"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("moved", "code", "said"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] not in (None, 1))) for case in CASES.values()],
+    ids=CASES,
+)
 def test_one_line_names_the_first_that_differs(cli, monkeypatch, moved, code, said):
     stand_in(monkeypatch, {"LlamaForCausalLM": opened(moved)})
     answer = cli("import", str(LLAMA), "--check")

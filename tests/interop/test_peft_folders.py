@@ -31,7 +31,7 @@ ENTRIES = (
     ("token_type_ids", "token_types"),
     ("decoder_tokens", "decoder_tokens"),
 )
-PLAIN = ("gpt2", "llama_patterns", "bert_sequence")
+PLAIN = ("gpt2", "llama_patterns")
 
 
 def base_of(name):

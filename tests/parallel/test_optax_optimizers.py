@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from layouts import COMPILER
 
 import jaxtrain as jt
 
@@ -145,7 +146,7 @@ def side_by_side(name: str) -> Any:
         {key[one]: optimizer for one, optimizer in SIDE_BY_SIDE.items()},
         lambda params: {label: jax.tree.map(partial(_constant, label), part) for label, part in params.items()},
     )
-    return jt.make_train_step(model, jt.Task("copies", loss), optimizer, mesh=mesh(name))
+    return jt.make_train_step(model, jt.Task("copies", loss), optimizer, mesh=mesh(name), compiler_options=COMPILER)
 
 
 def _constant(label: str, _: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# target: devices. How a step is partitioned does not depend on the generation of a TPU, so that every layout is compiled
+# target: devices. How a step is partitioned does not depend on the generation of a TPU, so every layout is compiled
 # for the first and, for the second, one of each kind: gathered in every layer, in stages, and with experts exchanged.
 TPUS = {"v5e:2x4": 8, "v6e:2x4": 8}
 V6E_LAYOUTS = ("fsdp=8", "pipe=2,fsdp=2,tensor=2,1f1b", "expert=4")

@@ -40,9 +40,6 @@ SHARED = [
     "parallel.data=1",
     "parallel.fsdp=8",
 ]
-# How far the planned peak may be off where it is not a quarter: both sides of a small encoder-decoder count as gathered
-# at once (planned 1.34 x what the compiler of TPU v5e takes).
-PEAK = {"encoder-decoder": 0.35}
 # Target -> the package that has its compiler.
 TARGETS = {"v5e-8": "libtpu", "h100x8": "jax_cuda12_plugin"}
 
@@ -77,4 +74,4 @@ def test_the_structure_compiles_and_takes_the_memory_planned(compiled: tuple[str
     memory = analyse(load_config(config, overrides=[*SHARED, *overrides]).config, target).memory
     # State is a matter of shapes.
     assert memory.state_bytes == pytest.approx(result["state_bytes"], rel=0.01)
-    assert memory.total_bytes == pytest.approx(result["peak_bytes"], rel=PEAK.get(name, 0.25))
+    assert memory.total_bytes == pytest.approx(result["peak_bytes"], rel=0.25)

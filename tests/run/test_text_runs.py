@@ -33,6 +33,21 @@ PAIRS = {
     "model": {"kind": "encoder_decoder", **SMALL["model"]},
     "data": {"kind": "text_pairs", "builtin": "python_docstrings", "target_length": 16},
 }
+TAGGED = {
+    "task": "token_classification",
+    "model": {**SMALL["model"], "causal": False, "head": {"kind": "token"}},
+    "data": {"kind": "tagged_text", "path": "tagged.jsonl", "validation_fraction": 0.25},
+}
+NUMBERS = {
+    "task": "regression",
+    "model": {**SMALL["model"], "causal": False, "head": {"kind": "regression", "num_labels": 1}},
+    "data": {"kind": "labelled_text", "path": "tagged.jsonl", "validation_fraction": 0.25},
+}
+IMAGES = {
+    "task": "classification",
+    "model": {"kind": "vit", "num_layers": 1, "embed_dim": 32, "num_heads": 4, "mlp_dim": 64, "patch_size": 4},
+    "data": {"kind": "digits"},
+}
 pytestmark = pytest.mark.long
 
 
@@ -45,7 +60,7 @@ def rows(folder):
     return {row["step"]: row for row in found if "loss" in row}, [row for row in found if "eval_loss" in row]
 
 
-@pytest.mark.parametrize("parts", [MASKED, PAIRS], ids=["masked", "pairs"])
+@pytest.mark.parametrize("parts", [MASKED, PAIRS, LABELLED, IMAGES], ids=["masked", "pairs", "labelled", "vit"])
 def test_a_restart_changes_nothing(parts, tmp_path):
     run(parts, tmp_path / "whole")
     run(parts, tmp_path / "parts", **{"train.steps": 3})
@@ -68,3 +83,23 @@ def test_a_classifier_keeps_its_classes(tmp_path):
     inputs = data.validation.gather(np.arange(8))["inputs"]
     logits = opened.predict(inputs)
     assert np.asarray(logits).shape == (8, 7)
+
+
+# Parts of the config -> shape of what is predicted for 8 held-out rows.
+PREDICTED = {"tags": (TAGGED, (8, 32, 3)), "images": (IMAGES, (8, 10)), "numbers": (NUMBERS, (8, 1))}
+
+
+@pytest.mark.parametrize(("parts", "shape"), PREDICTED.values(), ids=PREDICTED)
+def test_heads_predict_what_the_model_gives(parts, shape, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [{"words": ["red", "is", str(i)], "tags": ["color", "none", "digit"], "label": i} for i in range(40)]
+    lines = [{**line, "text": " ".join(line["words"])} for line in lines]
+    (tmp_path / "tagged.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    run(parts, tmp_path / "run", **{"train.steps": 2})
+    opened = jt.open_run(tmp_path / "run")
+    inputs = opened.data.validation.gather(np.arange(8))["inputs"]
+    found = opened.predict(inputs)
+    assert found.shape == shape
+    wanted, _ = opened.sharded_model.model.apply(opened.params, opened.model_state, inputs, key=None, train=False)
+    # Compiled and not: float32 sums in another order.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.ptp(wanted))

@@ -239,6 +239,11 @@ ROWS = {
     "LoraConfig: rank": (lambda: jt.LoraConfig(rank=0), "rank=0", "greater than 0"),
     "LoraConfig: an unknown key": (lambda: jt.LoraConfig(r=8), "'r'", "it takes rank"),
     "LoraConfig: targets": (lambda: jt.LoraConfig(targets=()), "targets", "at least 1"),
+    "adapt: a part of a model": (
+        lambda: jt.from_models({"student": adapted()}),
+        "'student' is adapted already",
+        "adapt the whole",
+    ),
     "merge_adapters: a model without adapters": (
         lambda: jt.merge_adapters({"w": X}, given.text_model()),
         "has no adapters",

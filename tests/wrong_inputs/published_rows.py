@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jaxtrain as jt
 
 LLAMA = Path(__file__).parent.parent / "interop" / "published" / "llama"
+ADAPTER = Path(__file__).parent.parent / "interop" / "adapters" / "llama"
 GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "vocab_size": 40}
 
 
@@ -18,7 +19,56 @@ def saved_norm(scale):
     return jt.save_pretrained("out", {"blocks": {"attention_norm": {"scale": scale}}}, model=GROUP)
 
 
+def adapter(**more):
+    return jt.save_adapter("out", {}, **{"model": adapted(), "base": GROUP, **more})
+
+
+def adapted():
+    return jt.adapt(plain(), lora=jt.LoraConfig(rank=2))
+
+
+def plain():
+    return jt.build_model(GROUP, input_shape=(4,))
+
+
 ROWS = {
+    "load_adapter: a number": (
+        lambda: jt.load_adapter(3, base=LLAMA),
+        "not 3",
+        "load_adapter('adapters/mine', base='models/llama')",
+    ),
+    "load_adapter: base": (
+        lambda: jt.load_adapter(ADAPTER, base=3),
+        "not 3",
+        "load_adapter('adapters/mine', base='models/llama')",
+    ),
+    "load_adapter: a published folder": (
+        lambda: jt.load_adapter(LLAMA, base=LLAMA),
+        "has no adapter_config.json",
+        "the folder of an adapter",
+    ),
+    "save_adapter: a number": (
+        lambda: jt.save_adapter(3, {}, model=adapted(), base=GROUP),
+        "not 3",
+        "save_adapter('adapters/mine', params, model=adapted, base=pretrained)",
+    ),
+    "save_adapter: model": (
+        lambda: adapter(model=3),
+        "not 3",
+        "save_adapter('adapters/mine', params, model=adapted, base=pretrained)",
+    ),
+    "save_adapter: no adapters": (lambda: adapter(model=plain()), "has no adapters", "save_pretrained"),
+    "save_adapter: base": (lambda: adapter(base=3), "not 3", "base=pretrained"),
+    "save_adapter: a full folder": (
+        lambda: jt.save_adapter(LLAMA, {}, model=adapted(), base=GROUP),
+        "not empty",
+        "name a new folder",
+    ),
+    "save_adapter: params": (
+        lambda: adapter(),
+        "params hold no adapter at blocks/",
+        "save_adapter(folder, state.params",
+    ),
     "Pretrained.read: no model": (
         lambda: jt.load_pretrained(LLAMA).read(3),
         "not 3",

@@ -10,13 +10,15 @@ import re
 import data_rows
 import fit_rows
 import model_rows
+import preference_rows
 import published_rows
 import pytest
 import step_rows
 
 import jaxtrain as jt
 
-ROWS = {**data_rows.ROWS, **model_rows.ROWS, **step_rows.ROWS, **fit_rows.ROWS, **published_rows.ROWS}
+TABLES = (data_rows, model_rows, step_rows, fit_rows, published_rows, preference_rows)
+ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 
 # Public names that take nothing which could be wrong, and why.
 WITHOUT_ROWS = {
@@ -43,6 +45,7 @@ METHODS_WITHOUT_ROWS = {
     "DeferredLogits.logits": "takes nothing",
     "Checkpointer.__exit__": "called by `with`",
     "JsonlWriter.__exit__": "called by `with`",
+    "ModelCall.deferred": "as a call",
     "ModelCall.with_state": "as a call",
     "Remat.scan": "called by models with their own blocks",
     "ShardedModel.apply_deferred": "as apply",

@@ -78,7 +78,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         num_outputs=None,
         input_shape=shape,
         unit="tokens" if is_tokens else "examples",
-        units_per_row=_num_tokens(row) if is_tokens else 1,
+        units_per_row=_num_tokens(row) if is_tokens and row is not None else 1,
         tokenizer=None,
         description=(shown,),
     )

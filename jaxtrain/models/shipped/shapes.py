@@ -78,11 +78,18 @@ class Tensors:
         params: path -> shape.
         model_state: path -> shape, float32 (batch statistics).
         stack: top-level path of the layers that are stacked, for a model that can be pipelined.
+        sides: paths of the stacks of a model that has several, one after the other.
     """
 
     params: Shapes
     model_state: Shapes
     stack: str | None = None
+    sides: tuple[str, ...] = ()
+
+    def scan_of(self, path: str) -> str | None:
+        """Returns the path of the stack that a parameter is in, whose layers are gathered one at a time; or None."""
+        stacks = self.sides if self.stack is None else (self.stack,)
+        return next((stack for stack in stacks if path.startswith(f"{stack}/")), None)
 
     @property
     def num_parameters(self) -> int:
@@ -221,7 +228,7 @@ def model_tensors(
             return Tensors(_transformer(config, vocab_size, num_outputs), {}, "blocks")
         case EncoderDecoderConfig():
             assert vocab_size is not None
-            return Tensors(_encoder_decoder(config, vocab_size), {})
+            return Tensors(_encoder_decoder(config, vocab_size), {}, sides=("encoder/blocks", "decoder/blocks"))
         case ResNetConfig():
             assert num_outputs is not None
             return _resnet(config, input_shape[-1], num_outputs)

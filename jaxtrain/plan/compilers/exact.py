@@ -10,6 +10,8 @@ from jaxtrain.config.schema import Config
 from jaxtrain.plan.workload.record import Workload
 
 if TYPE_CHECKING:
+    from jaxtrain.data import Batches, Data
+    from jaxtrain.data.stream import BatchStream
     from jaxtrain.train.step import TrainStep
 
 # libtpu, once it laid the program out: "Ran out of memory in memory space hbm. Used 50.24G of 15.75G hbm.", or before:
@@ -88,7 +90,7 @@ def planned_step(config: Config, workload: Workload, devices: list[Any] | None) 
         devices: real or compile-only; None: all of this process.
     """
     from jaxtrain.config.data import CalledData
-    from jaxtrain.train.assemble import build_step, open_run_data, stand_in_batches
+    from jaxtrain.train.assemble import build_step, open_run_data
 
     step = build_step(
         config,
@@ -100,6 +102,17 @@ def planned_step(config: Config, workload: Workload, devices: list[Any] | None) 
     if isinstance(config.data, CalledData):
         return step, dict(stand_in_batches(config, open_run_data(config), step).spec())
     return step, batch_shapes(workload)
+
+
+def stand_in_batches(config: Config, data: "Data", step: "TrainStep") -> "Batches | BatchStream":
+    """The training batches of a step that is planned or measured: what a run computes of its rows first is 0."""
+    from jaxtrain.train.assemble import training_batches
+    from jaxtrain.train.reference import awaiting_reference, lacks_reference
+
+    batches = training_batches(config, data)
+    if not lacks_reference(step.task, batches.spec()):
+        return batches
+    return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
 
 
 def _host_flags(on_host: Any, batch: dict[str, Any], lowered: Any) -> tuple[list[bool], list[bool]] | None:
@@ -141,6 +154,10 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
             if workload.numbers != length + 2 * workload.decoder_length:  # texts of any length, which are padded
                 inputs |= {"segments": tokens, "decoder_segments": written}
             return {"inputs": inputs, "targets": written}
+        if workload.weighted:
+            packed = {"tokens": tokens, "segments": tokens, "positions": tokens}
+            inputs = packed if workload.numbers == 5 * length else tokens
+            return {"inputs": inputs, "targets": tokens, "weights": jax.ShapeDtypeStruct(tokens.shape, np.float32)}
         if workload.numbers in (None, 2 * length):
             return {"inputs": tokens, "targets": tokens}
         inputs = {"tokens": tokens, "segments": tokens}

@@ -6,6 +6,7 @@ layouts in `tests/plan/compiled.json`, which the model meets within 15 %.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig
 from jaxtrain.config.schema import Config
@@ -16,7 +17,7 @@ from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory, Work
 from jaxtrain.plan.memory.transformer import transformer_work
 from jaxtrain.plan.work.block import DeviceBatch
-from jaxtrain.plan.work.finetuned import dequantized_bytes
+from jaxtrain.plan.work.finetuned import dequantized_bytes, kept_bytes
 from jaxtrain.plan.work.offload import state_on_its_way
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
 from jaxtrain.plan.workload.finetuned import finetuned
@@ -49,14 +50,15 @@ def step_memory(
         schedule: of the pipeline.
     """
     structure = model_structure(config.model, workload)
+    stored = finetuned(config, model_tensors(config.model, workload))
     match config.model:
         case _ if structure is not None:
             work = transformer_work(structure, config, batch, schedule, target.hardware.kind)
+            work = replace(work, kept=work.kept + kept_bytes(stored, structure, config, batch))
         case ResNetConfig():
             work = _resnet(config.model, config, workload, batch)
         case MLPConfig():
             work = _mlp(config.model, config, workload, batch)
-    stored = finetuned(config, model_tensors(config.model, workload))
     gradients, cast, gathered = _parameters(config, placed, batch)
     in_head = work.head > work.block
     offload = config.optimizer.offload
@@ -117,10 +119,10 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
         gradients = _FP32 * summed + (_FP32 + size / 2) * local
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
     outside = sum(
-        local_size(one.shape, one.entries, degrees) for one in placed if not one.stacked and size < one.itemsize
+        local_size(one.shape, one.entries, degrees) for one in placed if one.scan is None and size < one.itemsize
     )
     cast = float(size * outside)
-    gathered = 0.0
+    gathered: dict[str | None, float] = {}
     if degrees["fsdp"] > 1:
         alone = {**degrees, "fsdp": 1}
         for one in placed:
@@ -128,10 +130,14 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
                 continue
             whole = local_size(one.shape, one.entries, alone)
             # Of a stack one layer at a time, the next one on its way, and the gradient of one.
-            layers = one.shape[0] // degrees["pipe"] if one.stacked else 1
-            copies = (3 if one.trained else 2) if one.stacked else 1
-            gathered += min(size, one.itemsize) * whole / layers * copies
-    return gradients, cast, gathered
+            scanned = one.scan is not None
+            layers = one.shape[0] // degrees["pipe"] if scanned else 1
+            copies = (3 if one.trained else 2) if scanned else 1
+            share = min(size, one.itemsize) * whole / layers * copies
+            gathered[one.scan] = gathered.get(one.scan, 0.0) + share
+    # One stack runs at a time.
+    outside_stacks = gathered.pop(None, 0.0)
+    return gradients, cast, outside_stacks + max(gathered.values(), default=0.0)
 
 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the

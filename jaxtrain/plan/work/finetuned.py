@@ -50,6 +50,29 @@ def finetuning_blocks(stored: Finetuned, structure: Structure, config: Config, b
     return blocks
 
 
+def kept_bytes(stored: Finetuned, structure: Structure, config: Config, batch: DeviceBatch) -> float:
+    """Bytes of the results of adapters that are kept for the backward pass.
+
+    Policies that keep results of matmuls keep both before they are added up (XLA for H100, jaxlib 0.10.2).
+
+    Args:
+        stored: what the run stores in the place of kernels.
+        structure: of the model.
+        config: the run.
+        batch: what a device works on.
+    """
+    lora, size = config.finetune.lora, POLICY_DTYPES[config.precision.policy].compute_bytes
+    if lora is None or config.remat.policy not in ("none", "dots"):
+        return 0.0
+    kept, degrees = 0.0, batch.degrees
+    for stack in structure.stacks:
+        own = [path for path in stored.adapters if path.startswith(f"{stack.path}/")]
+        outputs = sum(math.prod(stored.tensors.params[f"{path}/lora_b"]) for path in own) / lora.rank
+        t = batch.rows * stack.length / degrees["context"]
+        kept += size * t * outputs / degrees["tensor"] / degrees["pipe"]
+    return kept
+
+
 def dequantized_bytes(config: Config, stored: Finetuned, placed: Sequence[Parameter], batch: DeviceBatch) -> float:
     """Bytes of the largest kernel of one layer as floats, which is all that is dequantized at once.
 

@@ -46,8 +46,9 @@ class Parameter:
         entries: mesh axes of each dim, as stored.
         state_entries: the same for its optimizer state, which ZeRO shards over `data` too.
         trained: whether it has gradients and optimizer state.
-        stacked: whether its first dim counts layers.
+        stacked: whether its first dim counts layers that a pipeline may divide.
         itemsize: bytes per element, as stored.
+        scan: path of the stack of layers that it is in; None: it stands outside.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Parameter:
     trained: bool
     stacked: bool
     itemsize: int
+    scan: str | None
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ def shard_parameters(config: Config, tensors: Tensors, degrees: Mapping[str, int
         if also:
             for_state = tuple(parameter_entries(path, shape, degrees=degrees, axes=stored.axes, stack=stack, also=also))
         stacked = stack is not None and path.startswith(f"{stack}/")
-        itemsize = stored.itemsizes.get(path, dtype_bytes)
-        placed.append(Parameter(path, shape, entries, for_state, path not in stored.frozen, stacked, itemsize))
+        itemsize, scan = stored.itemsizes.get(path, dtype_bytes), stored.tensors.scan_of(path)
+        placed.append(Parameter(path, shape, entries, for_state, path not in stored.frozen, stacked, itemsize, scan))
     return placed
 
 

@@ -191,6 +191,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
             to set.
     """
     source = f"data.kind={config.data.kind}" if sizes is None else "the data given"
+    weighted = sizes is None and isinstance(config.data, ChatData)
     if isinstance(config.data, CalledData):
         source = f"data.call={config.data.call}"
         sizes = sizes or _sizes_of_config(config)
@@ -237,7 +238,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         adapters=stored.adapters,
     )
     assert flops is not None, "every size is known by here"
-    return replace(workload, flops_per_row=flops)
+    return replace(workload, flops_per_row=flops, weighted=weighted and not pairs)
 
 
 def _outputs(model: ModelConfig, num_outputs: int | None, source: str) -> int | None:

@@ -20,6 +20,7 @@ class Workload:
         decoder_length: tokens of a row of a decoder beside an encoder; None: rows have none.
         numbers: 32-bit numbers of a row, targets included; None: tokens and targets, or inputs and a target.
         pairs: whether the data gives pairs of answers, each of which is two rows here.
+        weighted: whether each target has a weight, as conversations have.
     """
 
     unit: str
@@ -32,6 +33,7 @@ class Workload:
     decoder_length: int | None = None
     numbers: int | None = None
     pairs: bool = False
+    weighted: bool = False
 
     @property
     def sequence_length(self) -> int | None:

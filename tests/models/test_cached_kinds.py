@@ -1,0 +1,77 @@
+"""Decoders of every structure write the same with their cache as without it: logits at each position, greedy tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.models.shipped.build import build_model
+
+# 40 tokens, and texts longer than any window and than what yarn was stretched from.
+SMALL = dict(
+    kind="transformer", num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, vocab_size=40, max_sequence_length=32
+)  # fmt: skip
+PROMPT, NEW = 7, 9
+LENGTHS = np.array([PROMPT, 4], np.int32)
+KINDS = {
+    "relative": dict(position="relative", relative_buckets=8, relative_max_distance=6),
+    "yarn": dict(rope_scaling=dict(kind="yarn", factor=4.0, original_length=8)),
+    "window": dict(sliding_window=3),
+    "local layers": dict(local_layers=dict(pattern=[1, 0], window=3, rope_theta=100.0)),
+    "parallel": dict(block="parallel", norm="layernorm", bias=True, rotary_fraction=0.5),
+    "post": dict(block="post", norm="layernorm", position="learned"),
+    "sandwich": dict(block="sandwich", logits_softcap=3.0, embedding_scale=4.0),
+}
+PLAIN = ("relative",)
+
+
+def rows():
+    return [name if name in PLAIN else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
+
+
+def drawn(name):
+    """A model whose kernels, norms and tables are all large enough to show in the logits."""
+    model = build_model({**SMALL, **KINDS[name]}, input_shape=(16,))
+    params, keys = jax.jit(model.init)(jax.random.key(0))[0], iter(jax.random.split(jax.random.key(1), 64))
+    return model, jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(next(keys), leaf.shape), params)
+
+
+def tokens():
+    return np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, PROMPT + NEW), dtype=np.int32)
+
+
+@pytest.mark.parametrize("name", rows())
+def test_the_cache_changes_nothing(name):
+    model, params = drawn(name)
+    whole = jax.jit(lambda text: model.apply(params, {}, text, key=None, train=False)[0])
+    text, decode = tokens(), jax.jit(model.decoder.decode)
+    cache, found = model.decoder.init_cache(2, PROMPT + NEW, jnp.float32), []
+    for at in range(PROMPT + NEW):
+        logits, cache = decode(params, text[:, at : at + 1], np.full((2, 1), at, np.int32), cache)
+        found.append(logits)
+    wanted = whole(text)
+    # float32, the same sums over keys in another order.
+    np.testing.assert_allclose(np.concatenate(found, 1), wanted, rtol=0, atol=1e-4 * np.ptp(wanted))
+
+    prompts = np.where(np.arange(PROMPT) < LENGTHS[:, None], text[:, :PROMPT], 0)
+    generate = make_generator(model, new_tokens=NEW, sampling=Sampling(temperature=0))
+    written, greedy = text * 0, []
+    written[:, :PROMPT] = prompts
+    for step in range(NEW):  # what stands behind a position changes nothing at it
+        last = np.asarray(whole(written))[[0, 1], LENGTHS + step - 1]
+        greedy.append(last.argmax(-1))
+        written[[0, 1], LENGTHS + step] = greedy[-1]
+    np.testing.assert_array_equal(generate(params, prompts, LENGTHS, jax.random.key(0)), np.stack(greedy, 1))
+
+
+def test_a_prompt_has_logits_at_its_last_position_alone():
+    model, params = drawn("window")
+    shape = f"f32[2,{PROMPT},{SMALL['vocab_size']}]"
+    without = dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, prefill=None))
+    for one, has in ((model, False), (without, True)):
+        generate = make_generator(one, new_tokens=2, sampling=Sampling(temperature=0))
+        program = str(jax.make_jaxpr(generate)(params, tokens()[:, :PROMPT], LENGTHS, jax.random.key(0)))
+        assert (shape in program) is has

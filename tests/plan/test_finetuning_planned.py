@@ -1,0 +1,169 @@
+"""Fine-tunings in the planner: what is stored, trained and computed is what the step stores, trains and computes."""
+
+import math
+from typing import Any
+
+import jax
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.plan.catalogue.hardware import find, target_of
+from jaxtrain.plan.compilers.exact import sharded_bytes
+from jaxtrain.plan.search.advice import advise
+from jaxtrain.plan.search.analyse import analyse, with_degrees
+from jaxtrain.plan.search.layouts import search
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.workload.finetuned import finetuned
+from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.train.assemble import build_step
+
+LORA = "finetune.lora={rank: 4}"
+# config, overrides, devices
+STATES = {
+    "adapters": ("quickstart", [LORA, "precision.policy=bf16"], 1),
+    "adapters of some layers": ("quickstart", ["finetune.lora={rank: 2, targets: [query, 'blocks/mlp/*']}"], 1),
+    "trained beside": ("minilm_classify", ["finetune.lora={rank: 4, train_also: ['head/*']}"], 1),
+    "int8, fsdp and tensor": (
+        *("quickstart", [LORA, "finetune.base=int8", "parallel.fsdp=4", "parallel.tensor=2", "precision.policy=bf16"]),
+        8,
+    ),
+    "nf4, fsdp and zero": (
+        *("quickstart", [LORA, "finetune.base=nf4", "parallel.fsdp=4", "parallel.zero=1", "optimizer.ema_decay=0.9"]),
+        8,
+    ),
+    "nf4 without double quantization, pipe": (
+        "quickstart",
+        [LORA, "finetune.base=nf4", "finetune.double_quantization=false", "parallel.pipe=2", "model.num_layers=4"],
+        2,
+    ),
+    "encoder-decoder, nf4": ("t5_small", [LORA, "finetune.base=nf4"], 1),
+    "vision transformer": ("vit_digits", [LORA, "finetune.base=int8"], 1),
+    "mlp": ("digits_mlp", ["finetune.lora={rank: 4}"], 1),
+    "experts without adapters": (
+        "quickstart",
+        [
+            "model.experts={num_experts: 4, experts_per_token: 2}",
+            "finetune.lora={rank: 4, targets: [query, value]}",
+            "parallel.fsdp=4",
+        ],
+        4,
+    ),
+    "groups of factors": (
+        "quickstart",
+        [LORA, "optimizer.groups=[{match: ['*/lora_b'], optimizer: {kind: sgd}}]", "optimizer.moments=int8"],
+        1,
+    ),
+}
+
+
+def step_of(config: Config, num_devices: int) -> Any:
+    workload = describe_workload(config)
+    return build_step(
+        with_degrees(config, num_devices),
+        input_shape=workload.input_shape,
+        vocab_size=workload.vocab_size,
+        num_outputs=workload.num_outputs,
+        devices=jax.devices()[:num_devices],
+    )
+
+
+PLAIN = ("adapters of some layers", "nf4, fsdp and zero")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "num_devices"),
+    [pytest.param(*row, id=name, marks=() if name in PLAIN else pytest.mark.long) for name, row in STATES.items()],
+)
+def test_state_is_that_of_the_step(name: str, overrides: list[str], num_devices: int) -> None:
+    config = load_config(name, overrides=overrides).config
+    step = step_of(config, num_devices)
+    stored = finetuned(config, model_tensors(config.model, describe_workload(config)))
+    params = jax.tree_util.tree_leaves_with_path(step.abstract_state.params)
+    assert stored.tensors.params == {path_name(path): leaf.shape for path, leaf in params}
+    assert stored.frozen == {path_name(path) for path, _ in params if not step.model.adapted.trains(path_name(path))}
+    memory = analyse(config, target_of(find("h100"), num_devices)).memory
+    # What the analytic model leaves out are counters of a few bytes.
+    assert memory.state_bytes == pytest.approx(sharded_bytes(step.abstract_state), rel=0.005)
+
+
+def test_gpt3_trains_what_the_paper_counts() -> None:
+    """Hu et al. 2021, table 4: rank 4 on query and value of GPT-3 175B. Nothing else has gradients or moments."""
+    words = ["model.size=gpt3_175b", "finetune.lora={rank: 4, targets: [query, value]}", "data.sequence_length=256"]
+    config = load_config("gpt2_124m", overrides=[*words, "train.accumulation_steps=1"]).config
+    stored = finetuned(config, model_tensors(config.model, describe_workload(config)))
+    assert stored.trained is not None
+    assert sum(math.prod(stored.tensors.params[path]) for path in stored.trained) == 18_874_368
+
+
+def test_nf4_takes_as_many_bits_as_its_paper_says() -> None:
+    """Dettmers et al. 2023, section 3: 4 bits, 8 for 64 weights, 32 for 64 x 256."""
+    config = load_config("llama2_13b_nf4").config
+    stored = finetuned(config, model_tensors(config.model, describe_workload(config)))
+    kernels = [path for path in stored.tensors.params if "/base/" in path]
+    stored_bytes = sum(math.prod(stored.tensors.params[path]) * stored.itemsizes[path] for path in kernels)
+    assert 8 * stored_bytes / sum(stored.quantized.values()) == pytest.approx(4.127, abs=5e-4)
+
+
+def flops_of(*overrides: str) -> float:
+    config = load_config("quickstart", overrides=[*overrides, "train.global_batch_size=1"]).config
+    flops = describe_workload(config).flops_per_row
+    assert flops is not None
+    return flops
+
+
+def test_frozen_kernels_have_no_gradient_of_their_own() -> None:
+    """Forward and the gradient of the inputs are two thirds of a step; adapters count as the small layers they are."""
+    whole = flops_of()
+    config = load_config("quickstart").config
+    workload = describe_workload(config)
+    tensors, length = model_tensors(config.model, workload), workload.input_shape[0]
+    kernels = sum(math.prod(shape) for path, shape in tensors.params.items() if path.endswith("kernel"))
+    vocabulary = math.prod(tensors.params["embedding"])
+    stored = finetuned(load_config("quickstart", overrides=[LORA]).config, tensors)
+    adapters = sum(math.prod(stored.tensors.params[path]) for path in stored.trained or ())
+    # Attention has no weights: its two factors are activations, whose gradients both are needed.
+    expected = whole - 2 * length * (kernels + vocabulary) + 6 * length * adapters
+    assert flops_of(LORA) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_search_varies_base_rank_and_batch() -> None:
+    config = load_config("llama3.1_8b_lora", overrides=["train.accumulation_steps=1"]).config
+    found = search(config, target_of(find("rtx4090"), 1), vary=("base", "rank", "batch"))
+    # 3 formats, 5 ranks, 9 batches.
+    assert found.tried == 3 * 5 * 9
+    assert not found.refused
+    fits = [(one.config.finetune.base, one.config.train.global_batch_size) for one in found.ranked]
+    # A smaller base leaves room for a larger batch.
+    largest = {base: max(batch for base_of, batch in fits if base_of == base) for base in (None, "int8", "nf4")}
+    assert largest[None] < largest["int8"] <= largest["nf4"]
+
+
+def test_without_adapters_there_is_no_base_to_vary() -> None:
+    with pytest.raises(ConfigError, match=r"cannot search over 'rank' without adapters; set finetune\.lora\.rank"):
+        search(load_config("gpt2_124m").config, target_of(find("h100"), 1), vary=("rank",))
+
+
+def test_what_does_not_fit_is_told_of_smaller_bases() -> None:
+    estimate = analyse(load_config("llama3.1_8b_lora").config, target_of(find("t4"), 1))
+    assert estimate.fits is False
+    assert any("finetune.base=int8" in line for line in advise(estimate))
+
+
+WRONG = {
+    "unknown layer": ("finetune.lora={rank: 4, targets: [quary]}", r"lora\.targets: 'quary' matches no linear layer"),
+    "rank": ("finetune.lora={rank: 4096}", r"lora\.rank=4096 exceeds a dim of"),
+    "group": (
+        f"{LORA} optimizer.groups=[{{match:[embedding]}}]",
+        r"optimizer\.groups\.0\.match: 'embedding' matches no trained parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_a_plan_refuses_what_a_run_refuses(words: str, message: str) -> None:
+    overrides = [LORA, words.removeprefix(LORA).strip()] if words.startswith(LORA) else [words]
+    with pytest.raises(ConfigError, match=message):
+        analyse(load_config("quickstart", overrides=overrides).config, target_of(find("h100"), 1))

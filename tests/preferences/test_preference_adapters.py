@@ -1,0 +1,118 @@
+"""Losses that call the model, on adapted models: dropout, other parameters, meshes and quantized bases.
+
+Shapes: B pairs, L sequence, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+
+B, L, V = 8, 8, 16
+# Widths of whole blocks of 64 weights, so that a base may be quantized.
+SIZES = {"num_layers": 1, "embed_dim": 64, "num_heads": 2, "max_sequence_length": L, "vocab_size": V}
+DRAW = np.random.default_rng(0)
+TOKENS = DRAW.integers(0, V, (B, 2, L + 1)).astype(np.int32)
+BATCH = {
+    "inputs": TOKENS[..., :-1],
+    "targets": TOKENS[..., 1:],
+    "weights": np.ones((B, 2, L), np.float32),
+    "reference": DRAW.normal(-22, 1, (B, 2)).astype(np.float32),
+}
+
+
+def adapted(*, base=None, dropout=0.0, **more) -> jt.Model:
+    model = jt.build_model({"kind": "transformer", **SIZES, **more}, input_shape=(L,), vocab_size=V)
+    also = ("head/*",) if "head" in more else ()
+    return jt.adapt(model, lora=jt.LoraConfig(rank=2, dropout=dropout, train_also=also), base=base)
+
+
+def step_of(model, task, mesh=None, **options):
+    mesh = mesh or {"data": 1}
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    return jt.make_train_step(model, task, optax.sgd(1.0), mesh=jt.make_mesh(**mesh, devices=devices), **options)
+
+
+def losses(step, steps=3):
+    state, found = step.init(0), []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        found.append(float(metrics["loss"]))
+    return np.array(found)
+
+
+CASES = {
+    "dpo": (lambda **more: adapted(**more), jt.dpo(logits="vocabulary", block=5)),
+    "dpo with dropout": (lambda **more: adapted(dropout=0.3, **more), jt.dpo()),
+    "dpo on nf4": (lambda **more: adapted(base="nf4", **more), jt.dpo()),
+    "reward with a head trained whole": (
+        lambda **more: adapted(head={"kind": "regression", "num_labels": 1, "pooling": "last"}, **more),
+        jt.reward(),
+    ),
+}
+FSDP_TENSOR, DATA_FSDP = {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}
+# Mesh and microbatches of each case.
+ON_MESHES = {
+    "dpo": (DATA_FSDP, 2),
+    "dpo with dropout": (DATA_FSDP, 2),
+    "dpo on nf4": (FSDP_TENSOR, 1),
+    "reward with a head trained whole": (FSDP_TENSOR, 1),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapted_model_gives_the_losses_of_one_device(case):
+    make, task = CASES[case]
+    degrees, accumulation = ON_MESHES[case]
+    # Dropout draws a key per microbatch, so that another number of them is another run.
+    accumulated = {"accumulation_steps": accumulation}
+    alone = losses(step_of(make(), task, **accumulated))
+    np.testing.assert_allclose(losses(step_of(make(), task, degrees, **accumulated)), alone, rtol=1e-5)
+    assert alone[0] != alone[2]
+
+
+@pytest.mark.long
+def test_only_factors_have_gradients_and_the_start_is_the_base():
+    model = adapted()
+    original = model.adapted.original
+    step = step_of(model, jt.dpo())
+    params = jax.tree.map(jnp.array, original.init(jax.random.key(3))[0])
+    state = step.init(0, params=params)
+    rows = jt.ArrayRows({name: column for name, column in BATCH.items() if name != "reference"})
+    known = jt.reference_rows(step, state, rows, batch_size=B)
+    plain = step_of(original, jt.dpo())
+    base = jt.reference_rows(plain, plain.init(0, params=params), rows, batch_size=B)
+    for row in range(B):
+        np.testing.assert_allclose(known[row]["reference"], base[row]["reference"], rtol=1e-6)  # other programs
+    found = step.gradients(state, {**BATCH, "reference": np.stack([known[row]["reference"] for row in range(B)])})
+    assert abs(found.loss - np.log(2)) < 1e-6
+    trained = {jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(found.tree)}
+    assert trained
+    assert all("lora_" in path for path in trained)
+
+
+@pytest.mark.long
+def test_calls_of_one_loss_draw_other_masks_and_take_other_parameters():
+    def loss(apply, batch, key):
+        inputs = batch["inputs"][:, 0]
+        first, second = apply(inputs), apply(inputs)
+        still = [apply(inputs, train=False) for _ in range(2)]
+        grown = jax.tree.map(
+            lambda leaf: leaf + 0.1 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, apply.params
+        )
+        other = apply(inputs, params=grown, train=False)
+        apart = [jnp.mean(jnp.abs(a - b), axis=(1, 2)) for a, b in ((first, second), still, (still[0], other))]
+        return apart[0], dict(zip(("draws", "evaluations", "others"), apart, strict=True))
+
+    # Factors of zero would hide the masks.
+    step = step_of(adapted(dropout=0.5), jt.Task.calling("calls", loss))
+    state = step.init(0)
+    state, _ = step_of(adapted(dropout=0.5), jt.dpo())(state, BATCH)
+    metrics = step.gradients(state, BATCH).metrics
+    assert metrics["draws"] > 0
+    assert metrics["evaluations"] == 0
+    assert metrics["others"] > 0
