@@ -1,7 +1,5 @@
 """Where conversations end and answers begin: the token that a reward reads, spaces at borders, equal answers."""
 
-import json
-
 import numpy as np
 import pytest
 from chat_files import messages, template_of, write_rows
@@ -83,4 +81,37 @@ def test_a_pair_that_differs_beyond_the_cut_is_dropped(tmp_path):
 
 def test_a_missing_file_for_evaluation_is_named_by_its_own_key(tmp_path):
     with pytest.raises(DataError, match=r"^data.validation_path .*nope.jsonl does not exist"):
-        pairs(tmp_path, [json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"})], validation_path="nope.jsonl")
+        pairs(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b"}], validation_path="nope.jsonl")
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+CALLS = (
+    "{{ tools | length if tools else 'no tools' }};{% for m in messages %}{% if m.role == 'assistant' %}A:"
+    "{{ 'call' if m['content'] is none else m.content }}<|im_end|>{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_templates_get_the_tools_of_a_row_and_content_that_is_none(suffix, tmp_path):
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS)
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}, CALL], "tools": [{"name": "f"}, {"name": "g"}]},
+        {"messages": messages("x", "y"), "tools": None},
+    ]
+    path = write_rows(tmp_path, rows, name=f"rows.{suffix}")
+    settings = {"tokenizer": {"kind": "byte"}, "validation_fraction": 0.0, "packing": False, "path": path}
+    data = open_data({"kind": "chat", "template": str(template), **settings}, sequence_length=64)
+    texts = [data.tokenizer.decode(data.train[i]["inputs"].tolist()).partition("<|im_end|>")[0] for i in range(2)]
+    assert [text.replace("<pad>", "") for text in texts] == ["2;x;A:call", "no tools;x;A:y"]
+
+
+def test_tools_that_are_no_list_are_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"rows.jsonl:1 tools holds a value of type str; write a list of JSON schemas"):
+        pairs(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b", "tools": "[]"}])
+
+
+def test_a_number_of_thousands_of_digits_is_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"rows.jsonl:1 holds a number that is too long"):
+        pairs(tmp_path, ['{"prompt": ' + "1" * 5000 + "}"])

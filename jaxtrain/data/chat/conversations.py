@@ -1,7 +1,7 @@
 """Conversations and pairs of answers, read from files of the usual forms."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ class Conversation:
         where: File and line, for messages.
         messages: What was said.
         first: Index of the first message that may be an answer to train on; those before it are the prompt.
+        tools: What the model may call, as templates take it: a list of JSON schemas; None: nothing.
     """
 
     where: str
     messages: tuple[Message, ...]
     first: int = 0
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def prompt(self) -> str:
@@ -142,7 +144,7 @@ def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
         raise DataError(f"{where} is a pair of answers; set task=dpo or task=reward, or write messages")
     else:
         raise _no_form(where, row)
-    return _checked(conversation)
+    return _checked(replace(conversation, tools=_tools(where, row)))
 
 
 def _pair(where: str, row: Mapping[str, Any]) -> Pair:
@@ -164,7 +166,8 @@ def _pair(where: str, row: Mapping[str, Any]) -> Pair:
         raise DataError(f"{where} has no common beginning of chosen and rejected; write the prompt in both, or apart")
     if first == shortest:
         raise DataError(f"{where}: one of chosen and rejected is the beginning of the other; give two answers")
-    both = [_checked(Conversation(where, messages, first=first)) for messages in (chosen, rejected)]
+    tools = _tools(where, row)
+    both = [_checked(Conversation(where, messages, first, tools)) for messages in (chosen, rejected)]
     return Pair(where, both[0], both[1])
 
 
@@ -184,17 +187,25 @@ def _messages(where: str, value: Any, key: str, *, role: str | None = None) -> t
     return tuple(_message(f"{where} {key}[{i}]", one) for i, one in enumerate(value))
 
 
+def _tools(where: str, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+    tools = row.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        raise DataError(f"{where} tools holds a value of type {type(tools).__name__}; write a list of JSON schemas")
+    return tools
+
+
 def _message(where: str, value: Any) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         meant = " (from and value are role and content)" if isinstance(value, dict) and "from" in value else ""
         raise DataError(f"{where} has no role{meant}; write {{role: user, content: ...}}")
-    # A Parquet column has every key in every row.
-    found = {name: one for name, one in value.items() if one is not None}
-    if not isinstance(found.get("content", ""), str):
-        raise DataError(f"{where} has a content of type {type(found['content']).__name__}; chats are text alone")
-    if "content" not in found and "tool_calls" not in found:
+    # A Parquet column has every key in every row. Templates ask whether the content beside calls of tools is none.
+    found = {name: one for name, one in value.items() if one is not None or name == "content"}
+    content = found.get("content")
+    if content is None and "tool_calls" not in found:
         raise DataError(f"{where} has no content; write {{role: {found['role']}, content: ...}}")
-    if not _is_text(found.get("content", "")):
+    if not isinstance(content, str | None):
+        raise DataError(f"{where} has a content of type {type(content).__name__}; chats are text alone")
+    if not _is_text(content or ""):
         raise DataError(f"{where} has half a character (a lone surrogate such as \\ud800); fix or remove the row")
     return found
 
@@ -219,8 +230,8 @@ def _checked(conversation: Conversation) -> Conversation:
         roles = ", ".join(dict.fromkeys(one["role"] for one in messages))
         raise DataError(f"{where} has no answer (roles: {roles}); write one with role: {ANSWERS}")
     for i in answers:
-        if not messages[i].get("content", "").strip() and not messages[i].get("tool_calls"):
+        if not (messages[i].get("content") or "").strip() and not messages[i].get("tool_calls"):
             raise DataError(f"{where} has an empty answer (message {i + 1}); fill it in, or remove the row")
     if answers[0] == 0:
         raise DataError(f"{where} begins with an answer; write what it answers before it")
-    return Conversation(where, messages[: answers[-1] + 1], conversation.first)
+    return replace(conversation, messages=messages[: answers[-1] + 1])

@@ -74,7 +74,8 @@ def masked_tokens(
 
 def _marked(conversation: Conversation, template: Template, *, train_on: str) -> _Marked:
     where, messages = conversation.where, conversation.messages
-    whole = render(template, messages, prompt=False, where=where)
+    tools = conversation.tools
+    whole = render(template, messages, prompt=False, where=where, tools=tools)
     if train_on == "all":
         return _Marked(where, whole.text, ((0, len(whole.text)),))
     said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
@@ -85,9 +86,10 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
         return _Marked(where, whole.text, tuple(spans[said.index(i)] for i in answers))
     spans = []
     for i in answers:
-        before = render(template, messages[:i], prompt=True, where=where).text
+        before = render(template, messages[:i], prompt=True, where=where, tools=tools).text
         last = i + 1 == len(messages)
-        after = whole.text if last else render(template, messages[: i + 1], prompt=False, where=where).text
+        shorter = whole if last else render(template, messages[: i + 1], prompt=False, where=where, tools=tools)
+        after = shorter.text
         if not (after.startswith(before) and whole.text.startswith(after)):
             raise _moved(template, where, i, is_prompt=not after.startswith(before))
         spans.append((len(before), len(after)))

@@ -164,7 +164,7 @@ def _rows(config: ChatData, store: Store, side: np.ndarray, *, pairs: bool) -> t
 
 
 def _texts(conversations: Iterable[Conversation]) -> Iterable[str]:
-    return (str(one.get("content", "")) for chat in conversations for one in chat.messages)
+    return (str(one.get("content") or "") for chat in conversations for one in chat.messages)
 
 
 def _spelled(conversations: Iterable[Conversation], special: Sequence[str]) -> int:

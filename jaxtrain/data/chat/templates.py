@@ -101,7 +101,14 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
 
 
-def render(template: Template, messages: Sequence[Message], *, prompt: bool, where: str) -> Rendered:
+def render(
+    template: Template,
+    messages: Sequence[Message],
+    *,
+    prompt: bool,
+    where: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Rendered:
     """Writes messages as text.
 
     Args:
@@ -109,6 +116,7 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool, whe
         messages: What was said.
         prompt: Whether the text ends where the model's answer begins (`add_generation_prompt`).
         where: File and line of the messages.
+        tools: What the model may call, a list of JSON schemas.
 
     Raises:
         DataError: The template refuses the messages, such as for the order of their roles; names its line.
@@ -117,7 +125,7 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool, whe
     values: Mapping[str, Any] = {
         **template.format.tokens,
         "messages": [dict(one) for one in messages],
-        "tools": None,
+        "tools": None if tools is None else list(tools),
         "documents": None,
         "add_generation_prompt": prompt,
     }

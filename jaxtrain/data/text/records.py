@@ -135,6 +135,8 @@ def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise DataError(f"{where} is not JSON: {reason}; fix or remove the line") from None
             except RecursionError:
                 raise DataError(f"{where} is nested too deeply; fix or remove the line") from None
+            except ValueError:  # Python reads no whole number of thousands of digits
+                raise DataError(f"{where} holds a number that is too long; fix or remove the line") from None
             if not isinstance(found, dict):
                 raise DataError(
                     f"{where} holds a value of type {type(found).__name__}, not an object; write one object per line"
