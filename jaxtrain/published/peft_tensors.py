@@ -270,10 +270,15 @@ def _read_whole(folder: AdapterFolder, rows: Sequence[Row], used: set[str]) -> d
 def _check_tied(folder: AdapterFolder, row: Tied, rows: Sequence[Row], used: set[str]) -> None:
     """Raises where an adapter unties what the base ties."""
     name = next((one for one in names_of(row) if one in folder.stored), None)
-    if name is None:
-        return
     to = next(names_of(one)[0] for one in rows if isinstance(one, Entry) and one.path == row.to)
     other = folder.stored.get(to)
+    if name is None and other is None:
+        return
+    if name is None:
+        # PEFT trains a copy, and what repeats the base's goes on as it was.
+        raise ConfigError(
+            f"{folder.path} trains {to} apart from {names_of(row)[0]}, which the base ties; this is not supported"
+        )
     if other is None or not np.array_equal(map_tensor(folder.stored[name]), map_tensor(other)):
         raise ConfigError(f"{folder.path} trains {name} apart from {to}, which the base ties; this is not supported")
     used.add(name)
