@@ -100,7 +100,9 @@ def as_adapted(given: Given, sharded_model: ShardedModel, drawn: Params) -> tupl
             found |= {f"{place}/{inner}": array for inner, array in parts.items()}
         return found
 
-    return Given(given.name, leaves, given.cast, fetch), frozenset(free)
+    # The integers of a kernel are made from the user's floats, and are not theirs.
+    theirs = frozenset(path for path in leaves if renamed.get(path, path) in given.theirs)
+    return Given(given.name, leaves, given.cast, fetch, theirs=theirs), frozenset(free)
 
 
 def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedModel) -> Given:
@@ -133,7 +135,7 @@ def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedMod
         found = given.fetch({path: like for path, like in wanted.items() if path not in own})
         return {**found, **{path: _from_host(adapter.leaves[path], like) for path, like in own.items()}}
 
-    return Given(given.name, {**given.leaves, **adapter.leaves}, cast=True, fetch=fetch)
+    return Given(given.name, {**given.leaves, **adapter.leaves}, cast=True, fetch=fetch, theirs=given.theirs)
 
 
 def _from_host(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -37,6 +37,7 @@ class Given:
         fetch_quantized: path of a kernel, what is wanted of it as a quantized one (name of an array such as "codes" ->
             shape, dtype and sharding), and its numbers of input and output dims; gives name -> array. None: kernels
             are fetched as floats, whole.
+        theirs: paths of arrays that a user holds: what is fetched for them may share their memory.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Given:
     fetch_quantized: (
         Callable[[str, Mapping[str, jax.ShapeDtypeStruct], tuple[int, int]], Mapping[str, jax.Array]] | None
     ) = None
+    theirs: frozenset[str] = frozenset()
 
 
 def paths_of(tree: Any) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def given_tree(name: str, tree: Any) -> Given:
     def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
         return {path: jax.device_put(leaves[path], like.sharding) for path, like in wanted.items()}
 
-    return Given(name, leaves, cast=False, fetch=fetch)
+    return Given(name, leaves, cast=False, fetch=fetch, theirs=frozenset(leaves))
 
 
 def published_part(

@@ -51,6 +51,22 @@ class _Target:
     only: Callable[[str], bool]
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a state starts from, in the structure and the shardings of a model.
+
+    Attributes:
+        params: parameters, None for each that is to be drawn; None: all are.
+        model_state: batch statistics and the like, in the same form.
+        ours: paths of parameters that were read or quantized for this start, so that nobody else holds the arrays. What
+            a user gave stays the user's: a step takes over the arrays of its state.
+    """
+
+    params: Params | None = None
+    model_state: ModelState | None = None
+    ours: frozenset[str] = frozenset()
+
+
 def accept_start(
     params: Any,
     model_state: Any,
@@ -59,7 +75,7 @@ def accept_start(
     sharded_model: ShardedModel,
     only: Callable[[str], bool] | None = None,
     adapter: str | Path | None = None,
-) -> dict[str, Any]:
+) -> Start:
     """Parameters and model state to start from, in the structure and the shardings of a model.
 
     What is given for the model that an adapted one was made of becomes the base below its adapters, which are drawn.
@@ -71,9 +87,6 @@ def accept_start(
         sharded_model: the model; the dtypes that it draws and those that it stores are accepted.
         only: parameter path -> whether it is taken; None: all are.
         adapter: folder of an adapter of the published model that `params` names, or None.
-
-    Returns:
-        What was given, by name, with None for each array that is to be drawn.
 
     Raises:
         ConfigError: deleted arrays, another structure, shape or dtype, or a pattern that matches nothing; names the
@@ -104,7 +117,7 @@ def _checked_patterns(skip: Any, *, anything: bool) -> tuple[str, ...]:
 
 def _from_published(
     path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target, adapter: str | Path | None
-) -> dict[str, Any]:
+) -> Start:
     """Parameters and model_state of a published folder or GGUF file, read in place."""
     published = open_published(path)
     settings = settings_in(path, published.settings)
@@ -125,7 +138,7 @@ def _from_published(
     return _placed(parts, patterns, target, adapter=opened)
 
 
-def _from_checkpoint(path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target) -> dict[str, Any]:
+def _from_checkpoint(path: str | Path, model_state: Any, patterns: tuple[str, ...], target: _Target) -> Start:
     """Parameters and model_state of the newest intact step at a path, or of the step that the path names.
 
     A model_state of the user (not None) has precedence over that of the checkpoint.
@@ -204,7 +217,7 @@ def restore_base(
     record.check_scale(sharded_model.model, run_dir=run_dir)
     source = moved_to or record.source(run_dir)
     asked, sharded_model = paths_of(sharded_model.abstract_params), _stored_as(sharded_model, record)
-    given: dict[str, Any] = {}
+    found: dict[str, jax.Array] = {}
     if source is not None:
         if not Path(source).exists():
             raise CheckpointError(
@@ -213,10 +226,9 @@ def restore_base(
             )
         skip = record.skip
         try:
-            given = accept_start(source, None, skip, sharded_model=sharded_model, only=only)
+            found = paths_of(accept_start(source, None, skip, sharded_model=sharded_model, only=only).params)
         except ConfigError as error:
             raise CheckpointError(f"{source} is not the base of {run_dir}: {error}") from None
-    found = paths_of(given.get("params"))
     wanted = {path: leaf for path, leaf in paths_of(sharded_model.abstract_params).items() if only(path)}
     ready = {
         path: leaf if leaf.dtype == wanted[path].dtype else leaf.astype(wanted[path].dtype)
@@ -260,7 +272,7 @@ def _drawn_again(sharded_model: ShardedModel, seed: int, wanted: Mapping[str, An
 
 def _placed(
     parts: Mapping[str, Given], patterns: tuple[str, ...], target: _Target, *, adapter: OpenedAdapter | None = None
-) -> dict[str, Any]:
+) -> Start:
     """What is taken of each part, in the structure of the model, with None for what is to be drawn."""
     drawn, model = target.drawn, target.sharded_model
     paths = [paths_of(tree) for tree in drawn]
@@ -268,14 +280,16 @@ def _placed(
     check_patterns("skip", patterns, list(dict.fromkeys(known)))
     if "params" in parts and all(_matches(path, patterns) for path in paths[0]):
         raise ConfigError(f"skip={_listed(patterns)} matches every parameter; leave out params= to draw them all")
-    taken = {}
+    params = start_state = None
+    ours: frozenset[str] = frozenset()
     if "params" in parts:
         part, free = as_adapted(parts["params"], model, drawn[0])
         part = part if adapter is None else with_adapter(part, adapter, model)
-        taken["params"] = _taken(part, patterns, drawn[0], model.abstract_params, free=free, only=target.only)
+        params = _taken(part, patterns, drawn[0], model.abstract_params, free=free, only=target.only)
+        ours = frozenset(paths_of(params)) - part.theirs
     if "model_state" in parts:
-        taken["model_state"] = _taken(parts["model_state"], patterns, drawn[1], model.abstract_model_state)
-    return taken
+        start_state = _taken(parts["model_state"], patterns, drawn[1], model.abstract_model_state)
+    return Start(params, start_state, ours)
 
 
 def _taken(

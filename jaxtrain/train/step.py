@@ -20,6 +20,7 @@ from jaxtrain.runtime.compiler_options import CompilerOptions
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
 from jaxtrain.train.checks import random_key
+from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.gradient_program import compile_gradients
 from jaxtrain.train.optimizer_arguments import check_optimizer_state
 from jaxtrain.train.option_checks import check_compiled
@@ -82,7 +83,7 @@ class TrainStep:
         self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
         self.state_on_host: TrainState = state_on_host(shapes, offload_optimizer=offload)
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
-        self._initialize = jax.jit(create, out_shardings=self.state_shardings)
+        self._first_state = FirstState(create, self.abstract_state, self.state_shardings)
         self._jitted = self._make_jitted()
         self._find_gradients = compile_gradients(program, self.state_shardings, compiler_options)
         self._compiled: jax.stages.Compiled | None = None
@@ -169,8 +170,8 @@ class TrainStep:
             >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
         key = random_key(seed, self.abstract_state.key)
-        given = accept_start(params, model_state, skip, sharded_model=self.sharded_model, adapter=adapter)
-        state = self._initialize(key, **given)
+        start = accept_start(params, model_state, skip, sharded_model=self.sharded_model, adapter=adapter)
+        state = self._first_state(key, start)
         self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
         return state
 

@@ -1,0 +1,69 @@
+"""The state at step 0 on its devices: what was read for it becomes part of it, and is not copied by a program."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.train.given_params import paths_of
+from jaxtrain.train.start import Start
+from jaxtrain.train.state import TrainState, merge_leaves, select_leaves
+
+
+class FirstState:
+    """Makes the state at step 0 of a step.
+
+    The results of a compiled program are arrays of their own. Parameters that were read from files and passed through
+    one would be on the devices twice for a moment, which a base that fills half of a device has no room for. Those that
+    are as the state stores them are left out of the program's results and put in their places afterwards.
+
+    Args:
+        create: `create_state` of a program, taking key, params and model_state.
+        wanted: the state as shapes, with the shardings of its parameters.
+        shardings: of every array of the state.
+    """
+
+    def __init__(self, create: Callable[..., TrainState], wanted: TrainState, shardings: TrainState):
+        self._create, self._shardings = create, shardings
+        self._wanted = paths_of(wanted.params)
+        # What is left out -> the program; that of a state that is drawn is traced where its shapes were found.
+        self._programs: dict[frozenset[str], Any] = {frozenset(): jax.jit(create, out_shardings=shardings)}
+
+    def __call__(self, key: jax.Array, start: Start) -> TrainState:
+        """The state, its arrays shared with nobody but `start`.
+
+        Args:
+            key: typed key.
+            start: what it starts from.
+        """
+        leaves = paths_of(start.params)
+        placed = frozenset(path for path in start.ours if _fits(leaves[path], self._wanted[path]))
+        # Moving averages and optimizers may read them, hence they are arguments; jax drops those that nothing reads.
+        state: TrainState = self._program(placed)(key, params=start.params, model_state=start.model_state)
+        if not placed:
+            return state
+        ready = jax.tree_util.tree_map_with_path(
+            lambda path, _: leaves[path_name(path)] if path_name(path) in placed else None, self._shardings.params
+        )
+        return replace(state, params=merge_leaves(ready, state.params))
+
+    def _program(self, placed: frozenset[str]) -> Any:
+        if placed not in self._programs:
+            create = self._create
+
+            def rest(key: jax.Array, *, params: Any, model_state: Any) -> TrainState:
+                return _without(create(key, params=params, model_state=model_state), placed)
+
+            self._programs[placed] = jax.jit(rest, out_shardings=_without(self._shardings, placed))
+        return self._programs[placed]
+
+
+def _fits(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
+    return leaf.dtype == like.dtype and leaf.sharding == like.sharding
+
+
+def _without(state: TrainState, placed: frozenset[str]) -> TrainState:
+    """The state (arrays or shardings) with None in place of some parameters."""
+    return replace(state, params=select_leaves(state.params, lambda path: path not in placed))
