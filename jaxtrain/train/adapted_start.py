@@ -135,7 +135,9 @@ def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedMod
         found = given.fetch({path: like for path, like in wanted.items() if path not in own})
         return {**found, **{path: _from_host(adapter.leaves[path], like) for path, like in own.items()}}
 
-    return Given(given.name, {**given.leaves, **adapter.leaves}, cast=True, fetch=fetch, theirs=given.theirs)
+    # The factors may be a part of the file that is mapped into memory: a state has its own.
+    theirs = given.theirs | frozenset(adapter.leaves)
+    return Given(given.name, {**given.leaves, **adapter.leaves}, cast=True, fetch=fetch, theirs=theirs)
 
 
 def _from_host(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -44,11 +44,13 @@ class _Target:
         sharded_model: whose parameters and model_state they are.
         drawn: what it draws, as shapes.
         only: parameter path -> whether it is wanted.
+        trains: parameter path -> whether it is trained; None: all are.
     """
 
     sharded_model: ShardedModel
     drawn: tuple[Params, ModelState]
     only: Callable[[str], bool]
+    trains: Callable[[str], bool] | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def accept_start(
     *,
     sharded_model: ShardedModel,
     only: Callable[[str], bool] | None = None,
+    trains: Callable[[str], bool] | None = None,
     adapter: str | Path | None = None,
 ) -> Start:
     """Parameters and model state to start from, in the structure and the shardings of a model.
@@ -86,6 +89,8 @@ def accept_start(
         skip: patterns of paths that are drawn, whatever is given.
         sharded_model: the model; the dtypes that it draws and those that it stores are accepted.
         only: parameter path -> whether it is taken; None: all are.
+        trains: parameter path -> whether it is trained; None: all are. Frozen ones are cast to the dtype that they are
+            stored in as soon as they are read.
         adapter: folder of an adapter of the published model that `params` names, or None.
 
     Raises:
@@ -94,7 +99,7 @@ def accept_start(
         CheckpointError: no intact checkpoint at the path.
     """
     patterns = _checked_patterns(skip, anything=params is not None or model_state is not None)
-    target = _Target(sharded_model, sharded_model.drawn_shapes(), only or (lambda path: True))
+    target = _Target(sharded_model, sharded_model.drawn_shapes(), only or (lambda path: True), trains)
     if isinstance(params, str | Path) and is_published(params):
         return _from_published(params, model_state, patterns, target, adapter)
     if adapter is not None:
@@ -217,7 +222,7 @@ def restore_base(
     record.check_scale(sharded_model.model, run_dir=run_dir)
     source = moved_to or record.source(run_dir)
     asked, sharded_model = paths_of(sharded_model.abstract_params), _stored_as(sharded_model, record)
-    found: dict[str, jax.Array] = {}
+    start = Start()
     if source is not None:
         if not Path(source).exists():
             raise CheckpointError(
@@ -226,22 +231,19 @@ def restore_base(
             )
         skip = record.skip
         try:
-            found = paths_of(accept_start(source, None, skip, sharded_model=sharded_model, only=only).params)
+            start = accept_start(source, None, skip, sharded_model=sharded_model, only=only, trains=lambda path: False)
         except ConfigError as error:
             raise CheckpointError(f"{source} is not the base of {run_dir}: {error}") from None
     wanted = {path: leaf for path, leaf in paths_of(sharded_model.abstract_params).items() if only(path)}
-    ready = {
-        path: leaf if leaf.dtype == wanted[path].dtype else leaf.astype(wanted[path].dtype)
-        for path, leaf in found.items()
-    }
+    ready = paths_of(start.params)
+    start = None  # it would keep what is cast below
     ready |= _drawn_again(
-        sharded_model, record.seed, {path: leaf for path, leaf in wanted.items() if path not in found}
+        sharded_model, record.seed, {path: leaf for path, leaf in wanted.items() if path not in ready}
     )
     record.check(ready, source=source, run_dir=run_dir)
-    ready = {
-        path: leaf if leaf.dtype == asked[path].dtype else leaf.astype(asked[path].dtype)
-        for path, leaf in ready.items()
-    }
+    for path in ready:
+        if ready[path].dtype != asked[path].dtype:
+            ready[path] = ready[path].astype(asked[path].dtype)
     shapes = sharded_model.abstract_params
     return jax.tree_util.tree_map_with_path(lambda path, _: ready.get(path_name(path)), shapes)
 
@@ -285,7 +287,8 @@ def _placed(
     if "params" in parts:
         part, free = as_adapted(parts["params"], model, drawn[0])
         part = part if adapter is None else with_adapter(part, adapter, model)
-        params = _taken(part, patterns, drawn[0], model.abstract_params, free=free, only=target.only)
+        trains = target.trains or (lambda path: True)
+        params = _taken(part, patterns, drawn[0], model.abstract_params, free=free, only=target.only, trains=trains)
         ours = frozenset(paths_of(params)) - part.theirs
     if "model_state" in parts:
         start_state = _taken(parts["model_state"], patterns, drawn[1], model.abstract_model_state)
@@ -300,6 +303,7 @@ def _taken(
     *,
     free: frozenset[str] = frozenset(),
     only: Callable[[str], bool] = lambda path: True,
+    trains: Callable[[str], bool] = lambda path: True,
 ) -> Any:
     """The given arrays in the structure of the model and the shardings of the step, None for those that are skipped.
 
@@ -310,6 +314,7 @@ def _taken(
         wanted: shapes and shardings that the model stores.
         free: paths that need not be given, and are drawn then.
         only: path -> whether it is taken.
+        trains: path -> whether it is trained.
     """
     expected, stored = paths_of(drawn), paths_of(wanted)
     needed = [path for path in expected if path not in free and only(path) and not _matches(path, patterns)]
@@ -328,9 +333,16 @@ def _taken(
             continue
         leaf = given.leaves[path]
         chosen[path] = _checked(given, path, leaf, like, stored[path], patterns)
-    found = given.fetch(chosen)
-    leaves = [_in_dtype(found[path], like, stored[path]) if path in chosen else None for path, like in expected.items()]
-    return jax.tree.unflatten(jax.tree.structure(drawn), leaves)
+    # Arrays of a user are on the devices already.
+    wide = [path for path in chosen if not trains(path) and path not in given.theirs]
+    wide = [path for path in wide if chosen[path].dtype != stored[path].dtype]
+    found = dict(given.fetch({path: like for path, like in chosen.items() if path not in wide}))
+    found = {path: _in_dtype(leaf, expected[path], stored[path]) for path, leaf in found.items()}
+    # One at a time: in the dtype of a run, which may take twice the bytes, frozen ones are never all on the devices.
+    for path in wide:
+        leaf = _in_dtype(given.fetch({path: chosen[path]})[path], expected[path], stored[path])
+        found[path] = leaf.astype(stored[path].dtype)
+    return jax.tree.unflatten(jax.tree.structure(drawn), [found.get(path) for path in expected])
 
 
 def _checked(

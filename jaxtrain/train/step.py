@@ -170,7 +170,10 @@ class TrainStep:
             >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
         key = random_key(seed, self.abstract_state.key)
-        start = accept_start(params, model_state, skip, sharded_model=self.sharded_model, adapter=adapter)
+        trains = self.program.settings.trainable
+        start = accept_start(
+            params, model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
+        )
         state = self._first_state(key, start)
         self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
         return state
