@@ -240,6 +240,26 @@ def preferences_after(names: Names) -> None:
     assert metrics["ipo"]["eval_loss"] < 25 / 2  # 1 / (2 tau) squared at first
 
 
+def finetuning_before(folder: Path) -> Names:
+    """A tiny model under the name of the page's, and rows of tokens."""
+    group = {"kind": "transformer", "num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_sequence_length": 8}
+    model = jt.build_model({**group, "vocab_size": 64}, input_shape=(8,))
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    jt.save_pretrained(folder / "models" / "SmolLM2-135M", params, model={**group, "vocab_size": 64})
+    tokens = (np.arange(9)[None] + np.arange(32)[:, None]).astype(np.int32) % 64
+    return {"rows": {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}}
+
+
+def finetuning_after(names: Names) -> None:
+    losses = names["run"].history["loss"]
+    assert losses[-1] < losses[0]
+
+
+def adapting_after(names: Names) -> None:
+    merged, first = jax.tree.leaves(names["weights"]), jax.tree.leaves(names["pretrained"].params)
+    jax.tree.map(np.testing.assert_array_equal, merged, first)  # adapters begin at 0
+
+
 def given_nothing(folder: Path) -> Names:
     return {}
 
@@ -255,6 +275,8 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("checkpoints.md", "runs/pretrained"): (another_run_before, another_run_after),
     ("checkpoints.md", "params=params"): (given_parameters_before, given_parameters_after),
     ("data.md", "prefetch("): (data_before, data_after),
+    ("finetuning.md", "fit("): (finetuning_before, finetuning_after),
+    ("finetuning.md", "merge_adapters("): (finetuning_before, adapting_after),
     ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
     ("optimizers.md", "parameter_groups("): (optimizer_before, optimizer_after),
     ("optimizers.md", "prodigy("): (optimizer_before, optimizer_after),

@@ -226,7 +226,7 @@ class TrainStep:
         """
         shardings = self.batch_shardings(batch)
         specs = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, _on_device(leaf.dtype), sharding=sharding),
             dict(batch),
             shardings,
         )
@@ -346,3 +346,8 @@ class TrainStep:
             out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
             compiler_options={**self.compiler_options.used} or None,
         )
+
+
+def _on_device(dtype: Any) -> Any:
+    """The dtype that a host array gets on a device: int32 for NumPy's int64, unless JAX is told to keep 64 bits."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
