@@ -11,7 +11,7 @@ A weight [out, in] is stored as
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,43 +198,3 @@ def _state(folder: FolderSource, name: str, kind: str) -> _Stored:
             f"{nested}); only nf4 in blocks of {BLOCK} and {NESTED_BLOCK} is read: save the model with these"
         )
     return _Stored((rows, inputs), dtype, offset)
-
-
-def packed_parts(name: str, packed: PackedTensor, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Returns the tensors that a quantized weight is stored as, by name.
-
-    Args:
-        name: Of the weight.
-        packed: Its codes and magnitudes.
-        dtype: float32, float16 or bfloat16: what readers turn it into.
-    """
-    inputs = 2 * packed.codes.shape[1]
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype}
-    state["shape"] = [packed.codes.shape[0], inputs]
-    yield name, packed.codes.reshape(-1, 1)
-    yield f"{name}.absmax", packed.absmax.reshape(-1)
-    yield f"{name}.quant_map", np.array(LEVELS, np.float32)
-    if packed.nested_absmax is not None and packed.offset is not None:
-        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(packed.offset)}
-        yield f"{name}.nested_absmax", packed.nested_absmax
-        yield f"{name}.nested_quant_map", dynamic_map()
-    yield f"{name}{_STATE}nf4", np.frombuffer(json.dumps(state).encode(), np.uint8)
-
-
-def quantization_config(*, double: bool, compute_dtype: str) -> dict[str, Any]:
-    """Returns what a config.json says of such tensors.
-
-    Args:
-        double: Whether the magnitudes are quantized too.
-        compute_dtype: Dtype that other readers compute in.
-    """
-    return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": double,
-        "bnb_4bit_compute_dtype": compute_dtype,
-        "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": None,
-    }
