@@ -4,6 +4,7 @@ Shapes: S slots, W tokens fed to each (1, or 1 and a draft), C tokens of a chunk
 """
 
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,17 +252,20 @@ class Programs:
             """Arguments from the host, as shapes."""
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), values)
 
-        def compiled(function: Any, before: tuple[Any, ...], after: tuple[Any, ...], outputs: Any) -> Any:
+        # Traced one after the other, compiled at the same time.
+        pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="jaxtrain compile")
+
+        def compiled(function: Any, before: tuple[Any, ...], after: tuple[Any, ...], outputs: Any) -> Future[Any]:
             jitted = jax.jit(function, donate_argnums=len(before) - 1, out_shardings=outputs)
-            return jitted.lower(*before, *after).compile()
+            return pool.submit(jitted.lower(*before, *after).compile)
 
         number, flag, tokens_C = np.int32(0), np.bool_(False), np.zeros(chunk, np.int32)
         rows, row = _greedy(slots), _greedy(1)
-        with sharded_model.context():
+        with sharded_model.context(), pool:
             self._state = jax.jit(begin, out_shardings=placed)()
             decode = functools.partial(decode_slots, decoder=decoder)
             fed = (self.params, self._state)
-            self._decode = {
+            decodes = {
                 width: compiled(
                     decode,
                     fed,
@@ -272,7 +276,7 @@ class Programs:
                 )
                 for width in {1, 1 + speculate}
             }
-            self._prefill = compiled(
+            prefill = compiled(
                 functools.partial(prefill_chunk, decoder=decoder, layout=layout),
                 fed,
                 given(number, tokens_C, number, number, flag, row, flag, tokens_C, flag),
@@ -280,7 +284,9 @@ class Programs:
             )
             table_V = np.zeros(self.vocab_size)
             given_tables = given(number, table_V.astype(np.int32), table_V.astype(np.float32))
-            self._set_penalties = compiled(set_penalties, (self._state,), given_tables, placed)
+            penalties = compiled(set_penalties, (self._state,), given_tables, placed)
+        self._decode = {width: program.result() for width, program in decodes.items()}
+        self._prefill, self._set_penalties = prefill.result(), penalties.result()
 
     def decode(
         self,
