@@ -58,9 +58,7 @@ class Alone:
             logits_BLV = logits_BLV["logits"] if isinstance(logits_BLV, dict) else logits_BLV
             last_1V = logits_BLV[0, at - 1][None]
             prompt, output = counts[:1], counts[1:]
-            token = choose_rows(
-                last_1V, row, at[None], prompt_counts_SV=prompt, output_counts_SV=output, bias_SV=bias
-            )
+            token = choose_rows(last_1V, row, at[None], prompt_counts_SV=prompt, output_counts_SV=output, bias_SV=bias)
             return token[0], jax.nn.log_softmax(logits_BLV[0].astype(jnp.float32))
 
         self._next, self._params = jax.jit(next_token), params

@@ -253,7 +253,7 @@ class Programs:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), values)
 
         # Traced one after the other, compiled at the same time.
-        pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="jaxtrain compile")
+        pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxtrain compile")
 
         def compiled(function: Any, before: tuple[Any, ...], after: tuple[Any, ...], outputs: Any) -> Future[Any]:
             jitted = jax.jit(function, donate_argnums=len(before) - 1, out_shardings=outputs)
