@@ -17,7 +17,7 @@ from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.request import Request
 from jaxtrain.inference.sampling import Sampling
 
-LENGTH, VOCABULARY = 64, 61
+LENGTH, VOCABULARY = 64, 62
 SMALL = {
     "kind": "transformer",
     "num_layers": 2,
@@ -248,9 +248,7 @@ def test_a_compile_is_counted():
 
 VARIANTS = {
     "experts": dict(experts=dict(num_experts=4, experts_per_token=2)),
-    "a window": dict(sliding_window=5),
     "local layers": dict(local_layers=dict(pattern=[1, 0], window=6, rope_theta=100.0)),
-    "learned positions": dict(position="learned"),
     "relative positions": dict(position="relative", relative_buckets=8, relative_max_distance=6),
 }
 
@@ -264,7 +262,6 @@ def test_every_kind_of_model_gives_what_it_would_give_alone(changed):
 
 
 MESHES = {
-    "tensor": (dict(tensor=2), 2),
     "data": (dict(data=2), 2),
     "fsdp and tensor": (dict(fsdp=2, tensor=2), 4),
 }

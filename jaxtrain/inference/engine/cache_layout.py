@@ -70,8 +70,10 @@ def cache_layout(decoder: Decoder, layout: Layout, *, slots: int, length: int, d
     def sharding(leaf: Any, slot_dim: int, length_dim: int) -> NamedSharding:
         names: list[str | None] = [None] * len(leaf.shape)
         names[slot_dim] = "batch"
-        if 0 <= length_dim < len(names) - 1:
-            names[length_dim + 1] = "activation_kv_heads"
+        # The heads are the one dim between slots and positions, or the one after positions that directly follow slots.
+        heads = slot_dim + 1 if length_dim == slot_dim + 2 else length_dim + 1
+        if length_dim > slot_dim and heads < len(names):
+            names[heads] = "activation_kv_heads"
         return NamedSharding(layout.mesh, fitting(layout, leaf.shape, *names))
 
     return CacheLayout(slot_dims, jax.tree.map(sharding, cache, slot_dims, length_dims))

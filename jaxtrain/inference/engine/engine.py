@@ -10,8 +10,8 @@ import jax
 from jaxtrain.config.arguments import check_choice, check_kind, check_whole
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.choose import bias_rows
+from jaxtrain.inference.engine.compiled import Programs
 from jaxtrain.inference.engine.compiles import CompileCounter
-from jaxtrain.inference.engine.programs import Programs
 from jaxtrain.inference.engine.request import EngineCounters, EngineDead, EngineFull, Request
 from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket
@@ -48,8 +48,8 @@ class Engine:
     Example:
         >>> sharded = jt.shard_model(text_model)
         >>> text_params, _ = jax.jit(sharded.init)(jax.random.key(0))
-        >>> with jt.Engine(sharded, text_params, slots=2, length=32, chunk=8) as one:
-        ...     ticket = one.submit(jt.Request((72, 105), new_tokens=4, sampling=jt.Sampling(temperature=0)))
+        >>> with jt.Engine(sharded, text_params, slots=2) as engine:
+        ...     ticket = engine.submit(jt.Request((72, 105), new_tokens=4, sampling=jt.Sampling(temperature=0)))
         ...     tokens = [emitted.token for emitted in ticket]
         >>> len(tokens), ticket.finish_reason
         (4, 'length')

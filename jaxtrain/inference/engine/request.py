@@ -103,7 +103,8 @@ class Emitted:
         top: the likeliest tokens at its place, with their log-probabilities, as many as the request asked for.
 
     Example:
-        >>> jt.Emitted(token=72, log_probability=-0.5, top=((72, -0.5), (73, -1.5))).token
+        >>> from jaxtrain.inference.engine.request import Emitted
+        >>> Emitted(token=72, log_probability=-0.5, top=((72, -0.5), (73, -1.5))).token
         72
     """
 

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from jaxtrain.inference.choose import RowSampling, bias_rows, row_sampling
+from jaxtrain.inference.engine.compiled import Programs
 from jaxtrain.inference.engine.drafts import accepted
-from jaxtrain.inference.engine.programs import Chosen, Programs
+from jaxtrain.inference.engine.programs import Chosen
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request
 from jaxtrain.inference.engine.slots import Slot, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
