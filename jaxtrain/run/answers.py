@@ -31,7 +31,7 @@ def run_answers(
         run.sharded_model,
         run.params,
         run.tokenizer,
-        _format(run),
+        run_chat_format(run),
         questions,
         new_tokens=_DEFAULT_TOKENS if new_tokens is None else new_tokens,
         sampling=sampling,
@@ -39,7 +39,12 @@ def run_answers(
     )
 
 
-def _format(run: OpenedRun) -> ChatFormat:
+def run_chat_format(run: OpenedRun) -> ChatFormat:
+    """Returns the chat template that a run was trained with, or that of its published model.
+
+    Raises:
+        ConfigError: There is none.
+    """
     tokenizer = run.tokenizer
     found = format_of_reading((run.info.get("data") or {}).get("reading"))
     if found is None and isinstance(tokenizer, NamedTokens):
