@@ -154,7 +154,7 @@ class LogLikelihood:
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(rows, width), found)
 
     def _chunk(self, rows: int, width: int, vocabulary: int) -> int:
-        """Scored positions whose logits are in memory at a time: a power of two that divides the width, which is one."""
+        """Scored positions whose logits are in memory at a time: a power of two, as the width is."""
         layout = self._sharded_model.layout
         rows //= batch_shards(layout.mesh.shape, layout.rules["batch"])
         size = width
