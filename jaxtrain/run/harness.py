@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from jaxtrain.run.opened import OpenedRun
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
 _BOOTSTRAP = 1000
+# The seed by which the harness chooses examples.
+_SEED = 1234
 
 
 def evaluate_tasks(
@@ -52,27 +55,27 @@ def evaluate_tasks(
     """
     check_installed()
     scoring_decoder(run.sharded_model)
-    form = run_chat_format(run) if chat else None
+    form = run_chat_format(run, instead="leave --chat out to ask in plain text") if chat else None
     tokens = task_tokens(run.tokenizer, files_beside(run.run_dir / "tokenizer.json"), form)
     with _beside_jax():
-        from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+        from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
         from jaxtrain.inference.harness.model import HarnessModel
 
         # Mistakes in tasks are found before anything is restored.
-        opened = _opened(tasks)
+        opened = _opened(tasks, shots=shots)
         model = HarnessModel(
             run.sharded_model, run.params, run.model_state, tokens, form=form, rows=rows, report=report
         )
         with _task_errors(", ".join(tasks)):
-            found = simple_evaluate(
-                model=model,
-                tasks=opened,
-                num_fewshot=shots,
+            found = evaluate(
+                lm=model,
+                task_dict=opened,
                 limit=limit,
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=False,
                 apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
             )
     assert found is not None  # only on further ranks of the harness, which there are none of
     return result_rows(found)
@@ -88,8 +91,8 @@ def check_installed() -> None:
         raise ConfigError("--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'")
 
 
-def _opened(tasks: Sequence[str]) -> list[Any]:
-    """The tasks and groups with their data.
+def _opened(tasks: Sequence[str], *, shots: int | None) -> dict[str, Any]:
+    """The tasks and groups with their data, as `TaskManager.load` gives them.
 
     Raises:
         ConfigError: there is no such file or name.
@@ -103,19 +106,22 @@ def _opened(tasks: Sequence[str]) -> list[Any]:
             raise ConfigError(f"--tasks {task}: there is no such file; give a task file, or the name of a task")
     # Ten thousand files are read to know the names.
     manager = TaskManager(include_defaults=len(files) < len(tasks))
-    opened: list[Any] = []
+    opened: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for task in tasks:
         if task not in files and task not in manager.task_index:
             close = difflib.get_close_matches(task, manager.all_tasks, 1)
-            guess = f"; did you mean {close[0]}?" if close else "; lm-eval ls tasks lists them"
-            raise ConfigError(f"--tasks {task}: the harness has no such task, and it is no .yaml file{guess}")
+            guess = f"did you mean {close[0]}?" if close else "'lm-eval ls tasks' lists them"
+            raise ConfigError(f"--tasks {task}: the harness has no such task, and it is no .yaml file; {guess}")
         with _task_errors(task):
             found = manager.load([str(files[task].resolve()) if task in files else task])
-        inside = {name for names in found.get("group_map", {}).values() for name in names}
-        groups = found.get("groups", {})
-        of_groups = {one.task_name for group in groups.values() for one in group.get_all_tasks()}
-        opened += [group for name, group in groups.items() if name not in inside]
-        opened += [one for name, one in found["tasks"].items() if name not in of_groups]
+        for part, members in opened.items():
+            members.update(found.get(part, {}))
+    for one in opened["tasks"].values():
+        said = one.get_config("num_fewshot")
+        # A task that says 0 is asked without examples, whatever is wanted.
+        if said is None or (shots is not None and said != 0):
+            one.set_config(key="num_fewshot", value=shots or 0)
+        one.set_fewshot_seed(seed=_SEED)
     return opened
 
 
@@ -169,14 +175,18 @@ def _is_ours(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _beside_jax() -> Iterator[None]:
-    """Keeps the harness from printing among results and from forking, while it runs."""
-    name = "DISABLE_MULTIPROC"
-    before = os.environ.get(name)
+    """Keeps the harness from printing among results, from remarks on defaults and retries, and from forking."""
+    name, loggers = "DISABLE_MULTIPROC", [logging.getLogger(one) for one in ("lm_eval", "huggingface_hub")]
+    before, levels = os.environ.get(name), [logger.level for logger in loggers]
     os.environ[name] = "1"
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if before is None:
             del os.environ[name]
         else:

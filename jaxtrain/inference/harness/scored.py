@@ -64,6 +64,25 @@ def scored_pair(context: Sequence[int], continuation: Sequence[int], *, max_leng
     return Scored(tuple(ids[:-1]), tuple(continuation))
 
 
+def scored_windows(ids: Sequence[int], *, prefix: int, max_length: int) -> list[Scored]:
+    """Makes the rows of a whole text: each predicts as many tokens as the model has positions, the last one the rest.
+
+    Every token is predicted once. The last row has as much context as there are positions, as the harness has it.
+
+    Args:
+        ids: Of the text; none give no row.
+        prefix: Id after which the first token is predicted.
+        max_length: Positions of the model.
+    """
+    row = (prefix, *ids)
+    ends = [min(start + max_length, len(ids)) for start in range(0, len(ids), max_length)]
+    starts = range(0, len(ids), max_length)
+    return [
+        Scored(row[max(0, end - max_length) : end], tuple(ids[start:end]))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
 def batches_of(
     rows: Sequence[Scored], *, max_length: int, short_length: int | None, shards: int, largest: int | None
 ) -> Iterator[ScoredBatch]:
