@@ -4,6 +4,7 @@ import argparse
 
 from jaxtrain.commands.command import Command, count, number, step_number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
+from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
 from jaxtrain.commands.published_arguments import (
     export_arguments,
     export_published,
@@ -42,28 +43,6 @@ def _train(arguments: argparse.Namespace) -> int:
         run_dir=arguments.run_dir,
         resume=arguments.resume,
         emulate=arguments.emulate,
-    )
-
-
-def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
-    add_json(parser)
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.eval import run_eval
-
-    return run_eval(
-        arguments.run_dir,
-        arguments.overrides,
-        quantize=arguments.quantize,
-        step=arguments.step,
-        emulate=arguments.emulate,
-        as_json=arguments.json,
     )
 
 
@@ -285,8 +264,8 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "evaluate a checkpoint of a run on held-out rows",
         "jaxtrain eval runs/first evaluation.max_batches=null",
-        _eval_arguments,
-        _eval,
+        eval_arguments,
+        evaluate,
     ),
     "sample": Command(
         "continue text with a checkpoint of a run",
