@@ -108,14 +108,9 @@ def _answers(
     assert rows.places is not None
     for logits_LC, words, places in zip(outputs, rows.words, rows.places, strict=True):
         shares = [None if place is None else _softmax(logits_LC[place]) for place in places]
-        yield {
-            "words": words,
-            "classes": [None if share is None else names[int(share.argmax())] for share in shares],
-        } | (
-            {"probabilities": [share if share is None else _named(names, share) for share in shares]}
-            if probabilities
-            else {}
-        )
+        found = [None if share is None else names[int(share.argmax())] for share in shares]
+        named = [None if share is None else _named(names, share) for share in shares]
+        yield {"words": words, "classes": found} | ({"probabilities": named} if probabilities else {})
 
 
 def _softmax(logits_C: np.ndarray) -> np.ndarray:

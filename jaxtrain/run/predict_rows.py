@@ -166,4 +166,4 @@ def _words(path: Path, tokens: FramedTokens, column: str, length: int) -> FileRo
 def _lines(file: Path) -> list[str]:
     """The lines of a text file without their ends; a file of one line end has one empty line."""
     text = decode_utf8(file.read_bytes(), path=file).removeprefix("\ufeff")
-    return text.removesuffix("\n").replace("\r\n", "\n").split("\n")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
