@@ -5,6 +5,7 @@ import argparse
 from jaxtrain.commands.command import Command, count, number, step_number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
 from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
+from jaxtrain.commands.predict_arguments import predict, predict_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
     export_published,
@@ -272,6 +273,12 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain sample runs/first -p 'The class statement' -n 100",
         _sample_arguments,
         _sample,
+    ),
+    "predict": Command(
+        "give the classes, numbers or embeddings of the rows of a file",
+        "jaxtrain predict runs/first rows.csv --out classes.csv",
+        predict_arguments,
+        predict,
     ),
     "import": Command(
         "make a run of a published model",
