@@ -139,7 +139,8 @@ def _from_published(
         parts["model_state"] = given_tree("model_state", model_state)
     if adapter is None:
         return _placed(parts, patterns, target)
-    opened = open_adapter(adapter, published.family.tensors(settings))
+    rows = published.family.tensors(settings)
+    opened = open_adapter(adapter, rows, base=published, places=places.params)
     return _placed(parts, patterns, target, adapter=opened)
 
 
