@@ -1,8 +1,8 @@
 """What tells the base of an adapter from another model of the same shapes: digests of its parameters. No jax here.
 
-A digest is of the first numbers of every layer of a parameter, in float32. Training moves all numbers of a parameter, so
-that these few tell two models apart, and reading them takes no time for a model of any size. They do not depend on how
-files are sharded, named or laid out. They are no proof that a file is whole.
+A digest is of the first numbers of every layer of a parameter, in float32. Training moves all numbers of a parameter,
+so that these few tell two models apart, and reading them takes no time for a model of any size. They do not depend on
+how files are sharded, named or laid out. They are no proof that a file is whole.
 """
 
 import hashlib
