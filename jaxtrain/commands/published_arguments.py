@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxtrain.commands.shared_arguments import add_check, add_emulate, add_overrides, add_run, add_step
+from jaxtrain.commands.shared_arguments import add_check, add_emulate, add_overrides, add_step
 
 
 def import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,9 @@ def import_published(arguments: argparse.Namespace) -> int:
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain export`."""
-    add_run(parser)
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="published folder to make")
     parser.add_argument(
         "--dtype",
@@ -45,6 +47,11 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes per file; default: 5GB")
     parser.add_argument(
         "--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model"
+    )
+    parser.add_argument(
+        "--base",
+        choices=("nf4",),
+        help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
     )
     add_step(parser)
     add_check(parser)
@@ -62,6 +69,7 @@ def export_published(arguments: argparse.Namespace) -> int:
         max_shard_size=arguments.max_shard_size,
         step=arguments.step,
         merge=arguments.merge,
+        base=arguments.base,
         check=arguments.check,
         emulate=arguments.emulate,
     )
