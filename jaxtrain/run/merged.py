@@ -27,8 +27,6 @@ _ROWS, _TOKENS = 4, 32
 _SUMS = 1e-4
 # How often the mean error of a sum of roundings may be exceeded by the largest of some thousand logits.
 _LARGEST = 8
-# Error of weights in nf4 as a share of their size, where they are normal (`tests/precision/test_nf4.py`).
-_NF4 = 0.0925
 
 
 def write_merged(
@@ -93,16 +91,20 @@ def write_merged(
         # What others will read: the files.
         opened = load_pretrained(partial)
         found = _outputs(opened.model, _as_float32(opened.params), opened.model_state, inputs)
-        written = opened.published.source.config["dtype"] if packing is None else "nf4"
-        difference, bound = _compare(adapted, found, written=written, kernels=_num_kernels(model))
+        written = opened.published.source.config["dtype"]
+        difference, bound = _difference(adapted, found), math.inf
+        if packing is None:
+            difference, bound = _compare(adapted, found, written=written, kernels=_num_kernels(model))
         if folder.exists():
             folder.rmdir()  # it is empty
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     moved = float(np.abs(adapted - without).max()) / _width(adapted)
-    instead = "leave --base out" if packing is not None else "use --dtype float32"
+    instead = "use --dtype float32" if packing is None else "leave --base out"
     lost = f"; most of what was learned is lost: {instead}" if difference > moved / 2 > 0 else ""
+    if packing is not None:
+        return f"merged: nf4 moves the logits by {difference:.1e} of their range, and the adapters by {moved:.1e}{lost}"
     return (
         f"merged: logits differ by {difference:.1e} of their range from base and adapters (rounding to {written} "
         f"explains {bound:.1e}), and the adapters move them by {moved:.1e}{lost}"
@@ -157,6 +159,11 @@ def _width(outputs: np.ndarray) -> float:
     return float(np.ptp(outputs)) or 1.0
 
 
+def _difference(expected: np.ndarray, found: np.ndarray) -> float:
+    """The largest difference of two outputs as a share of the range of the first."""
+    return float(np.abs(expected - found).max()) / _width(expected) if expected.shape == found.shape else math.inf
+
+
 def _compare(expected: np.ndarray, found: np.ndarray, *, written: str, kernels: int) -> tuple[float, float]:
     """The largest difference of two outputs as a share of their range, and what rounding explains of it.
 
@@ -166,9 +173,9 @@ def _compare(expected: np.ndarray, found: np.ndarray, *, written: str, kernels: 
     Raises:
         CheckpointError: They differ by more than that, or are not finite.
     """
-    share = _NF4 if written == "nf4" else float(jnp.finfo(jnp.dtype(written)).eps) / math.sqrt(48)
-    bound = _SUMS + _LARGEST * share * math.sqrt(kernels)
-    difference = float(np.abs(expected - found).max()) / _width(expected) if expected.shape == found.shape else math.inf
+    eps = float(jnp.finfo(jnp.dtype(written)).eps)
+    bound = _SUMS + _LARGEST * eps / math.sqrt(48) * math.sqrt(kernels)
+    difference = _difference(expected, found)
     if not difference <= bound:
         raise CheckpointError(
             f"the merged model is not the base with its adapters: its logits differ by {difference:.1e} of their "
