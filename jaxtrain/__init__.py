@@ -39,7 +39,7 @@ _HOMES = {
     "Pretrained": "jaxtrain.interop.pretrained",
     "Remat": "jaxtrain.remat.policy",
     "Result": "jaxtrain.run.result",
-    "Sampling": "jaxtrain.inference.generate",
+    "Sampling": "jaxtrain.inference.sampling",
     "ShardedModel": "jaxtrain.models.sharded",
     "Task": "jaxtrain.models.task",
     "TrainState": "jaxtrain.train.state",

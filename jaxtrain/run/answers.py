@@ -6,7 +6,7 @@ from jaxtrain.data.chat.formats import ChatFormat, files_beside, format_of_readi
 from jaxtrain.data.special import NamedTokens
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.chat import answer_questions
-from jaxtrain.inference.generate import Sampling
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.run.opened import OpenedRun
 
 _DEFAULT_TOKENS = 200

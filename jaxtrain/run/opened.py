@@ -352,7 +352,8 @@ class OpenedRun:
         Raises:
             ConfigError: the run has no tokenizer, or an option is out of range.
         """
-        from jaxtrain.inference.generate import Sampling, generate_text, room_for_new_tokens
+        from jaxtrain.inference.generate import generate_text, room_for_new_tokens
+        from jaxtrain.inference.sampling import Sampling
 
         sampling = Sampling(temperature, top_k, top_p)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
