@@ -10,6 +10,7 @@ from jaxtrain.commands.published_arguments import (
     import_arguments,
     import_published,
 )
+from jaxtrain.commands.serve_arguments import serve, serve_arguments
 from jaxtrain.commands.shared_arguments import (
     add_config,
     add_emulate,
@@ -293,6 +294,12 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain sample runs/first -p 'The class statement' -n 100",
         _sample_arguments,
         _sample,
+    ),
+    "serve": Command(
+        "answer the clients of OpenAI's interface over HTTP with a run or a published model",
+        "jaxtrain serve runs/first --port 8000",
+        serve_arguments,
+        serve,
     ),
     "import": Command(
         "make a run of a published model",

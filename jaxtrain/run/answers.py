@@ -39,11 +39,17 @@ def run_answers(
     )
 
 
-def _format(run: OpenedRun) -> ChatFormat:
+def format_of_run(run: OpenedRun) -> ChatFormat | None:
+    """The chat template of a run: the one that it was trained with, or that of its published model; None: neither."""
     tokenizer = run.tokenizer
     found = format_of_reading((run.info.get("data") or {}).get("reading"))
     if found is None and isinstance(tokenizer, NamedTokens):
         found = published_format(files_beside(run.run_dir / "tokenizer.json"), str(run.run_dir), tokenizer)
+    return found
+
+
+def _format(run: OpenedRun) -> ChatFormat:
+    found = format_of_run(run)
     if found is None:
         raise ConfigError(
             f"{run.run_dir} has no chat template: it was not trained on data.kind=chat, and its published model came "

@@ -1,1 +1,1 @@
-"""The HTTP server: bodies become requests of the engine, and its tokens become answers as OpenAI's clients read them."""
+"""The HTTP server: bodies become requests of the engine, and its tokens become answers for OpenAI's clients."""

@@ -32,7 +32,9 @@ def read_api_key(file: str | None) -> str | None:
             found, where = Path(file).expanduser().read_text(encoding="utf-8").strip(), file
         except (OSError, UnicodeDecodeError) as error:
             said = getattr(error, "strerror", None) or "it is no text"
-            raise ConfigError(f"--api-key-file {file} cannot be read ({said}); name a file with the key alone") from None
+            raise ConfigError(
+                f"--api-key-file {file} cannot be read ({said}); name a file with the key alone"
+            ) from None
     else:
         found, where = os.environ.get(KEY_VARIABLE), f"{KEY_VARIABLE} (environment)"
         if found is None:

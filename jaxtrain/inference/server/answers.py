@@ -31,7 +31,9 @@ def new_envelope(call: Call, *, model: str, created: int) -> Envelope:
     return Envelope(f"{'chatcmpl' if call.is_chat else 'cmpl'}-{secrets.token_hex(12)}", created, model, call.is_chat)
 
 
-def whole_answer(envelope: Envelope, pieces: Sequence[Sequence[Piece]], usage: dict[str, Any], call: Call) -> dict[str, Any]:
+def whole_answer(
+    envelope: Envelope, pieces: Sequence[Sequence[Piece]], usage: dict[str, Any], call: Call
+) -> dict[str, Any]:
     """The object of an answer that is not streamed.
 
     Args:

@@ -31,6 +31,7 @@ from jaxtrain.inference.server.running import Asked, Running
 from jaxtrain.inference.server.tokens import detokenize, tokenize, tokenizer_info
 from jaxtrain.runtime.remarks import print_remark
 
+_LIMITS = Limits()
 _Handler = Callable[[HttpRequest], Awaitable[Response]]
 Embed = Callable[[list[list[int]]], np.ndarray]
 
@@ -64,7 +65,7 @@ class Service:
     length: int
     queue: int
     api_key: str | None = None
-    limits: Limits = Limits()
+    limits: Limits = _LIMITS
 
 
 def build_app(service: Service) -> Starlette:

@@ -89,7 +89,9 @@ def _message(value: Any, name: str) -> dict[str, str]:
         raise wrong(role, f"{name}.role", f"one of {', '.join(_ROLES)}")
     for key, one in value.items():
         if key not in ("role", "content", "name") and one not in (None, [], ""):
-            raise RefusedError(400, f"{name}.{shown(key)[1:-1]} is not supported; a message has role and content", param="messages")
+            raise RefusedError(
+                400, f"{name}.{shown(key)[1:-1]} is not supported; a message has role and content", param="messages"
+            )
     content = value.get("content")
     if isinstance(content, list):
         content = "".join(_part(one, f"{name}.content[{index}]") for index, one in enumerate(content))
@@ -107,7 +109,7 @@ def _response_format(value: Any, name: str) -> None:
     if value != {"type": "text"}:
         raise RefusedError(
             400,
-            f"{name} is {shown(value)}; this server writes free text only: leave it out, or ask for the form in a message",
+            f"{name} is {shown(value)}; this server writes free text: leave it out, or ask for the form in a message",
             param=name,
             code="unsupported_field",
         )
@@ -184,10 +186,14 @@ def completion_call(body: Mapping[str, Any], reader: PromptReader, *, served: st
     prompts = []
     for one in fields["prompt"]:
         is_text = isinstance(one, str)
-        found = reader.of_text(one, add_special_tokens=fields["add_special_tokens"]) if is_text else reader.of_tokens(one)
+        found = (
+            reader.of_text(one, add_special_tokens=fields["add_special_tokens"]) if is_text else reader.of_tokens(one)
+        )
         prompts.append(found)
     if fields["max_tokens"] == 0 and not fields["echo"]:
-        raise RefusedError(400, "max_tokens is 0, which asks for nothing; set echo to get the prompt", param="max_tokens")
+        raise RefusedError(
+            400, "max_tokens is 0, which asks for nothing; set echo to get the prompt", param="max_tokens"
+        )
     return _call(fields, reader, prompts, new_tokens=fields["max_tokens"], top=fields["logprobs"], is_chat=False)
 
 

@@ -97,7 +97,7 @@ def _room(call: Call, prompt: Prompt, length: int) -> int:
         asked = "no room is left for an answer" if call.new_tokens is None else f"max_tokens is {call.new_tokens}"
         raise RefusedError(
             400,
-            f"{name} has {count} tokens and {asked}, but this server takes {length} tokens of prompt and answer together",
+            f"{name} has {count} tokens and {asked}, but prompt and answer together have {length} tokens here",
             param=name,
             code="context_length_exceeded",
         )

@@ -54,7 +54,9 @@ def embedding_call(
     texts = []
     for one in given:
         is_text = isinstance(one, str)
-        ids = reader.encode(one, add_special_tokens=True) if is_text else list(reader.of_tokens(one, name="input").tokens)
+        ids = (
+            reader.encode(one, add_special_tokens=True) if is_text else list(reader.of_tokens(one, name="input").tokens)
+        )
         if not ids:
             raise RefusedError(400, "input holds an empty text; leave it out", param="input")
         if len(ids) > length:
@@ -68,7 +70,9 @@ def embedding_call(
     return texts, fields["encoding_format"]
 
 
-def embedding_answer(vectors_ND: np.ndarray, texts: Sequence[Sequence[int]], *, form: str, model: str) -> dict[str, Any]:
+def embedding_answer(
+    vectors_ND: np.ndarray, texts: Sequence[Sequence[int]], *, form: str, model: str
+) -> dict[str, Any]:
     """The object of an answer.
 
     Args:

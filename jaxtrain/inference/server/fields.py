@@ -1,4 +1,4 @@
-"""Bodies of requests as JSON, and their fields by a table: what each may hold, in one line where it does not. No jax here."""
+"""Bodies of requests as JSON, and their fields by a table of what each may hold. No jax here."""
 
 import difflib
 import json
@@ -51,7 +51,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
             400, f"the body is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         ) from None
     except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists in lists
-        raise RefusedError(400, "the body is not JSON that can be read: a number is too long or lists are too deep") from None
+        raise RefusedError(
+            400, "the body is not JSON that can be read: a number is too long or lists are too deep"
+        ) from None
     if not isinstance(body, dict):
         raise RefusedError(400, f"the body is {shown(body)}; send a JSON object")
     return body
@@ -78,7 +80,9 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Field]) -> dict[str
         if name not in table:
             close = difflib.get_close_matches(name, table, 1, 0.75)
             guess = f"; did you mean {close[0]!r}?" if close else ""
-            raise RefusedError(400, f"unknown field {shown(name)}{guess}", param=shown(name)[1:-1], code="unknown_field")
+            raise RefusedError(
+                400, f"unknown field {shown(name)}{guess}", param=shown(name)[1:-1], code="unknown_field"
+            )
     found = {}
     for name, field in table.items():
         value = body.get(name)

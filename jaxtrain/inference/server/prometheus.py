@@ -93,7 +93,10 @@ class HttpCounters:
                 for (path, status), count in sorted(self._answers.items())
             ]
             left = f"{_PREFIX}_http_clients_left_total"
-            lines += [*_begin(left, "clients that left before they had their answer", "counter"), f"{left} {self._left}"]
+            lines += [
+                *_begin(left, "clients that left before they had their answer", "counter"),
+                f"{left} {self._left}",
+            ]
             first, whole = f"{_PREFIX}_first_token_seconds", f"{_PREFIX}_answer_seconds"
             lines += self._first_token.lines(first, "seconds from a request to its first token")
             return lines + self._whole.lines(whole, "seconds from a request to the end of its answer")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.engine.request import EngineCounters, EngineDead, EngineFull, Emitted, Request
+from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineDead, EngineFull, Request
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket
 from jaxtrain.inference.server.answers import usage
 from jaxtrain.inference.server.call import Call
@@ -57,9 +57,7 @@ class Running:
         RefusedError: the queue is full, or the engine serves nothing more.
     """
 
-    def __init__(
-        self, engine: Asked, call: Call, requests: Sequence[Request], reader: PromptReader, texts: TokenTexts
-    ):
+    def __init__(self, engine: Asked, call: Call, requests: Sequence[Request], reader: PromptReader, texts: TokenTexts):
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Emitted | None]] = asyncio.Queue()
         self._call = call

@@ -46,7 +46,9 @@ def detokenize(body: Mapping[str, Any], reader: PromptReader) -> dict[str, Any]:
     outside = next((one for one in ids if not 0 <= one < reader.vocab_size), None)
     if outside is not None:
         raise RefusedError(
-            400, f"tokens holds {shown(outside)}, which is no token id; use 0 to {reader.vocab_size - 1}", param="tokens"
+            400,
+            f"tokens holds {shown(outside)}, which is no token id; use 0 to {reader.vocab_size - 1}",
+            param="tokens",
         )
     return {"prompt": reader.tokenizer.decode(ids)}
 
