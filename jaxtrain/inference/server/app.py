@@ -36,6 +36,11 @@ _Handler = Callable[[HttpRequest], Awaitable[Response]]
 Embed = Callable[[list[list[int]]], np.ndarray]
 
 _PAGE = Path(__file__).with_name("page.html")
+# The page loads nothing from elsewhere, and asks this server alone.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 # What nobody needs a key for: whether the server lives, and the page, which asks for the key itself.
 _OPEN = ("/", "/health")
 _LEFT_NO_ANSWER = 499
@@ -158,7 +163,8 @@ class _Endpoints:
         self._texts = TokenTexts(service.reader.tokenizer)
 
     async def page(self, request: HttpRequest) -> Response:
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"cache-control": "no-cache"})
+        headers = {"cache-control": "no-cache", "content-security-policy": _POLICY}
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
 
     async def health(self, request: HttpRequest) -> Response:
         engine = self._service.engine
