@@ -140,6 +140,7 @@ def _served_folder(
         adapter=None if adapter is None else str(adapter),
     )
     params = start.params
+    assert params is not None, "a published model has parameters"
     if quantize is not None:
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +112,8 @@ def number(low: float, high: float, *, above: bool = False) -> Reader:
     wanted = f"a number above {low:g}, up to {high:g}" if above else f"a number from {low:g} to {high:g}"
 
     def read(value: Any, name: str) -> float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not fits or not low <= value <= high or (above and value == low):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (above and value == low):
             raise wrong(value, name, wanted)
         return float(value)
 
