@@ -12,6 +12,7 @@ from jaxtrain.commands.published_arguments import (
     import_arguments,
     import_published,
 )
+from jaxtrain.commands.serve_arguments import serve, serve_arguments
 from jaxtrain.commands.shared_arguments import (
     add_config,
     add_emulate,
@@ -279,6 +280,12 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain predict runs/first rows.csv --out classes.csv",
         predict_arguments,
         predict,
+    ),
+    "serve": Command(
+        "answer the clients of OpenAI's interface over HTTP with a run or a published model",
+        "jaxtrain serve runs/first --port 8000",
+        serve_arguments,
+        serve,
     ),
     "import": Command(
         "make a run of a published model",
