@@ -32,7 +32,8 @@ os.environ.setdefault("JAXTRAIN_CACHE_DIR", tempfile.mkdtemp(prefix="jaxtrain-te
 os.environ["JAX_PLATFORMS"] = "cpu"
 # What the tests prove is decided before LLVM, whose optimizations take a third of compiling small models for the CPU.
 # Steps take longer without them: a test that trains a shipped config starts a process with flags of its own.
-COMPILER_FLAGS = ["--xla_backend_optimization_level=0"]
+# Machine code of a program is made in one part: the cores are taken by other workers.
+COMPILER_FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if jaxlib.version.__version_info__ < (0, 11):
     # The emitters of fusions take half of the time of compiling there, and no test is about them. Later compilers have
     # no others and end the process where they are given a flag that they do not know.

@@ -100,7 +100,13 @@ USER_MODELS = {
 }
 
 
-@pytest.mark.parametrize("degrees", [dict(data=8), dict(data=4, fsdp=2)], ids=["data=8", "data=4,fsdp=2"])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param(dict(data=8), id="data=8", marks=pytest.mark.long),
+        pytest.param(dict(data=4, fsdp=2), id="data=4,fsdp=2"),
+    ],
+)
 @pytest.mark.parametrize("name", USER_MODELS)
 def test_users_models_train_sharded_without_a_table(name: str, degrees: dict[str, int]) -> None:
     step = make(USER_MODELS[name](), mesh=make_mesh(**degrees), optimizer=optax.adam(1e-2))
