@@ -55,7 +55,8 @@ def test_a_second_call_compiles_nothing(step, params, caplog):
 
 @pytest.mark.parametrize("prompt", ["hello", "x" * 56], ids=["padded", "all the room there is"])
 def test_the_next_token_is_the_likeliest_after_the_prompt_without_padding(step, params, prompt):
-    logits_BLV, _ = step.model.apply(params, {}, jnp.array([list(prompt.encode())]), key=None, train=False)
+    apply = jax.jit(lambda params, x: step.model.apply(params, {}, x, key=None, train=False)[0])
+    logits_BLV = apply(params, jnp.array([list(prompt.encode())]))
     likeliest = int(logits_BLV[0, -1].argmax())
     text = jt.generate_text(step, params, ByteTokenizer(), [prompt], new_tokens=1, sampling=GREEDY)[0]
     assert text == ByteTokenizer().decode([*prompt.encode(), likeliest])
