@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxtrain.commands.output import print_text
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.generate import Sampling
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.run.answers import run_answers
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config

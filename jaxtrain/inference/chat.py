@@ -12,7 +12,8 @@ from jaxtrain.data.chat.masks import prompt_text
 from jaxtrain.data.chat.templates import compile_template
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.generate import Sampling, generate_ids, room_for_new_tokens
+from jaxtrain.inference.generate import generate_ids, room_for_new_tokens
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
 

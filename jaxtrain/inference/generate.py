@@ -3,12 +3,10 @@
 Shapes: B prompts, P longest prompt, T new tokens, V vocabulary.
 """
 
-import math
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import encoder_prompts
+from jaxtrain.inference.sampling import SMALLEST_TEMPERATURE, Sampling, is_number
 from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats, get_policy
@@ -32,40 +31,6 @@ Generator = Callable[[Params, Any, Any, jax.Array], jax.Array]
 
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
 _SHORTEST_PROMPT = 16
-# Devices flush smaller float32 numbers to zero, and a division by zero has no largest logit.
-_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: only the k most likely tokens; None: all.
-        top_p: only the most likely tokens whose probabilities sum to p (nucleus, Holtzman et al. 2019); None: all.
-
-    Example:
-        >>> jt.Sampling(temperature=0)  # greedy
-        Sampling(temperature=0, top_k=None, top_p=None)
-        >>> nucleus = jt.Sampling(temperature=0.7, top_p=0.9)
-    """
-
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature}; use 0 (greedy) or a finite number above it")
-        if self.top_k is not None and (not _is_number(self.top_k, Integral) or self.top_k < 1):
-            raise ConfigError(f"top_k is {self.top_k}; use a whole number of 1 or more")
-        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise ConfigError(f"top_p is {self.top_p}; use a number above 0, up to 1")
-
-
-def _is_number(value: Any, kind: type = Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def choose(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
@@ -73,7 +38,7 @@ def choose(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Arra
 
     Of equal logits the one of the lower token ranks first, for `top_k` and `top_p` as for greedy choice.
     """
-    if sampling.temperature < _SMALLEST_TEMPERATURE:
+    if sampling.temperature < SMALLEST_TEMPERATURE:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     # The largest becomes 0 before the division: a small temperature can then reach -inf, which is probability 0.
     logits_BV = logits_BV.astype(jnp.float32)
@@ -315,14 +280,14 @@ def _check_call(step: Any, params: Any, tokenizer: Any, prompts: Any, sampling: 
         check_kind(prompt, str, what=what, takes=takes, write=write)
     if not callable(getattr(tokenizer, "encode", None)) or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(refusal("generate_text: tokenizer", "a tokenizer", tokenizer, "data.tokenizer"))
-    temperature = sampling if _is_number(sampling) else 0.8
+    temperature = sampling if is_number(sampling) else 0.8
     write = f"sampling=Sampling(temperature={temperature})"
     check_kind(sampling, Sampling, what="generate_text: sampling", takes="a record", write=write)
     check_whole(seed, what="generate_text: seed", least=None, write="seed=0")
 
 
 def _checked_new_tokens(new_tokens: int) -> int:
-    if not _is_number(new_tokens, Integral) or new_tokens < 1:
+    if not is_number(new_tokens, Integral) or new_tokens < 1:
         raise ConfigError(f"new_tokens is {new_tokens}; use a whole number of 1 or more")
     return operator.index(new_tokens)
 

@@ -19,7 +19,8 @@ def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
     prompt = settings.sample_prompt
     if prompt is None or tokenizer is None or decoder is None:
         return None
-    from jaxtrain.inference.generate import Sampling, generate_text, room_for_new_tokens
+    from jaxtrain.inference.generate import generate_text, room_for_new_tokens
+    from jaxtrain.inference.sampling import Sampling
 
     form = format_of_reading(run.data.reading)
     if form is not None:
@@ -45,7 +46,7 @@ def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
 def _answer(run: Run, state: TrainState, form: ChatFormat, question: str) -> str:
     """What the model of a run on chats answers; the reason where it cannot."""
     from jaxtrain.inference.chat import answer_questions
-    from jaxtrain.inference.generate import Sampling
+    from jaxtrain.inference.sampling import Sampling
 
     settings = run.config.evaluation
     try:

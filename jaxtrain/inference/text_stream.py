@@ -1,0 +1,133 @@
+"""Text of tokens as they come: whole characters, up to a stop. No jax here."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from jaxtrain.errors import ConfigError
+
+_REPLACEMENT = "\ufffd"
+# A character of UTF-8 lacks at most its last three bytes; a tokenizer may show each missing one by itself.
+_LONGEST_INCOMPLETE = 3
+
+
+class Codec(Protocol):
+    """What a stream needs of a `jaxtrain.data.Tokenizer`, whose package starts jax."""
+
+    def encode(self, text: str) -> Any: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class TextStream:
+    """The text of one row of generated tokens, given out as soon as it is certain.
+
+    A character is given out when all of its bytes are there, and text that may be the beginning of a stop string when
+    it turns out not to be. The tokens are decoded as a continuation: a space before the first word stays.
+
+    Args:
+        tokenizer: turns ids into text.
+        stop: strings at which the text ends; they are not part of it.
+        stop_tokens: ids at which it ends.
+
+    Attributes:
+        stopped: whether a stop string or a stop token was met; what follows it is not given out.
+        text: everything that was given out.
+
+    Raises:
+        ConfigError: a stop is no text, or empty.
+
+    Example:
+        >>> from jaxtrain.data.tokenizer import ByteTokenizer
+        >>> stream = TextStream(ByteTokenizer(), stop=["END"])
+        >>> [stream.feed(byte) for byte in "éEN".encode()], stream.finish()
+        (['', 'é', '', ''], 'EN')
+    """
+
+    def __init__(self, tokenizer: Codec, *, stop: Sequence[str] = (), stop_tokens: Collection[int] = ()):
+        self._tokenizer = tokenizer
+        self._stop = checked_stops(stop)
+        self._stop_tokens = frozenset(stop_tokens)
+        # Before it, the first token of a text would lose its space in the tokenizers that write "▁word".
+        self._anchor = [int(i) for i in tokenizer.encode("a")]
+        self._anchor_length = len(tokenizer.decode(self._anchor)) if self._anchor else 0
+        self._tokens: list[int] = []  # those whose text is not certain
+        self._given_of_tokens = 0  # characters of their text that were certain
+        self._held = ""  # certain text that may begin a stop string
+        self.stopped = False
+        self.text = ""
+
+    def feed(self, token: int) -> str:
+        """The text that this token makes certain.
+
+        Args:
+            token: the next id; after a stop it is ignored.
+        """
+        if self.stopped:
+            return ""
+        if token in self._stop_tokens:
+            rest = self.finish()
+            self.stopped = True
+            return rest
+        self._tokens.append(int(token))
+        decoded = self._decoded()
+        certain = len(decoded) - _incomplete(decoded)
+        piece = decoded[self._given_of_tokens : certain]
+        if certain == len(decoded):
+            self._tokens, self._given_of_tokens = [], 0
+        else:
+            self._given_of_tokens = max(self._given_of_tokens, certain)
+        return self._release(piece, is_end=False)
+
+    def finish(self) -> str:
+        """The rest of the text, when no further token comes."""
+        if self.stopped:
+            return ""
+        piece = self._decoded()[self._given_of_tokens :]
+        self._tokens, self._given_of_tokens = [], 0
+        return self._release(piece, is_end=True)
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode([*self._anchor, *self._tokens])[self._anchor_length :] if self._tokens else ""
+
+    def _release(self, piece: str, *, is_end: bool) -> str:
+        """Give out what is certain of the text that is held and this piece after it."""
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held, text = True, "", text[: min(found)]
+        else:
+            held = 0 if is_end else _longest_beginning(text, self._stop)
+            self._held, text = text[len(text) - held :], text[: len(text) - held]
+        self.text += text
+        return text
+
+
+def checked_stops(stop: Any) -> tuple[str, ...]:
+    """The stop strings.
+
+    Args:
+        stop: a list of texts.
+
+    Raises:
+        ConfigError: a stop is no text, or empty.
+    """
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise ConfigError(f"stop is {stop!r:.60}; use a list of texts: ['END']")
+    for one in stop:
+        if not isinstance(one, str) or not one:
+            raise ConfigError(f"stop has {one!r:.60}; use texts of at least one character: ['END']")
+    return tuple(stop)
+
+
+def _incomplete(decoded: str) -> int:
+    """How many characters at the end may be those of a character whose bytes are not all there."""
+    tail = decoded[-_LONGEST_INCOMPLETE:]
+    return len(tail) - len(tail.rstrip(_REPLACEMENT))
+
+
+def _longest_beginning(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a stop string."""
+    return max(
+        (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size])),
+        default=0,
+    )

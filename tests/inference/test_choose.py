@@ -1,0 +1,133 @@
+"""The next token of rows that are sampled each in its own way: rules, ties, penalties, and what it may depend on."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.errors import ConfigError
+from jaxtrain.inference.choose import bias_rows, choose_rows, log_probabilities_of, row_sampling
+
+TIES = [1.0, 3.0, 3.0, 3.0, -2.0]
+RISING = [0.0, 1.0, 2.0, 3.0, 4.0]
+chosen_of = jax.jit(choose_rows)
+
+
+def draws(logits: list[float], count: int = 100, **sampling: Any) -> set[int]:
+    """What rows of the same logits get, each with its own seed."""
+    rows = row_sampling([jt.Sampling(**sampling)] * count, range(count))
+    logits_SV = jnp.tile(jnp.array(logits), (count, 1))
+    none = dict(prompt_counts_SV=None, output_counts_SV=None, bias_SV=None)
+    return set(chosen_of(logits_SV, rows, jnp.zeros(count, jnp.int32), **none).tolist())
+
+
+# Probabilities of RISING are .012, .032, .086, .234 and .636.
+RULES = {
+    "greedy takes the first of equals": (TIES, dict(temperature=0), {1}),
+    "top_k of 1": (TIES, dict(temperature=1.0, top_k=1), {1}),
+    "a small top_p": (TIES, dict(temperature=1.0, top_p=0.2), {1}),
+    "a top_p that float32 rounds to 0": (TIES, dict(temperature=1.0, top_p=1e-60), {1}),
+    "a subnormal temperature": (TIES, dict(temperature=1e-38), {1}),
+    "the smallest temperature": (TIES, dict(temperature=1e-45), {1}),
+    "top_k among equals": (TIES, dict(temperature=1.0, top_k=2), {1, 2}),
+    "top_p among equals": (TIES, dict(temperature=1.0, top_p=0.5), {1, 2}),
+    "3 / 1.2e-38 is more than float32 holds": (TIES, dict(temperature=1.2e-38), {1, 2, 3}),
+    "a top_k beyond the vocabulary": ([0.0] * 4, dict(temperature=1.0, top_k=9, top_p=1.0), {0, 1, 2, 3}),
+    "top_p just below two tokens": (RISING, dict(temperature=1.0, top_p=0.63), {4}),
+    "top_p just above one token": (RISING, dict(temperature=1.0, top_p=0.64), {3, 4}),
+    "top_p of what top_k left": (RISING, dict(temperature=1.0, top_k=2, top_p=0.72), {4}),
+    "min_p": (RISING, dict(temperature=1.0, min_p=0.3), {3, 4}),
+    "min_p of 1": (TIES, dict(temperature=1.0, min_p=1.0), {1, 2, 3}),
+    "negative logits": ([-5.0, -1.0, -1.0, -9.0], dict(temperature=1.0, top_k=2), {1, 2}),
+}
+
+
+@pytest.mark.parametrize(("logits", "sampling", "wanted"), RULES.values(), ids=RULES)
+def test_what_each_rule_leaves(logits, sampling, wanted):
+    assert draws(logits, **sampling) == wanted
+
+
+def test_the_draws_follow_the_probabilities():
+    count = 4000
+    rows = row_sampling([jt.Sampling(temperature=2.0)] * count, range(count))
+    none = dict(prompt_counts_SV=None, output_counts_SV=None, bias_SV=None)
+    found = chosen_of(jnp.tile(jnp.array(RISING), (count, 1)), rows, jnp.zeros(count, jnp.int32), **none)
+    wanted = np.exp(np.array(RISING) / 2) / np.exp(np.array(RISING) / 2).sum()
+    # Four standard deviations of a share of 4,000 draws.
+    np.testing.assert_allclose(np.bincount(found, minlength=5) / count, wanted, atol=4 * math.sqrt(0.25 / count))
+
+
+def test_a_row_depends_on_neither_slot_nor_neighbours():
+    kinds = [jt.Sampling(0.9), jt.Sampling(0), jt.Sampling(1.1, 3), jt.Sampling(1.0, None, 0.8), jt.Sampling(min_p=0.1)]
+    logits = jax.random.normal(jax.random.key(0), (5, 300)) * 3
+    positions, none = jnp.arange(5, dtype=jnp.int32) + 7, dict(prompt_counts_SV=None, output_counts_SV=None)
+    together = chosen_of(logits, row_sampling(kinds, range(5)), positions, **none, bias_SV=None)
+    order = np.array([3, 0, 4, 2, 1])
+    rows = row_sampling([kinds[i] for i in order], order.tolist())
+    moved = chosen_of(logits[order], rows, positions[order], **none, bias_SV=None)
+    np.testing.assert_array_equal(together[order], moved)
+    alone = chosen_of(logits[2:3], row_sampling(kinds[2:3], [2]), positions[2:3], **none, bias_SV=None)
+    assert alone[0] == together[2]
+    # Another position draws another number.
+    others = {int(chosen_of(logits[:1], row_sampling(kinds[:1], [0]), jnp.array([at]), **none, bias_SV=None)[0])
+              for at in range(20)}  # fmt: skip
+    assert len(others) > 1
+
+
+PENALTIES = {
+    "repetition of a positive logit": (dict(repetition_penalty=2.0), [4.0, 3.0, 1.0], 1),
+    "repetition of negative logits": (dict(repetition_penalty=2.0), [-1.0, -1.5, -3.0], 1),
+    "presence of what the output has": (dict(presence_penalty=2.0), [1.0, 2.0, 2.5], 1),
+    "frequency counts": (dict(frequency_penalty=0.5), [1.0, 2.0, 3.2], 1),
+    "a negative frequency": (dict(frequency_penalty=-2.0), [9.0, 2.0, 6.0], 2),
+    "a bias": (dict(logit_bias={1: 3.0}), [1.0, 0.0, 2.0], 1),
+}
+
+
+@pytest.mark.parametrize(("sampling", "logits", "wanted"), PENALTIES.values(), ids=PENALTIES)
+def test_penalties_change_the_greedy_choice(sampling, logits, wanted):
+    """The prompt has token 0, the output token 2, three times."""
+    one = jt.Sampling(temperature=0, **sampling)
+    bias = bias_rows([one], 3)
+    found = choose_rows(
+        jnp.array([logits]),
+        row_sampling([one], [0]),
+        jnp.zeros(1, jnp.int32),
+        prompt_counts_SV=jnp.array([[1, 0, 0]]),
+        output_counts_SV=jnp.array([[0, 0, 3]]),
+        bias_SV=None if bias is None else jnp.asarray(bias),
+    )
+    assert found.tolist() == [wanted]
+
+
+def test_log_probabilities_are_of_the_raw_logits():
+    logits = jax.random.normal(jax.random.key(0), (2, 50))
+    wanted = jax.nn.log_softmax(logits)
+    found, ids, values = log_probabilities_of(logits, jnp.array([3, 49]), 4)
+    # float32: two roundings of numbers of about 5.
+    np.testing.assert_allclose(found, [wanted[0, 3], wanted[1, 49]], atol=2e-6)
+    np.testing.assert_array_equal(ids, jnp.argsort(-wanted)[:, :4])
+    np.testing.assert_allclose(values, jnp.sort(wanted)[:, ::-1][:, :4], atol=2e-6)
+    assert log_probabilities_of(logits, jnp.array([3, 49]), 0)[1].shape == (2, 0)
+
+
+WRONG = [
+    dict(min_p=1.5), dict(min_p=True), dict(repetition_penalty=0), dict(repetition_penalty=-1.0),
+    dict(repetition_penalty=float("inf")), dict(presence_penalty=3), dict(frequency_penalty="1"),
+    dict(logit_bias={1: 200.0}), dict(logit_bias={-1: 1.0}), dict(logit_bias="1"), dict(logit_bias=((1,),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_rule_that_means_nothing_is_one_line(wrong):
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is [^\n]*; use [^\n]*$"):
+        jt.Sampling(**wrong)
+
+
+def test_a_bias_of_a_token_that_is_not_there_is_one_line():
+    with pytest.raises(ConfigError, match=r"^logit_bias names token 9, [^\n]*use ids from 0 to 4$"):
+        bias_rows([jt.Sampling(logit_bias={9: 1.0})], 5)
