@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.choose import RowSampling, bias_rows, choose_rows, log_probabilities_of, row_sampling
@@ -113,24 +114,53 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh 
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
         params = cast_floats(params, policy.compute_dtype)
-        batch, longest = prompts_BP.shape
-        if decoder.encode is not None:  # from here on the start token is the prompt
-            cache = decoder.init_cache(batch, 1 + form.new_tokens, dtype)
-            cache = decoder.encode(params, prompts_BP, lengths_B, cache)
-            prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
-            longest, lengths_B = 1, jnp.ones_like(lengths_B)
-        else:
-            cache = decoder.init_cache(batch, longest + form.new_tokens, dtype)
-        if decoder.prefill is None:
-            positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
-            logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
-            logits_BV = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-        else:
-            logits_BV, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
+        logits_BV, cache, prompts_BP, lengths_B = read_prompts(
+            decoder, params, prompts_BP, lengths_B, new_tokens=form.new_tokens, cache_dtype=dtype
+        )
         texts = _empty(cache, prompts_BP, lengths_B, logits_BV.shape[-1], form)
         return _replicated(_extended(texts, logits_BV, rules, form), mesh)
 
     return start
+
+
+def read_prompts(
+    decoder: Decoder,
+    params: Params,
+    prompts_BP: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    new_tokens: int,
+    cache_dtype: DTypeLike,
+) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
+    """Read prompts, with the decoder or, where the model has one, with the encoder.
+
+    Args:
+        decoder: of the model.
+        params: in the compute dtype.
+        prompts_BP: int32, padded on the right.
+        lengths_B: int32, tokens of each.
+        new_tokens: T, for which the cache has room.
+        cache_dtype: of keys and values.
+
+    Returns:
+        The logits [B, V] of the first new token, the cache, and the prompts and lengths of what the decoder read: with
+        an encoder, the start token alone.
+    """
+    batch, longest = prompts_BP.shape
+    if decoder.encode is not None:
+        cache = decoder.init_cache(batch, 1 + new_tokens, cache_dtype)
+        cache = decoder.encode(params, prompts_BP, lengths_B, cache)
+        prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
+        longest, lengths_B = 1, jnp.ones_like(lengths_B)
+    else:
+        cache = decoder.init_cache(batch, longest + new_tokens, cache_dtype)
+    if decoder.prefill is not None:
+        logits_BV, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
+        return logits_BV, cache, prompts_BP, lengths_B
+    positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
+    logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
+    logits_BV = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+    return logits_BV, cache, prompts_BP, lengths_B
 
 
 def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh | None) -> Advance:

@@ -151,11 +151,10 @@ def _until_stop(tokenizer: Tokenizer, given: list[int], new: list[int], stop: Se
     if not stop:
         return tokenizer.decode([*given, *new]), False
     stream, whole, fed = TextStream(tokenizer, stop=stop), TextStream(tokenizer), 0
-    for fed, token in enumerate(new, start=1):
-        stream.feed(token)
-        whole.feed(token)
-        if stream.stopped:
-            break
+    while fed < len(new) and not stream.stopped:
+        stream.feed(new[fed])
+        whole.feed(new[fed])
+        fed += 1
     stream.finish()
     whole.finish()
     # The first of the tokens may lose its space where nothing stands before it, so the end is what is counted from.

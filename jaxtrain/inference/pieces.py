@@ -102,12 +102,12 @@ def generation_pieces(
     for name, rows in (("sampling", samplings), ("seed", seeds)):
         if len(rows) != batch:
             raise ConfigError(f"{name} has {len(rows)} entries for {batch} prompts; give one per prompt or one alone")
-    prompts_BP, lengths_B = _padded(decoder, encoded, new_tokens)
+    prompts_BP, lengths_B = padded_prompts(decoder, encoded, new_tokens)
     form = DecodingForm(new_tokens, top, any(one.counts_tokens for one in samplings), cache_dtype)
     rules = row_rules(samplings, seeds, stop_tokens, model)
     programs = _compiled(sharded_model, form)
     with sharded_model.context():
-        params = _cast(sharded_model, params)
+        params = cast_params(sharded_model, params)
         texts = programs.start(params, prompts_BP, lengths_B, rules)
     written = 1
     while True:
@@ -144,7 +144,7 @@ def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> _Programs:
     return programs[form]
 
 
-def _cast(sharded_model: ShardedModel, params: Params) -> Params:
+def cast_params(sharded_model: ShardedModel, params: Params) -> Params:
     """The parameters in the compute dtype, so that no program casts them for each of its calls."""
     dtype = sharded_model.policy.compute_dtype
     shapes = jax.eval_shape(lambda params: cast_floats(params, dtype), params)
@@ -156,8 +156,12 @@ def _cast(sharded_model: ShardedModel, params: Params) -> Params:
     return cast(params)
 
 
-def _padded(decoder: Decoder, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts in rows of one length int32 [B, P], and their own lengths int32 [B]."""
+def padded_prompts(decoder: Decoder, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts in rows of one length int32 [B, P], and their own lengths int32 [B].
+
+    Raises:
+        ConfigError: they exceed the model's positions, or do so with the new tokens.
+    """
     longest = max(map(len, encoded))
     room, short = _room(decoder, longest, new_tokens), decoder.short_length
     if short is not None and longest + new_tokens <= short:
