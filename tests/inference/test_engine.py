@@ -254,6 +254,18 @@ VARIANTS = {
 
 
 @pytest.mark.long
+def test_a_cache_of_8_bits_gives_almost_the_same_log_probabilities(model, alone):
+    with Engine(*model, slots=2, chunk=8, cache_dtype="int8") as engine:
+        ticket = engine.submit(Request(tuple(range(5, 24)), 1, GREEDY, prompt_log_probabilities=True))
+        list(ticket)
+    table_LV = alone(ticket.request)[2]
+    entries = ticket.prompt_log_probabilities or []
+    wanted = [table_LV[at, entry.token] for at, entry in enumerate(entries[1:])]
+    # Keys and values rounded to 1/127 of the largest of a head: some hundredths of these log-probabilities.
+    np.testing.assert_allclose([one.log_probability for one in entries[1:]], wanted, rtol=0.05, atol=0.5)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("changed", VARIANTS.values(), ids=VARIANTS)
 def test_every_kind_of_model_gives_what_it_would_give_alone(changed):
     model = sharded(**changed)

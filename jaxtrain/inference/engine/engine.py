@@ -19,7 +19,7 @@ from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.given_state import check_not_donated
 
-_CACHE_DTYPES = ("float32", "bfloat16", "float16")
+_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _CLOSED = "the engine is closed; start another one"
 
 
@@ -37,7 +37,7 @@ class Engine:
         slots: rows of the cache: how many requests run at a time.
         length: positions of each row, for a prompt and its answer; None: all that the model has.
         chunk: tokens of a prompt that are read between two steps of the answers.
-        cache_dtype: float32, bfloat16 or float16, of keys and values; None: the model's compute dtype.
+        cache_dtype: float32, bfloat16, float16 or int8, of keys and values; None: the model's compute dtype.
         queue: how many requests may wait for a slot.
         speculate: longest draft by prompt lookup, verified in one step, for greedy requests without penalties; 0: none.
         reuse_prefixes: whether a prompt that begins like the last text of a free slot keeps what that slot holds.
