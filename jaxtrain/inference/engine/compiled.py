@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.inference.choose import RowSampling, row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout, fitting
-from jaxtrain.inference.engine.programs import Chosen, SlotState, decode_slots, prefill_chunk, set_penalties
+from jaxtrain.inference.engine.programs import Chosen, SlotState, copy_slot, decode_slots, prefill_chunk, set_penalties
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
@@ -105,10 +105,12 @@ class Programs:
                 prefills[width] = compiled(read, fed, asked, (placed, replicated, replicated))
             table_V = np.zeros(self.vocab_size)
             given_tables = given(number, table_V.astype(np.int32), table_V.astype(np.float32))
+            copy = functools.partial(copy_slot, layout=layout)
+            copied = compiled(copy, (self._state,), given(number, number), placed)
             penalties = compiled(set_penalties, (self._state,), given_tables, placed)
         self._decode = {width: program.result() for width, program in decodes.items()}
         self._prefill = {width: program.result() for width, program in prefills.items()}
-        self._set_penalties = penalties.result()
+        self._set_penalties, self._copy = penalties.result(), copied.result()
 
     def decode(
         self,
@@ -163,6 +165,10 @@ class Programs:
         )
         return chosen, prompt
 
+    def copy(self, source: int, target: int) -> None:
+        """Run `copy_slot`."""
+        self._state = self._copy(self._state, np.int32(source), np.int32(target))
+
     def set_penalties(self, slot: int, prompt_counts_V: np.ndarray, bias_V: np.ndarray) -> None:
         """Run `set_penalties`."""
         self._state = self._set_penalties(self._state, np.int32(slot), prompt_counts_V, bias_V)
@@ -180,6 +186,7 @@ class Programs:
             jax.block_until_ready(
                 self.prefill(0, [0] * width, 0, row, is_last=False, wants_top=False, next_tokens=None)
             )
+        self.copy(0, 0)
         table_V = np.zeros(self.vocab_size)
         self.set_penalties(0, table_V.astype(np.int32), table_V.astype(np.float32))
 

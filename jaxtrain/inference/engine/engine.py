@@ -40,7 +40,7 @@ class Engine:
         cache_dtype: float32, bfloat16, float16 or int8, of keys and values; None: the model's compute dtype.
         queue: how many requests may wait for a slot.
         speculate: longest draft by prompt lookup, verified in one step, for greedy requests without penalties; 0: none.
-        reuse_prefixes: whether a prompt that begins like the last text of a free slot keeps what that slot holds.
+        reuse_prefixes: whether a prompt that begins like the text of a slot keeps, or copies, what that slot holds.
 
     Raises:
         ConfigError: the model cannot generate or has an encoder, or a number is out of its range.
