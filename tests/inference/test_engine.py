@@ -15,6 +15,7 @@ from jaxtrain.inference.choose import bias_rows, choose_rows, row_sampling
 from jaxtrain.inference.engine.compiles import CompileCounter
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.request import Request
+from jaxtrain.inference.generate import generate_ids
 from jaxtrain.inference.sampling import Sampling
 
 LENGTH, VOCABULARY = 64, 62
@@ -290,3 +291,16 @@ def test_a_sharded_engine_gives_what_one_device_gives(model, alone, degrees, dev
     with Engine(sharded_model, placed, slots=4, chunk=8, speculate=2) as engine:
         check_like_alone(engine, alone, random_requests(12, seed=3), threads=3)
         assert engine.counters().compiled == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_quantized_kernels_write_what_they_write_alone(model, form):
+    sharded_model, params = model
+    small = jt.quantize(params, sharded_model.model, form)
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 9, 20)]
+    with Engine(sharded_model, small, slots=2, chunk=8) as engine:
+        tickets = [engine.submit(Request(tuple(prompt.tolist()), 8, GREEDY)) for prompt in prompts]
+        found = [[one.token for one in ticket] for ticket in tickets]
+    wanted = [generate_ids(sharded_model, small, [one], new_tokens=8, sampling=GREEDY)[0] for one in prompts]
+    np.testing.assert_array_equal(found, wanted)
