@@ -4,6 +4,7 @@ Shapes: S slots, W tokens fed to each (1, or 1 and a draft), C tokens of a chunk
 """
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.choose import RowSampling, row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout, fitting
 from jaxtrain.inference.engine.programs import Chosen, SlotState, copy_slot, decode_slots, prefill_chunk, set_penalties
@@ -83,7 +85,7 @@ class Programs:
         number, flag = np.int32(0), np.bool_(False)
         rows, row = _greedy(slots), _greedy(1)
         with sharded_model.context(), pool:
-            self._state = jax.jit(begin, out_shardings=placed)()
+            self._state = _allocated(jax.jit(begin, out_shardings=placed), slots=slots, length=length)
             decode = functools.partial(decode_slots, decoder=decoder)
             fed = (self.params, self._state)
             decodes = {
@@ -189,6 +191,22 @@ class Programs:
         self.copy(0, 0)
         table_V = np.zeros(self.vocab_size)
         self.set_penalties(0, table_V.astype(np.int32), table_V.astype(np.float32))
+
+
+def _allocated(begin: Callable[[], SlotState], *, slots: int, length: int) -> SlotState:
+    """The first state of the slots.
+
+    Raises:
+        ConfigError: the devices have no room for it.
+    """
+    try:
+        return jax.block_until_ready(begin())
+    except jax.errors.JaxRuntimeError as error:
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(begin)))
+        raise ConfigError(
+            f"the cache of {slots} slots of {length} positions takes {size / 2**30:.1f} GiB, and the devices have "
+            "no room for it; use fewer slots, a smaller length or cache_dtype='int8'"
+        ) from error
 
 
 def _chunk_widths(chunk: int) -> set[int]:

@@ -115,7 +115,7 @@ class Engine:
         """Compile the programs, run each once, and start the thread that serves requests.
 
         Raises:
-            ConfigError: it was started before.
+            ConfigError: it was started before, or the devices have no room for the cache.
         """
         if self._thread is not None or self._closing:
             raise ConfigError("this engine was started before; make another Engine")
@@ -156,8 +156,8 @@ class Engine:
         check_kind(
             request, Request, what="submit", takes="a Request", write="submit(Request((72, 105), 16, Sampling()))"
         )
-        if self._thread is None and not self._closing:
-            raise EngineDead("the engine does not run; call start() first")
+        if self._thread is None:
+            raise EngineDead(_CLOSED if self._closing else "the engine does not run; call start() first")
         self._check(request)
         ticket = Ticket(request, on_event, self._wake)
         with self._changed:
