@@ -4,6 +4,8 @@ import argparse
 
 from jaxtrain.commands.command import Command, count, number, step_number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
+from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
+from jaxtrain.commands.predict_arguments import predict, predict_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
     export_published,
@@ -43,28 +45,6 @@ def _train(arguments: argparse.Namespace) -> int:
         run_dir=arguments.run_dir,
         resume=arguments.resume,
         emulate=arguments.emulate,
-    )
-
-
-def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
-    add_json(parser)
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.eval import run_eval
-
-    return run_eval(
-        arguments.run_dir,
-        arguments.overrides,
-        quantize=arguments.quantize,
-        step=arguments.step,
-        emulate=arguments.emulate,
-        as_json=arguments.json,
     )
 
 
@@ -286,14 +266,20 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "evaluate a checkpoint of a run on held-out rows",
         "jaxtrain eval runs/first evaluation.max_batches=null",
-        _eval_arguments,
-        _eval,
+        eval_arguments,
+        evaluate,
     ),
     "sample": Command(
         "continue text with a checkpoint of a run",
         "jaxtrain sample runs/first -p 'The class statement' -n 100",
         _sample_arguments,
         _sample,
+    ),
+    "predict": Command(
+        "give the classes, numbers or embeddings of the rows of a file",
+        "jaxtrain predict runs/first rows.csv --out classes.csv",
+        predict_arguments,
+        predict,
     ),
     "serve": Command(
         "answer the clients of OpenAI's interface over HTTP with a run or a published model",
