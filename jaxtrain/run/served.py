@@ -15,7 +15,7 @@ from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.server.served import Served
 from jaxtrain.interop.fresh import check_fits, fresh_parts
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import is_published
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.published.config_file import tokenizer_origin
@@ -157,7 +157,7 @@ def _served_folder(
 
 def _left_out(path: Path, config: "Config", model: "ShardedModel") -> list[str]:
     """Patterns of parameters that are not read, because another head is asked for than the published one."""
-    family, settings = published_family(str(path)), published_settings(str(path))
+    family, settings = published_family(str(path)), settings_in(str(path), published_settings(str(path)))
     theirs = [row.path for row in family.tensors(settings) if isinstance(row, Entry)]
     known = [*theirs, *parameter_shapes(model.model)]
     # An embedding need not have parameters of its own.

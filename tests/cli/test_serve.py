@@ -52,7 +52,7 @@ WRONG = {
     "an empty key": (("{tmp}", "--api-key-file", "{tmp}/empty"), "holds no key"),
     "a key file that is not there": (("{tmp}", "--api-key-file", "{tmp}/none"), "cannot be read"),
     "a port that is taken": (("{tmp}", "--port", "{taken}"), "is in use; use another"),
-    "a port beyond all ports": (("{tmp}", "--port", "70000"), "use 127.0.0.1"),
+    "a port beyond all ports": (("{tmp}", "--port", "70000"), "is beyond the last one"),
     "a step of what is no run": (("{published}/smollm2", "--step", "1"), "--step 1 is for runs"),
     "a model that says nothing": (("{published}/vit_classification",), "has no tokenizer.json"),
 }
@@ -60,7 +60,10 @@ WRONG = {
 WRONG_FOR_A_MODEL = {
     "a key of the config": (("{folder}", "modle.head=1"), "unknown key"),
     "a length beyond the model": (("{folder}", "--length", "65"), "64 positions"),
-    "a head without weights": (("{folder}", "model.head.kind=embedding", "model.head.hidden=tanh"), "no weights for"),
+    "a head without weights": (
+        ("{folder}", "model.head.kind=embedding", "model.head.pooling=last", "model.head.hidden=tanh"),
+        "no weights for",
+    ),
     "an adapter that is none": (("{folder}", "--adapter", "{tmp}"), "adapter_config.json"),
 }
 
