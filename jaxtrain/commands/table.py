@@ -12,7 +12,6 @@ from jaxtrain.commands.published_arguments import (
     import_arguments,
     import_published,
 )
-from jaxtrain.commands.serve_arguments import serve, serve_arguments
 from jaxtrain.commands.shared_arguments import (
     add_config,
     add_emulate,
@@ -93,6 +92,18 @@ def _sample(arguments: argparse.Namespace) -> int:
         emulate=arguments.emulate,
         as_json=arguments.json,
     )
+
+
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.serve_arguments import serve_arguments
+
+    serve_arguments(parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.serve_arguments import serve
+
+    return serve(arguments)
 
 
 def _launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -294,8 +305,8 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "answer the clients of OpenAI's interface over HTTP with a run or a published model",
         "jaxtrain serve runs/first --port 8000",
-        serve_arguments,
-        serve,
+        _serve_arguments,
+        _serve,
     ),
     "import": Command(
         "make a run of a published model",
