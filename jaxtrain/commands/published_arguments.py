@@ -3,7 +3,7 @@
 import argparse
 
 from jaxtrain.commands.command import count
-from jaxtrain.commands.shared_arguments import add_check, add_emulate, add_overrides, add_run, add_step
+from jaxtrain.commands.shared_arguments import add_check, add_emulate, add_overrides, add_step
 
 _SHARD_SIZE = "5GB"
 
@@ -38,7 +38,9 @@ def import_published(arguments: argparse.Namespace) -> int:
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain export`."""
-    add_run(parser)
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again"
+    )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="folder to make")
     parser.add_argument("-o", "--output", metavar="FOLDER", help="the same, by name")
     parser.add_argument(
@@ -61,6 +63,11 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model"
     )
+    parser.add_argument(
+        "--base",
+        choices=("nf4",),
+        help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
+    )
     add_step(parser)
     add_check(parser)
     add_emulate(parser)
@@ -73,8 +80,8 @@ def export_published(arguments: argparse.Namespace) -> int:
     folder = named_folder(arguments.folder, arguments.output)
     if arguments.to == "stablehlo":
         size = None if arguments.max_shard_size == _SHARD_SIZE else arguments.max_shard_size
-        weights = (arguments.dtype, size, arguments.merge, arguments.check)
-        options = ("--dtype", "--max-shard-size", "--merge", "--check")
+        weights = (arguments.dtype, size, arguments.merge, arguments.base, arguments.check)
+        options = ("--dtype", "--max-shard-size", "--merge", "--base", "--check")
         return run_export_program(
             arguments.run_dir,
             folder,
@@ -91,6 +98,7 @@ def export_published(arguments: argparse.Namespace) -> int:
         max_shard_size=arguments.max_shard_size,
         step=arguments.step,
         merge=arguments.merge,
+        base=arguments.base,
         check=arguments.check,
         emulate=arguments.emulate,
     )

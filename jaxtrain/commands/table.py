@@ -4,6 +4,7 @@ import argparse
 
 from jaxtrain.commands.command import Command, count, number, step_number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
+from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
 from jaxtrain.commands.predict_arguments import predict, predict_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
@@ -11,6 +12,7 @@ from jaxtrain.commands.published_arguments import (
     import_arguments,
     import_published,
 )
+from jaxtrain.commands.serve_arguments import serve, serve_arguments
 from jaxtrain.commands.shared_arguments import (
     add_config,
     add_emulate,
@@ -43,28 +45,6 @@ def _train(arguments: argparse.Namespace) -> int:
         run_dir=arguments.run_dir,
         resume=arguments.resume,
         emulate=arguments.emulate,
-    )
-
-
-def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
-    add_json(parser)
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.eval import run_eval
-
-    return run_eval(
-        arguments.run_dir,
-        arguments.overrides,
-        quantize=arguments.quantize,
-        step=arguments.step,
-        emulate=arguments.emulate,
-        as_json=arguments.json,
     )
 
 
@@ -286,8 +266,8 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "evaluate a checkpoint of a run on held-out rows",
         "jaxtrain eval runs/first evaluation.max_batches=null",
-        _eval_arguments,
-        _eval,
+        eval_arguments,
+        evaluate,
     ),
     "sample": Command(
         "continue text with a checkpoint of a run",
@@ -300,6 +280,12 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain predict runs/first rows.csv --out classes.csv",
         predict_arguments,
         predict,
+    ),
+    "serve": Command(
+        "answer the clients of OpenAI's interface over HTTP with a run or a published model",
+        "jaxtrain serve runs/first --port 8000",
+        serve_arguments,
+        serve,
     ),
     "import": Command(
         "make a run of a published model",
