@@ -17,7 +17,6 @@ from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.open_run import open_run
-from jaxtrain.run.predict_file import predict_file
 from jaxtrain.run.predict_published import predict_published
 from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
@@ -42,7 +41,7 @@ def run_predict(
 
     Args:
         run_dir: directory of the run, or the folder of a published model.
-        file: see `predict_file`.
+        file: see `OpenedRun.predict_file`.
         out: .csv or .jsonl file to write or replace; None: standard output.
         batch_size: the largest batch; None: a microbatch of the run.
         probabilities: whether classes come with the probability of each.
@@ -68,7 +67,7 @@ def run_predict(
             rows = predict_published(run_dir, file, batch_size=batch_size, probabilities=probabilities)
         else:
             run = open_run(run_dir, step=step, quantize=quantize, report=progress.message)
-            rows = predict_file(run, file, batch_size=batch_size, probabilities=probabilities)
+            rows = run.predict_file(file, batch_size=batch_size, probabilities=probabilities)
         phase.note(f"{len(rows):,} rows")
     if not main:
         return 0

@@ -3,22 +3,20 @@
 Shapes: N rows, C classes, K numbers, D width of an embedding, L tokens per row.
 """
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from jaxtrain.config import Config
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.predict_rows import FileRows, RowReader, read_rows
 from jaxtrain.run.published import FOLDER
-
-if TYPE_CHECKING:
-    from jaxtrain.run.opened import OpenedRun
 
 # What a model gives that is no prediction for a row -> the command that uses it.
 _ELSEWHERE = {
@@ -27,21 +25,28 @@ _ELSEWHERE = {
 }
 
 
-def predict_file(
-    run: "OpenedRun", path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
-) -> list[dict[str, Any]]:
-    """Predicts the rows of a file with a run; see `predicted_rows`."""
-    reader = RowReader(
-        str(run.run_dir),
-        run.config.model,
-        run.tokenizer,
-        data=run.config.data,
-        task=run.config.task,
-        trained_on=run.info.get("data") or {},
-        classes=run.classes or published_classes(_published_config(run.run_dir / FOLDER / "config.json")),
+def run_reader(run_dir: Path, config: Config, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> RowReader:
+    """How the model of a run reads rows.
+
+    Args:
+        run_dir: Its directory.
+        config: Its config.
+        info: Content of its `run.json`.
+        tokenizer: Its tokenizer.
+    """
+    trained_on = info.get("data") or {}
+    classes = (trained_on.get("reading") or {}).get("classes")
+    if classes is None:
+        classes = published_classes(_published_config(run_dir / FOLDER / "config.json"))
+    return RowReader(
+        str(run_dir),
+        config.model,
+        tokenizer,
+        data=config.data,
+        task=config.task,
+        trained_on=trained_on,
+        classes=None if classes is None else tuple(classes),
     )
-    outputs = functools.partial(run.predict, batch_size=batch_size)
-    return predicted_rows(reader, outputs, path, probabilities=probabilities)
 
 
 def predicted_rows(

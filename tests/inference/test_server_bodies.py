@@ -93,7 +93,11 @@ WRONG_CHATS = {
     "a text": ({"messages": "Hi"}, "messages", "list of messages"),
     "an unknown role": ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "one of system"),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content", "use a text"),
-    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        "text",
+    ),
     "a call of a tool": ({"messages": [{**HI[0], "tool_calls": [{"id": 1}]}]}, "messages", "not supported"),
     "tools": ({"tools": [{"type": "function"}]}, "tools", "calls no tools"),
     "a form of the answer": ({"response_format": {"type": "json_object"}}, "response_format", "free text"),
