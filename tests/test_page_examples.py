@@ -249,6 +249,26 @@ def predictions_after(names: Names) -> None:
     np.testing.assert_allclose(names["again"], names["logits"], rtol=1e-4, atol=1e-5)
 
 
+def flowers_before(folder: Path) -> Names:
+    lines = [f"{i % 5},{i * 0.5},{['iris', 'rose'][i % 2]}" for i in range(32)]
+    (folder / "flowers.csv").write_text("\n".join(["width,height,kind", *lines]) + "\n")
+    config = {
+        "task": "classification",
+        "model": {"kind": "mlp", "hidden_dims": [8]},
+        "data": {"kind": "table", "path": str(folder / "flowers.csv")},
+        "optimizer": {"kind": "sgd", "learning_rate": 0.1},
+        "train": {"steps": 1, "global_batch_size": 8},
+        "logging": {"report": False, "tensorboard": False},
+    }
+    jt.run_config(config, run_dir=folder / "runs" / "flowers")
+    return {}
+
+
+def flowers_after(names: Names) -> None:
+    assert names["row"]["row"] == 32
+    assert set(names["row"]["probabilities"]) == {"iris", "rose"}
+
+
 def preferences_after(names: Names) -> None:
     """Each loss learns to count upwards, on held-out pairs too."""
     metrics = {name: result.metrics for name, result in names["results"].items()}
@@ -306,6 +326,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("python_api.md", "Checkpointer("): (given_nothing, own_loop_after),
     ("python_api.md", "call=call"): (given_nothing, own_call_after),
     ("python_api.md", "shard_model("): (given_nothing, axes_after),
+    ("predict.md", "predict_file("): (flowers_before, flowers_after),
     ("preferences.md", "jt.dpo("): (given_nothing, preferences_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),

@@ -287,9 +287,11 @@ class OpenedRun:
         Raises:
             ConfigError, CheckpointError, DataError: see `predict`; a wrong row is named with its file.
         """
-        from jaxtrain.run.predict_file import predict_file
+        from jaxtrain.run.predict_file import predicted_rows, run_reader
 
-        return predict_file(self, path, batch_size=batch_size, probabilities=probabilities)
+        reader = run_reader(self.run_dir, self.config, self.info, self.tokenizer)
+        outputs = functools.partial(self.predict, batch_size=batch_size)
+        return predicted_rows(reader, outputs, path, probabilities=probabilities)
 
     def evaluate(self, data: "Data | grain.MapDataset | None" = None) -> dict[str, Any]:
         """The metrics of the run's task.
