@@ -5,12 +5,14 @@ import argparse
 from jaxtrain.commands.command import Command, count, number, step_number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
 from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
+from jaxtrain.commands.predict_arguments import predict, predict_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
     export_published,
     import_arguments,
     import_published,
 )
+from jaxtrain.commands.serve_arguments import serve, serve_arguments
 from jaxtrain.commands.shared_arguments import (
     add_config,
     add_emulate,
@@ -272,6 +274,18 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain sample runs/first -p 'The class statement' -n 100",
         _sample_arguments,
         _sample,
+    ),
+    "predict": Command(
+        "give the classes, numbers or embeddings of the rows of a file",
+        "jaxtrain predict runs/first rows.csv --out classes.csv",
+        predict_arguments,
+        predict,
+    ),
+    "serve": Command(
+        "answer the clients of OpenAI's interface over HTTP with a run or a published model",
+        "jaxtrain serve runs/first --port 8000",
+        serve_arguments,
+        serve,
     ),
     "import": Command(
         "make a run of a published model",

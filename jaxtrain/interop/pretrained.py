@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.arguments import check_choice, check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import check_same_function
 from jaxtrain.interop.load import by_path, read_places
+from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.save import Origin, saved_dtypes, write_published
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import Places, PublishedModel, find_places, open_published
@@ -130,9 +131,7 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
     settings = settings_of(config)
     check_same_function(str(path), settings, settings_in(path, published.settings))
     places = find_places(published, settings)
-    shape = _input_shape(settings)
-    built = build_model(config, input_shape=shape)
-    return Pretrained(Path(path), config, built, published, places)
+    return Pretrained(Path(path), config, built_of(config, settings), published, places)
 
 
 def save_pretrained(
@@ -143,6 +142,7 @@ def save_pretrained(
     model_state: ModelState | None = None,
     dtype: str | None = None,
     max_shard_size: str = "5GB",
+    base: str | None = None,
 ) -> Path:
     """Write parameters as a published folder, which other tools open.
 
@@ -154,12 +154,16 @@ def save_pretrained(
         model_state: Batch statistics and the like, where the model has them.
         dtype: float32, float16 or bfloat16; None: that of the published model, else float32.
         max_shard_size: Most bytes per file, as in "5GB" or "500MB".
+        base: "nf4": linear layers are written as bitsandbytes does in 4 bits, and transformers and `load_pretrained`
+            read them. Floats are rounded to `dtype` and then quantized, nf4 kernels (`quantize`, `adapt`) are written
+            as they are. None: all is written in floats.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The folder is not empty, no published family has this model, or an argument is out of range.
+        ConfigError: The folder is not empty, no published family has this model, an argument is out of range, or a
+            layer cannot be written in nf4.
 
     Example:
         >>> params, _ = text_model.init(jax.random.key(0))
@@ -170,6 +174,8 @@ def save_pretrained(
     """
     takes, write = "the path of a folder", "save_pretrained('models/mine', params, model=pretrained)"
     check_kind(folder, (str, Path), what="save_pretrained", takes=takes, write=write)
+    if base is not None:
+        check_choice(base, ("nf4",), what="save_pretrained: base", write="base='nf4'")
     origin = None
     if isinstance(model, Pretrained):
         group, source = model.config, model.published.source
@@ -183,15 +189,25 @@ def save_pretrained(
     else:
         takes = "what load_pretrained gave, or a model group"
         raise ConfigError(refusal("save_pretrained: model", takes, model, "model=pretrained"))
+    settings, linears = settings_of(group), None
+    if base is not None:
+        built = model.model if isinstance(model, Pretrained) else built_of(group, settings)
+        linears = built.linears
     return write_published(
         folder,
-        settings_of(group),
+        settings,
         params,
         {} if model_state is None else model_state,
         origin=origin,
         dtype=dtype,
         max_shard_size=max_shard_size,
+        packing=None if linears is None else Packing(linears),
     )
+
+
+def built_of(group: Any, settings: Mapping[str, Any]) -> Model:
+    """Build the model of a model group; `settings` are its keys, with its sizes."""
+    return build_model(group, input_shape=_input_shape(settings))
 
 
 def _input_shape(settings: Mapping[str, Any]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ integers are put beside those of the other layers. What is stored quantized alre
 is the one that is asked for.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -153,7 +154,7 @@ def _stored_layer(
 ) -> dict[str, np.ndarray]:
     """The arrays of one layer whose tensor is nf4 in the file."""
     packed, transform = source.packed(name), place.row.transform
-    rows = _rows(transform, dims)
+    rows = rows_of_outputs(transform, dims)
     if rows is None:
         raise CheckpointError(
             f"{source.folder.folder}: {name} holds its inputs in another order than our kernel {place.row.path}, so "
@@ -179,14 +180,23 @@ def _stored_layer(
     return found | {"nested_absmax": nested, "offset": np.float32(offset)}
 
 
-def _rows(transform: Transform, dims: tuple[int, int]) -> np.ndarray | None:
-    """The rows of their weight [out, in] that are our outputs, in our order; None where inputs are in another order."""
+@functools.lru_cache(maxsize=64)
+def rows_of_outputs(transform: Transform, dims: tuple[int, int]) -> np.ndarray | None:
+    """Returns which rows of a weight [out, in] of a file the outputs of our kernel are, in our order.
+
+    Args:
+        transform: How the weight becomes our kernel.
+        dims: Numbers of input and of output dims of the kernel.
+
+    Returns:
+        int64 [number of our outputs], not to be changed; None where the inputs of the two are in another order.
+    """
     out, inputs = transform.theirs
     ours = [math.prod(transform.ours[: dims[0]]), math.prod(transform.ours[dims[0] :])]
     places = (np.arange(out)[:, None], np.arange(inputs)[None])
     rows, columns = (transform.view(np.broadcast_to(one, transform.theirs)).reshape(ours) for one in places)
     in_order = np.array_equal(columns[:, 0], np.arange(inputs)) and len(columns) == inputs
-    return rows[0] if in_order else None
+    return rows[0].copy() if in_order else None
 
 
 def _of_floats(

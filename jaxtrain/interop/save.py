@@ -6,29 +6,35 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from jaxtrain.errors import CheckpointError, ConfigError, UserError
 from jaxtrain.interop.folders import check_empty
-from jaxtrain.interop.gather import on_main_host
 from jaxtrain.interop.load import by_path
+from jaxtrain.interop.packing import KEPT, Packing, config_of
 from jaxtrain.interop.settings import family_for
 from jaxtrain.interop.weights import PublishedModel
-from jaxtrain.published.entries import Constant, Entry, Row, names_of, positions
+from jaxtrain.interop.written import (
+    SAVED_DTYPES,
+    WrittenTensor,
+    assembled,
+    check_floats,
+    check_held,
+    gathered,
+    in_files,
+    kinds_of,
+    packed_tensors,
+    parameters_by_path,
+    plan_tensors,
+)
 from jaxtrain.published.family import Family
-from jaxtrain.published.folder import INDEX, SINGLE
-from jaxtrain.published.safetensors import DTYPES, write_safetensors
-from jaxtrain.published.transforms import Shape
+from jaxtrain.published.folder import INDEX
+from jaxtrain.published.safetensors import read_header, write_safetensors
 from jaxtrain.runtime.distributed import is_main_process, on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
-# What may be written, by the name that a config.json has for it.
-SAVED_DTYPES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPES["BF16"]}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -45,15 +51,6 @@ class Origin:
     config: Mapping[str, Any]
     files: Mapping[str, str | bytes]
     dtypes: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class _Written:
-    """One tensor to write: what it is made of."""
-
-    shape: Shape
-    dtype: np.dtype
-    parts: tuple[tuple[Entry | Constant, tuple[int, ...]], ...]
 
 
 def saved_dtypes(published: PublishedModel) -> dict[str, str]:
@@ -83,6 +80,7 @@ def write_published(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     tokenizer: str | None = None,
+    packing: Packing | None = None,
 ) -> Path:
     """Writes a published folder. Every process calls it, the main one writes.
 
@@ -97,6 +95,7 @@ def write_published(
         dtype: float32, float16 or bfloat16; None: for each tensor that of the origin's, else float32.
         max_shard_size: Most bytes per file, as in "5GB" or "500MB".
         tokenizer: Text of a tokenizer.json, where the origin has none.
+        packing: Which kernels are written in nf4; None: all that is written is in floats.
 
     Returns:
         The folder.
@@ -114,22 +113,28 @@ def write_published(
     # Only the main process looks: when another one comes here, it may have written the folder already.
     with on_main_process(_partial_folder(folder), does="make the folder"):
         rows = family.tensors(settings)
-        tensors = _plan(rows, {**dtypes, "": name})
-        held = {False: by_path(params), True: by_path(model_state)}
-        _check_held(rows, held)
-        shards = _shards(tensors, most)
+        tensors = plan_tensors(rows, {**dtypes, "": name})
+        held = {False: parameters_by_path(params), True: by_path(model_state)}
+        check_held(rows, held)
         config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
+        if packing is not None:
+            packing = replace(packing, kept=KEPT.get(family.model_type, ()))
+            has_head = "vocab_size" in settings and settings.get("head") is None
+            config["quantization_config"] = config_of(packing, rows, dtype=name, has_head=has_head)
+            tensors = packed_tensors(tensors, held[False], packing)
+        check_floats(tensors, held[False])
+        shards = in_files(tensors, most)
         partial, failure = _partial(folder), None
         for file, names in shards.items():
-            shapes = {one: (tensors[one].shape, tensors[one].dtype) for one in names}
-            gathered = _gathered({one: tensors[one] for one in names}, held)
+            here = {one: tensors[one] for one in names}
+            parts = gathered(here, held)
             if main and failure is None:
                 try:
-                    write_safetensors(partial / file, shapes, (_assembled(*one) for one in gathered))
+                    write_safetensors(partial / file, kinds_of(here), assembled(parts, packing))
                 except UserError as error:
                     failure = error
             # Every process takes part in gathering what is sharded over processes, also for one that cannot write.
-            for _ in gathered:
+            for _ in parts:
                 pass
         files = {} if origin is None else origin.files
         finished = _finished(folder, config, shards, tensors, files=files, tokenizer=tokenizer, failure=failure)
@@ -166,7 +171,7 @@ def _finished(
     folder: Path,
     config: Mapping[str, Any],
     shards: Mapping[str, list[str]],
-    tensors: Mapping[str, _Written],
+    tensors: Mapping[str, WrittenTensor],
     *,
     files: Mapping[str, str | bytes],
     tokenizer: str | None,
@@ -206,110 +211,18 @@ def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, An
     return merged if family.from_published(merged) == family.from_published(written) else written
 
 
-def _plan(rows: tuple[Row, ...], dtypes: Mapping[str, str]) -> dict[str, _Written]:
-    """Name -> tensor to write, in the order of the layers; `dtypes` as those of `Origin`."""
-    found: dict[str, _Written] = {}
-    placed: list[tuple[tuple[int, ...], str]] = []
-    for row in rows:
-        if isinstance(row, Constant):
-            for position in positions(row):
-                name = names_of(row, position)[0]
-                placed.append((position, name))
-                found[name] = _Written(row.shape, np.dtype(row.dtype), ((row, position),))
-        elif isinstance(row, Entry):
-            for position in positions(row):
-                name = names_of(row, position)[0]
-                if name not in found:
-                    placed.append((position, name))
-                before = found[name].parts if name in found else ()
-                dtype = SAVED_DTYPES[dtypes.get(name, dtypes[""])]
-                found[name] = _Written(row.transform.theirs, dtype, (*before, (row, position)))
-    # Stable: within a layer, in the order of the rows.
-    return {name: found[name] for _, name in sorted(placed, key=lambda one: one[0])}
-
-
-def _check_held(rows: tuple[Row, ...], held: Mapping[bool, Mapping[str, Any]]) -> None:
-    """Raises where the arrays are not those of the model."""
-    for row in rows:
-        if isinstance(row, Entry):
-            tree, array = "model_state" if row.state else "params", held[row.state].get(row.path)
-            if array is None:
-                raise ConfigError(f"{tree} lacks {row.path}, which the model has; give the {tree} of that model")
-            if tuple(array.shape) != row.shape:
-                shapes = f"{list(array.shape)}, but the model has {list(row.shape)}"
-                raise ConfigError(f"{tree} holds {row.path} {shapes}; give the {tree} of that model")
-
-
-def assemble_tensor(rows: tuple[Row, ...], name: str, held: Mapping[bool, Mapping[str, Any]]) -> np.ndarray:
-    """Returns one tensor of a published file in float32, made of our arrays.
-
-    Args:
-        rows: The family's name table.
-        name: Name of the tensor, as it is written.
-        held: Path -> array, for params (False) and model_state (True).
-    """
-    tensors = {name: _plan(rows, {"": "float32"})[name]}
-    return next(_assembled(*one)[1] for one in _gathered(tensors, held))
-
-
-def _shards(tensors: Mapping[str, _Written], most: int) -> dict[str, list[str]]:
-    """File name -> tensors; one file where they fit, else numbered shards."""
-    groups: list[list[str]] = [[]]
-    held = 0
-    for name, tensor in tensors.items():
-        size = int(np.prod(tensor.shape, dtype=np.int64)) * tensor.dtype.itemsize
-        if groups[-1] and held + size > most:
-            groups.append([])
-            held = 0
-        groups[-1].append(name)
-        held += size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _gathered(
-    tensors: Mapping[str, _Written], held: Mapping[bool, Mapping[str, Any]]
-) -> Iterator[tuple[str, _Written, list[np.ndarray | None]]]:
-    """Each tensor with what it is made of, on the main process; None per part on the others, and for constants."""
-    for name, tensor in tensors.items():
-        parts = [
-            None if isinstance(row, Constant) else on_main_host(held[row.state][row.path], position)
-            for row, position in tensor.parts
-        ]
-        yield name, tensor, parts
-
-
-def _assembled(name: str, tensor: _Written, parts: list[np.ndarray | None]) -> tuple[str, np.ndarray]:
-    out = np.empty(tensor.shape, tensor.dtype)
-    for (row, _), part in zip(tensor.parts, parts, strict=True):
-        if isinstance(row, Constant):
-            out[...] = row.value
-            continue
-        assert part is not None, "only the main process writes"
-        with np.errstate(over="raise"):
-            try:
-                row.transform.write(out, part)
-            except FloatingPointError:
-                most = ml_dtypes.finfo(tensor.dtype).max
-                raise ConfigError(
-                    f"{row.path} holds numbers beyond {float(most):g}, the largest of {tensor.dtype}; write float32 "
-                    "or bfloat16"
-                ) from None
-    return name, out
-
-
 def _write_files(
     folder: Path,
     config: Mapping[str, Any],
     shards: Mapping[str, list[str]],
-    tensors: Mapping[str, _Written],
+    tensors: Mapping[str, WrittenTensor],
     files: Mapping[str, str | bytes],
     tokenizer: str | None,
 ) -> None:
     if len(shards) > 1:
-        total = sum(int(np.prod(one.shape, dtype=np.int64)) * one.dtype.itemsize for one in tensors.values())
-        names = {name: file for file, group in shards.items() for name in group}
+        headers = {file: read_header(folder / file) for file in shards}
+        total = sum(tensor.num_bytes for header in headers.values() for tensor in header.values())
+        names = {name: file for file, header in headers.items() for name in header}
         write_json_atomic(
             folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         )

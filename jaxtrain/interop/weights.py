@@ -56,6 +56,29 @@ class PublishedModel:
 
 
 @dataclass(frozen=True)
+class StoredParameter:
+    """One of our parameters in a published model, read a layer at a time: what is written in the place of an array."""
+
+    published: PublishedModel
+    place: Place
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the parameter."""
+        return self.place.shape
+
+    def read(self, position: tuple[int, ...]) -> np.ndarray:
+        """Returns what stands at a position of its stack.
+
+        Args:
+            position: Index in each dim of the row's stack.
+        """
+        stack, transform = self.place.row.stack, self.place.row.transform
+        name = self.place.names[int(np.ravel_multi_index(position, stack)) if stack else 0]
+        return transform.read(self.published.source.read(name), [slice(None)] * len(transform.ours))
+
+
+@dataclass(frozen=True)
 class Places:
     """Where every parameter lies: path -> place, for the two trees of a model."""
 

@@ -30,7 +30,8 @@ from jaxtrain.published.nf4_blocks import (
 from jaxtrain.published.safetensors import DTYPES
 from jaxtrain.published.transforms import Shape
 
-_STATE = ".quant_state.bitsandbytes__"
+# What stands before the kind in the name of a description.
+STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPES["BF16"]}
 # Maps that torch makes on different CPUs differ in the last bit of some values.
 _SAME_MAP = 1e-6
@@ -167,7 +168,7 @@ def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
     """
     found = {}
     for name in folder.stored:
-        owner, mark, kind = name.partition(_STATE)
+        owner, mark, kind = name.partition(STATE)
         if mark:
             found[owner] = _state(folder, name, kind)
     return QuantizedSource(folder, found) if found else folder
@@ -175,7 +176,7 @@ def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
 
 def _owner(name: str) -> str:
     """The weight that a part belongs to."""
-    for part in (_STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"):
+    for part in (STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"):
         if part in name:
             return name.partition(part)[0]
     return name

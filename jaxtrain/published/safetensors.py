@@ -159,9 +159,45 @@ def write_safetensors(
 
     Args:
         file: The file to write; it appears when it is whole.
-        shapes: Name -> shape and dtype, in the order of the file.
-        tensors: Name and array, in the same order.
+        shapes: Name -> shape and dtype, in the order of the file. Of vectors of bytes at its end this is the most that
+            they may hold.
+        tensors: Name and array, in any order; vectors that hold less come last, in the order of `shapes`.
     """
+    # Shorter vectors make no number of the header longer: its place is kept free until all is known.
+    reserved, starts = _header(shapes), _starts(shapes)
+    written: dict[str, tuple[Shape, np.dtype]] = {}
+    less = 0
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with partial.open("wb") as stream:
+            for name, array in tensors:
+                shape, dtype = shapes[name]
+                assert array.dtype == dtype, name
+                assert array.shape == shape or array.ndim == dtype.itemsize == 1, name
+                stream.seek(8 + len(reserved) + starts[name] - less)
+                stream.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data if array.size else b"")
+                less += prod(shape) - array.size
+                written[name] = (array.shape, dtype)
+            assert written.keys() == shapes.keys(), file
+            header = _header({name: written[name] for name in shapes}).ljust(len(reserved))
+            stream.seek(0)
+            stream.write(len(header).to_bytes(8, "little") + header)
+        partial.replace(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written ({error.strerror or error})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _starts(shapes: Mapping[str, tuple[Shape, np.dtype]]) -> dict[str, int]:
+    found, at = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        found[name] = at
+        at += prod(shape) * dtype.itemsize
+    return found
+
+
+def _header(shapes: Mapping[str, tuple[Shape, np.dtype]]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (shape, dtype) in shapes.items():
@@ -170,16 +206,4 @@ def write_safetensors(
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     # Other readers map the file and want the tensors at multiples of 8.
-    text += b" " * (-len(text) % 8)
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with partial.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for (name, array), (known, (shape, dtype)) in zip(tensors, shapes.items(), strict=True):
-                assert (name, array.shape, array.dtype) == (known, shape, dtype), (name, known)
-                stream.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data if array.size else b"")
-        partial.replace(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be written ({error.strerror or error})") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    return text + b" " * (-len(text) % 8)

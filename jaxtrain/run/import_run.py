@@ -13,9 +13,12 @@ from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import check_fits
+from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.peft import write_adapter
-from jaxtrain.interop.save import write_published
+from jaxtrain.interop.pretrained import load_pretrained
+from jaxtrain.interop.save import Origin, saved_dtypes, write_published
 from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.published.config_file import tokenizer_origin
@@ -25,7 +28,7 @@ from jaxtrain.run.lock import RunLock
 from jaxtrain.run.merged import write_merged
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.own_parts import own_parts
-from jaxtrain.run.published import base_folder, origin_of
+from jaxtrain.run.published import base_of_adapters, origin_of
 from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import run_metadata
 from jaxtrain.runtime import distributed
@@ -37,6 +40,8 @@ from jaxtrain.train.own_step import OwnStep
 # Rows of what is not there are made up: nothing is trained on them.
 _MADE_UP_ROWS = 64
 _LONGEST_ROW = 512
+# Policies that read frozen parameters as they are stored.
+_FLOAT32 = ("fp32", "tf32")
 
 
 def import_run(
@@ -96,6 +101,7 @@ def export_run(
     max_shard_size: str = "5GB",
     step: int | None = None,
     merge: bool = False,
+    base: str | None = None,
     emulate: int | None = None,
 ) -> Path:
     """Writes a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
@@ -107,6 +113,7 @@ def export_run(
         max_shard_size: Most bytes per file, as in "5GB".
         step: Step of the checkpoint; None: the newest intact one.
         merge: Whether adapters are added to their base, and all weights are written.
+        base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
         emulate: Number of CPU devices to emulate; None: the devices of the machine.
 
     Returns:
@@ -127,12 +134,18 @@ def export_run(
     has_adapters = model.adapted is not None and model.adapted.lora is not None
     if merge and not has_adapters:
         raise ConfigError(f"{run_dir} has no adapters to merge; leave --merge out")
+    if has_adapters and not merge and base is not None:
+        raise ConfigError(
+            f"--base {base} is for weights, and adapters are written in float32; leave it out, or add --merge to write "
+            "base and adapters together"
+        )
     if has_adapters and not merge:
         if dtype not in (None, "float32"):
             raise ConfigError(f"--dtype {dtype} is for weights, and adapters are written in float32; leave it out")
         files = {} if origin is None else dict(origin.files)
         if tokenizer is not None:
             files.setdefault("tokenizer.json", tokenizer)
+        base_name, digests = base_of_adapters(run_dir)
         return write_adapter(
             folder,
             settings,
@@ -140,9 +153,17 @@ def export_run(
             model=model,
             base_config={} if origin is None else origin.config,
             base_files=files,
-            base_name=base_folder(run_dir),
+            base_name=base_name,
+            digests=digests,
         )
+    packing = None
+    if base is not None:
+        packing = Packing(model.linears if model.adapted is None else model.adapted.original.linears)
     if merge:
+        if run.config.precision.policy not in _FLOAT32:
+            # Under other policies the base is rounded as it is read; what is written is made of the one that is stored.
+            run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"})
+            model = run.sharded_model.model
         said = write_merged(
             Path(folder),
             settings,
@@ -153,6 +174,7 @@ def export_run(
             dtype=dtype,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
+            packing=packing,
         )
         print_remark(said)
         return Path(folder)
@@ -165,6 +187,49 @@ def export_run(
         dtype=dtype,
         max_shard_size=max_shard_size,
         tokenizer=tokenizer,
+        packing=packing,
+    )
+
+
+def export_folder(
+    path: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    base: str | None = None,
+) -> Path:
+    """Writes a published model as a published folder: in another dtype, in other shards or in 4 bits.
+
+    Tensors are read, written and forgotten one at a time.
+
+    Args:
+        path: The published folder, or a .gguf file.
+        folder: The folder to make; it may exist if it is empty.
+        dtype: float32, float16 or bfloat16; None: that of each tensor.
+        max_shard_size: Most bytes per file, as in "5GB".
+        base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: There is no such model, the folder is not empty, or a layer cannot be written in 4 bits.
+        CheckpointError: The published files are missing or damaged.
+    """
+    opened = load_pretrained(path)
+    held = [
+        {name: StoredParameter(opened.published, place) for name, place in places.items()}
+        for places in (opened.places.params, opened.places.model_state)
+    ]
+    return write_published(
+        folder,
+        settings_of(opened.config),
+        *held,
+        origin=Origin(opened.published.source.config, opened.published.source.files, saved_dtypes(opened.published)),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        packing=None if base is None else Packing(opened.model.linears),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.folders import empty_folder
+from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.interop.save import Origin, write_published
 from jaxtrain.models.merge import merge_adapters
@@ -39,6 +40,7 @@ def write_merged(
     dtype: str | None,
     max_shard_size: str,
     tokenizer: str | None,
+    packing: Packing | None = None,
 ) -> str:
     """Writes the merged model as a published folder, if it gives the logits of the base with its adapters.
 
@@ -47,7 +49,7 @@ def write_merged(
         settings: Our model group, from `settings_of`.
         params, model_state: Of the adapted model.
         model: The adapted model.
-        origin, dtype, max_shard_size, tokenizer: See `write_published`.
+        origin, dtype, max_shard_size, tokenizer, packing: See `write_published`.
 
     Returns:
         A line for people: by how much the logits differ, and what rounding explains.
@@ -84,19 +86,25 @@ def write_merged(
             dtype=dtype,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
+            packing=packing,
         )
         # What others will read: the files.
         opened = load_pretrained(partial)
         found = _outputs(opened.model, _as_float32(opened.params), opened.model_state, inputs)
         written = opened.published.source.config["dtype"]
-        difference, bound = _compare(adapted, found, written=written, kernels=_num_kernels(model))
+        difference, bound = _difference(adapted, found), math.inf
+        if packing is None:
+            difference, bound = _compare(adapted, found, written=written, kernels=_num_kernels(model))
         if folder.exists():
             folder.rmdir()  # it is empty
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     moved = float(np.abs(adapted - without).max()) / _width(adapted)
-    lost = "; most of what was learned is lost: use --dtype float32" if difference > moved / 2 > 0 else ""
+    instead = "use --dtype float32" if packing is None else "leave --base out"
+    lost = f"; most of what was learned is lost: {instead}" if difference > moved / 2 > 0 else ""
+    if packing is not None:
+        return f"merged: nf4 moves the logits by {difference:.1e} of their range, and the adapters by {moved:.1e}{lost}"
     return (
         f"merged: logits differ by {difference:.1e} of their range from base and adapters (rounding to {written} "
         f"explains {bound:.1e}), and the adapters move them by {moved:.1e}{lost}"
@@ -151,6 +159,11 @@ def _width(outputs: np.ndarray) -> float:
     return float(np.ptp(outputs)) or 1.0
 
 
+def _difference(expected: np.ndarray, found: np.ndarray) -> float:
+    """The largest difference of two outputs as a share of the range of the first."""
+    return float(np.abs(expected - found).max()) / _width(expected) if expected.shape == found.shape else math.inf
+
+
 def _compare(expected: np.ndarray, found: np.ndarray, *, written: str, kernels: int) -> tuple[float, float]:
     """The largest difference of two outputs as a share of their range, and what rounding explains of it.
 
@@ -162,7 +175,7 @@ def _compare(expected: np.ndarray, found: np.ndarray, *, written: str, kernels: 
     """
     eps = float(jnp.finfo(jnp.dtype(written)).eps)
     bound = _SUMS + _LARGEST * eps / math.sqrt(48) * math.sqrt(kernels)
-    difference = float(np.abs(expected - found).max()) / _width(expected) if expected.shape == found.shape else math.inf
+    difference = _difference(expected, found)
     if not difference <= bound:
         raise CheckpointError(
             f"the merged model is not the base with its adapters: its logits differ by {difference:.1e} of their "

@@ -17,6 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.called_sources import called_sources, source_changes
+from jaxtrain.run.opened_data import open_saved_data, saved_sizes
 from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
@@ -149,8 +150,6 @@ class OpenedRun:
             ConfigError: it came from Python, so that no config describes it.
             DataError: it is not there.
         """
-        from jaxtrain.run.opened_data import open_saved_data
-
         info = self.info
         if not self._other_data:
             check_evaluable(info, self.run_dir, needed=("data",))
@@ -176,24 +175,10 @@ class OpenedRun:
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model
 
-        sizes: dict[str, Any] = {"input_shape": ()} if self._own_model is not None else self._sizes()
+        sizes: dict[str, Any] = {"input_shape": ()}
+        if self._own_model is None:
+            sizes = saved_sizes(self.config, self.info, self.tokenizer, data=lambda: self.data)
         return build_sharded_model(self.config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
-
-    def _sizes(self) -> dict[str, Any]:
-        """What the config leaves to the data: from `run.json`, from the tokenizer, or from the data itself."""
-        saved = self.info.get("data") or {}
-        if saved.get("input_shape") is not None:
-            return {
-                "input_shape": tuple(saved["input_shape"]),
-                "vocab_size": saved.get("vocab_size"),
-                "num_outputs": saved.get("num_outputs"),
-            }
-        # Earlier versions did not record it.
-        if self.tokenizer is not None and self.config.model.kind == "transformer":
-            length = self.config.model.max_sequence_length
-            return {"input_shape": (length,), "vocab_size": self.tokenizer.vocab_size}
-        data = self.data
-        return {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
 
     @functools.cached_property
     def _restored(self) -> "Restored":
@@ -290,6 +275,23 @@ class OpenedRun:
         elif isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size={batch_size!r}; give a whole number from 1")
         return self._predictor(self.params, self.model_state, inputs, batch_size=batch_size, scaled=scaled)
+
+    def predict_file(
+        self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+    ) -> list[dict[str, Any]]:
+        """One dict per row of a table, of images or of texts, in their order, as `jaxtrain predict` writes them.
+
+        Args:
+            path: a file or folder, which is read as the run read its own data; docs/predict.md lists the forms.
+            batch_size: see `predict`.
+            probabilities: whether classes come with the probability of each.
+
+        Raises:
+            ConfigError, CheckpointError, DataError: see `predict`; a wrong row is named with its file.
+        """
+        from jaxtrain.run.predict_file import predict_file
+
+        return predict_file(self, path, batch_size=batch_size, probabilities=probabilities)
 
     def evaluate(self, data: "Data | grain.MapDataset | None" = None) -> dict[str, Any]:
         """The metrics of the run's task.

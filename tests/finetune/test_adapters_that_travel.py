@@ -142,6 +142,17 @@ def test_a_quantized_base_is_merged_as_floats(cli, tmp_path, monkeypatch, base):
 
 
 @pytest.mark.long
+def test_a_run_in_bf16_is_merged_into_the_base_as_it_is_stored(imported, cli, tmp_path, monkeypatch):
+    """The base that it computes with is rounded; what is written equals the merge of a run in fp32 to the last bit."""
+    monkeypatch.chdir(tmp_path)
+    words = ("import", str(ADAPTER), "precision.policy=bf16", "--base", str(LLAMA), "-o", "run")
+    assert cli(*words).code == 0
+    for run, out in (("run", "out"), (str(imported), "wanted")):
+        assert cli("export", run, "-o", out, "--merge").code == 0
+    assert Path("out/model.safetensors").read_bytes() == Path("wanted/model.safetensors").read_bytes()
+
+
+@pytest.mark.long
 def test_a_run_starts_from_an_adapter_and_needs_it_no_more(tmp_path):
     import shutil
 
@@ -160,8 +171,10 @@ def test_a_run_starts_from_an_adapter_and_needs_it_no_more(tmp_path):
         (("import", "LLAMA", "--base", "LLAMA", "-o", "x"), 2, "leave --base out"),
         (("import", "ADAPTER", "--base", "OTHER", "-o", "x"), 4, "another base"),
         (("export", "RUN", "-o", "x", "--dtype", "bfloat16"), 2, "adapters are written in float32"),
+        (("export", "RUN", "-o", "x", "--base", "nf4"), 2, "add --merge to write base and adapters together"),
+        (("export", "LLAMA", "-o", "x", "--merge"), 2, "--merge is for runs"),
     ],
-    ids=["no_base", "base_of_a_model", "other_base", "dtype"],
+    ids=["no_base", "base_of_a_model", "other_base", "dtype", "adapters_in_nf4", "a_folder_to_merge"],
 )
 def test_mistakes_are_one_line(imported, cli, tmp_path, monkeypatch, words, code, said):
     monkeypatch.chdir(tmp_path)

@@ -17,8 +17,8 @@ import pytest
 from jaxtrain import load_pretrained, save_pretrained
 from jaxtrain.inference.generate import Sampling, make_generator
 from jaxtrain.interop.load import by_path
-from jaxtrain.interop.save import assemble_tensor
 from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.written import assemble_tensor
 from jaxtrain.published.folder import open_folder
 
 PUBLISHED = Path(__file__).parent / "published"

@@ -107,6 +107,7 @@ ROWS = {
         "not empty",
         "name a new folder",
     ),
+    "save_pretrained: base": (lambda: saved(base="fp4"), "not 'fp4'", "base='nf4'"),
     "save_pretrained: model": (lambda: saved(model=3), "not 3", "model=pretrained"),
     "save_pretrained: params": (lambda: saved(), "lacks blocks/", "params"),
     "save_pretrained: another shape": (
