@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.commands.output import print_json, print_table
 from jaxtrain.commands.own_code import own_code
+from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
@@ -50,13 +51,7 @@ def run_eval(
         ConfigError: an override changes a key that describes the trained parameters.
         DataError: the data has no held-out rows.
     """
-    config = saved_config(run_dir, overrides=overrides).config
-    # The base of adapters may have moved.
-    may_change = (*_MAY_CHANGE, "model.from") if read_run(run_dir).get("base") else _MAY_CHANGE
-    for override in overrides:
-        if not override.removeprefix("--").startswith(may_change):
-            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in may_change)
-            raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
+    config = evaluated_config(run_dir, overrides)
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()
     from jaxtrain.run.held_out_rows import evaluate_rows
@@ -78,6 +73,22 @@ def run_eval(
         shown = {name: f"{value:.6g}" for name, value in metrics.items()}
         print_table(("step", "rows", *shown), [(str(run.step), str(held_out.num_rows), *shown.values())])
     return 0
+
+
+def evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
+    """The config of a run with the settings that an evaluation changes.
+
+    Raises:
+        ConfigError: an override changes a key that describes the trained parameters.
+    """
+    config = saved_config(run_dir, overrides=overrides).config
+    # The base of adapters may have moved.
+    may_change = (*_MAY_CHANGE, "model.from") if read_run(run_dir).get("base") else _MAY_CHANGE
+    for override in overrides:
+        if not override.removeprefix("--").startswith(may_change):
+            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in may_change)
+            raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
+    return config
 
 
 def _opened(run: OpenedRun) -> "tuple[Evaluator, HeldOutRows, EvaluationState]":

@@ -48,10 +48,61 @@ def run_import(
     return 0
 
 
+def named_folder(given: str | None, option: str | None) -> str:
+    """The folder to make, which is named in one of two ways.
+
+    Raises:
+        ConfigError: it is named in neither, or in both.
+    """
+    if given is not None and option is not None:
+        raise ConfigError(f"jaxtrain export: the folder is {given} and -o {option}; name one")
+    folder = given if option is None else option
+    if folder is None:
+        raise ConfigError("jaxtrain export: the folder is missing; write jaxtrain export RUN_DIR -o FOLDER")
+    return folder
+
+
+def run_export_program(
+    run_dir: str,
+    folder: str,
+    *,
+    unused: Sequence[str],
+    batch_size: int | None,
+    step: int | None,
+    emulate: int | None,
+) -> int:
+    """Write a checkpoint of a run as a portable program.
+
+    Args:
+        run_dir: directory of the run.
+        folder: to make.
+        unused: options that were given and have no meaning here.
+        batch_size: rows of a call; None: any number where the model's program does not depend on it.
+        step: step of the checkpoint; None: the newest intact one.
+        emulate: number of CPU devices to emulate, of which one is used; None: the devices of the machine.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: An option is of published folders, or the model has no portable program.
+    """
+    if unused:
+        raise ConfigError(f"{unused[0]} is for published folders, and --to stablehlo makes a program; leave it out")
+    from jaxtrain.run.export_program import export_program
+
+    distributed.start(emulate=emulate, compilation_cache=None)
+    written = export_program(run_dir, folder, batch=batch_size, step=step)
+    if distributed.is_main_process():
+        print_text(str(written))
+    return 0
+
+
 def run_export(
     run_dir: str,
     *,
     output: str,
+    batch_size: int | None = None,
     dtype: str | None,
     max_shard_size: str,
     step: int | None,
@@ -65,6 +116,7 @@ def run_export(
     Args:
         run_dir: directory of the run, or a published folder or file that is written again.
         output: the folder.
+        batch_size: rows per call, which only a program has.
         dtype: of the tensors; None: that of the model that the run started from, else float32.
         max_shard_size: most bytes per file.
         step: step of the checkpoint; None: the newest intact one.
@@ -79,6 +131,8 @@ def run_export(
     Raises:
         ConfigError: An argument is for runs, and a published model is given.
     """
+    if batch_size is not None:
+        raise ConfigError(f"--batch {batch_size} is for programs, and weights have no batch; add --to stablehlo")
     if check:
         _check_transformers()
     if is_published(run_dir) and not is_run(Path(run_dir)):

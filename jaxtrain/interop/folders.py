@@ -1,12 +1,8 @@
-"""Folders that are written for other tools, and arrays gathered for them."""
+"""Folders that are written for other tools. No jax here."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
 
 from jaxtrain.errors import ConfigError
 
@@ -30,12 +26,3 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
-
-
-def on_host(array: Any) -> np.ndarray:
-    """Returns a whole array on the host, whichever processes hold its shards; each of them calls this."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)

@@ -1,7 +1,8 @@
 """`load_adapter` and `save_adapter`: adapters as PEFT writes and reads them."""
 
+import contextlib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.folders import empty_folder, make_folder, on_host
+from jaxtrain.interop.base_digest import base_digests, check_base, write_base_digests
+from jaxtrain.interop.folders import empty_folder, make_folder
+from jaxtrain.interop.gather import on_main_host
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.pretrained import Pretrained, load_pretrained
 from jaxtrain.interop.settings import family_for, settings_of
+from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, Params
@@ -27,7 +31,7 @@ from jaxtrain.published.peft import CONFIG, WEIGHTS, AdapterConfig, config_json,
 from jaxtrain.published.peft_tensors import read_adapter_arrays
 from jaxtrain.published.peft_writing import whole_paths, written_adapter
 from jaxtrain.published.safetensors import write_safetensors
-from jaxtrain.runtime.distributed import is_main_process, on_main_process
+from jaxtrain.runtime.distributed import on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
 _KERNEL = "/kernel"
@@ -59,12 +63,16 @@ class OpenedAdapter:
     leaves: Mapping[str, np.ndarray]
 
 
-def open_adapter(path: str | Path, rows: Sequence[Row]) -> OpenedAdapter:
+def open_adapter(
+    path: str | Path, rows: Sequence[Row], *, base: PublishedModel, places: Mapping[str, Place]
+) -> OpenedAdapter:
     """Reads an adapter's folder.
 
     Args:
         path: The folder.
         rows: Name table of the base's family, for the base.
+        base: The published model that is to be its base.
+        places: Path -> where each parameter lies in the base.
 
     Raises:
         ConfigError: No adapter, or one of a kind that is not supported.
@@ -72,6 +80,7 @@ def open_adapter(path: str | Path, rows: Sequence[Row]) -> OpenedAdapter:
     """
     folder = open_adapter_folder(path)
     found = read_adapter_arrays(folder, rows)
+    check_base(folder.path, base, places)
     said = folder.config
     kernels, whole = tuple(found.factors), tuple(found.whole)
     lora = LoraConfig(**lora_settings(said, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole))
@@ -113,7 +122,8 @@ def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tupl
     takes = "the path of a published model, or what load_pretrained gave"
     check_kind(base, (str, Path, Pretrained), what="load_adapter: base", takes=takes, write=write)
     pretrained = base if isinstance(base, Pretrained) else load_pretrained(base)
-    opened = open_adapter(folder, pretrained.published.family.tensors(settings_of(pretrained.config)))
+    rows = pretrained.published.family.tensors(settings_of(pretrained.config))
+    opened = open_adapter(folder, rows, base=pretrained.published, places=pretrained.places.params)
     check_linears(opened, pretrained.model)
     model = adapt(pretrained.model, lora=opened.lora)
     return model, place_leaves(model, pretrained.params, opened)
@@ -160,7 +170,8 @@ def save_adapter(
 ) -> Path:
     """Write the adapters of a model as a folder that PEFT opens.
 
-    The base is not written; PEFT asks for it beside the folder.
+    The base is not written; PEFT asks for it beside the folder. Over a base that was read from files, the file
+    base_digest.json tells it from others of the same shapes, which `load_adapter` then refuses.
 
     Args:
         folder: The folder to make; it may exist if it is empty.
@@ -184,9 +195,11 @@ def save_adapter(
     write = "save_adapter('adapters/mine', params, model=adapted, base=pretrained)"
     check_kind(folder, (str, Path), what="save_adapter", takes="the path of a folder", write=write)
     check_kind(model, Model, what="save_adapter: model", takes="the adapted model", write=write)
+    digests: Mapping[str, str] = {}
     if isinstance(base, Pretrained):
         group, published = base.config, base.published
         said, files, name = published.source.config, published.source.files, str(base.path)
+        digests = base_digests(published, base.places.params)
     elif isinstance(base, Group):
         group, said, files, name = base, {}, {}, None
     elif isinstance(base, Mapping) and base:
@@ -197,7 +210,14 @@ def save_adapter(
         takes = "what load_pretrained gave, or a model group"
         raise ConfigError(refusal("save_adapter: base", takes, base, "base=pretrained"))
     return write_adapter(
-        folder, settings_of(group), params, model=model, base_config=said, base_files=files, base_name=name
+        folder,
+        settings_of(group),
+        params,
+        model=model,
+        base_config=said,
+        base_files=files,
+        base_name=name,
+        digests=digests,
     )
 
 
@@ -210,6 +230,7 @@ def write_adapter(
     base_config: Mapping[str, Any],
     base_files: Mapping[str, str | bytes],
     base_name: str | None,
+    digests: Mapping[str, str],
 ) -> Path:
     """Writes an adapter's folder. Every process calls it, the main one writes.
 
@@ -221,6 +242,7 @@ def write_adapter(
         base_config: The config.json of the base; empty where there is none.
         base_files: Name -> contents of its tokenizer files and the like.
         base_name: Path or name of the base.
+        digests: From `base_digests`, of the base; empty where it was read from no files.
 
     Raises:
         ConfigError: The folder is not empty, the model has no adapters, or no published family has it.
@@ -242,35 +264,51 @@ def write_adapter(
             f"params hold no adapter at {missing[0]}, which the model has; write save_adapter(folder, state.params, "
             "model=step.model, base=pretrained)"
         )
-    factors = {path: (on_host(leaf.lora_a), on_host(leaf.lora_b)) for path, leaf in kernels.items()}
     others = {path_name(path): leaf for path, leaf in leaves if not isinstance(leaf, LowRankKernel)}
     trained = {path for path in others if any(fnmatch.fnmatchcase(path, one) for one in lora.train_also)}
     architecture = str((base_config.get("architectures") or family.to_published(settings)["architectures"])[0])
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     paths = whole_paths(rows, trained, task_type=task)
-    whole = {path: on_host(leaf) for path, leaf in others.items() if path in paths}
-    nameless = sorted(trained - set(whole))
+    nameless = sorted(trained - set(paths))
     if nameless:
         raise ConfigError(f"{nameless[0]} is trained whole, and published files have no such parameter")
-    written = written_adapter(
-        rows,
-        factors,
-        whole,
-        AdapterConfig(
-            rank=lora.rank,
-            alpha=lora.alpha,
-            dropout=lora.dropout,
-            rank_stabilised=lora.rank_stabilised,
-            base=base_name,
-            task_type=task,
-        ),
+    # Every process gathers; what is None elsewhere only the main one reads.
+    factors = {path: (on_main_host(leaf.lora_a, ()), on_main_host(leaf.lora_b, ())) for path, leaf in kernels.items()}
+    whole = {path: on_main_host(leaf, ()) for path, leaf in others.items() if path in paths}
+    said = AdapterConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        rank_stabilised=lora.rank_stabilised,
+        base=base_name,
+        task_type=task,
     )
-    if is_main_process():
-        make_folder(folder)
-        shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
-        write_safetensors(folder / WEIGHTS, shapes, written.tensors.items())
-        for name, text in base_files.items():
-            (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        # Last: a folder with this file is whole.
-        write_json_atomic(folder / CONFIG, config_json(written.config, fan_in_fan_out=written.fan_in_fan_out))
+    with on_main_process(
+        _write_files(folder, rows, factors, whole, said, base_files, digests), does="write the adapter"
+    ):
+        pass
     return folder
+
+
+@contextlib.contextmanager
+def _write_files(
+    folder: Path,
+    rows: Sequence[Row],
+    factors: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: AdapterConfig,
+    base_files: Mapping[str, str | bytes],
+    digests: Mapping[str, str],
+) -> Iterator[None]:
+    """Writes the files of an adapter on entering."""
+    written = written_adapter(rows, factors, whole, config)
+    make_folder(folder)
+    shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
+    write_safetensors(folder / WEIGHTS, shapes, written.tensors.items())
+    for name, text in base_files.items():
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    if digests:
+        write_base_digests(folder, digests)
+    # Last: a folder with this file is whole.
+    write_json_atomic(folder / CONFIG, config_json(written.config, fan_in_fan_out=written.fan_in_fan_out))
+    yield

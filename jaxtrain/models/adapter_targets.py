@@ -6,11 +6,12 @@ No jax here: the planner asks too.
 import difflib
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.optim.rules import check_patterns
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,36 @@ def _check_rank(layer: str, shape: tuple[int, ...], dims: tuple[int, int], rank:
             f"lora.rank={rank} exceeds a dim of {layer} ({inputs} inputs, {outputs} outputs); use "
             f"rank={min(inputs, outputs)} or less, or leave the layer out of lora.targets"
         )
+
+
+def check_train_also(
+    patterns: Sequence[str],
+    paths: Collection[str],
+    targets: Collection[str],
+    kernels: Collection[str],
+    base: str | None,
+) -> None:
+    """Raise where a pattern of `lora.train_also` names nothing, or what is not trained whole.
+
+    Args:
+        patterns: of paths.
+        paths: of every parameter of the model without adapters.
+        targets: the kernels with an adapter.
+        kernels: these, and the quantized ones.
+        base: format of the kernels; None: floats.
+
+    Raises:
+        ConfigError: names the pattern, and the kernel that it matches.
+    """
+    check_patterns("lora.train_also", tuple(patterns), sorted(paths))
+    for pattern in patterns:
+        path = next((path for path in sorted(kernels) if fnmatch.fnmatchcase(path, pattern)), None)
+        if path is not None:
+            why = "has an adapter" if path in targets else f"is stored in {base}"
+            raise ConfigError(
+                f"lora.train_also: {pattern!r} matches {path}, which {why} and is not trained whole; leave it out of "
+                "lora.train_also" + (", or the layer out of lora.targets" if path in targets and base is None else "")
+            )
 
 
 def layer_sizes(shape: tuple[int, ...], num_inputs: int, num_outputs: int) -> tuple[int, int]:

@@ -16,9 +16,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapted_apply import Preparation, prepared
 from jaxtrain.models.adapted_axes import adapted_axes
-from jaxtrain.models.adapter_targets import Layers, find_targets, layer_sizes
+from jaxtrain.models.adapter_targets import Layers, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
-from jaxtrain.optim.masks import check_patterns
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
 from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
@@ -70,11 +69,9 @@ def adapt(
         )
     shapes = parameter_shapes(model)
     targets = {} if lora is None else find_targets(_layers(model), lora)
-    if lora is not None:
-        check_patterns("lora.train_also", lora.train_also, list(shapes))
     kernels = {**(model.linears if base else {}), **targets}
     if lora is not None:
-        _check_train_also(lora, targets, kernels, base)
+        check_train_also(lora.train_also, shapes, targets, kernels, base)
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         params, model_state = model.init(key)
@@ -99,27 +96,6 @@ def adapt(
     nested = base == "nf4" and double_quantization
     axes = adapted_axes(model, kernels, shapes, base=base, nested=nested, targets=tuple(targets))
     return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
-
-
-def _check_train_also(
-    lora: LoraConfig, targets: Mapping[str, tuple[int, int]], kernels: Mapping[str, tuple[int, int]], base: str | None
-) -> None:
-    """Raise where something that stands in the place of a kernel would be trained whole.
-
-    Args:
-        lora: settings of the adapters.
-        targets: the kernels with an adapter.
-        kernels: these, and the quantized ones.
-        base: format of the kernels.
-    """
-    for pattern in lora.train_also:
-        path = next((path for path in kernels if fnmatch.fnmatchcase(path, pattern)), None)
-        if path is not None:
-            why = "has an adapter" if path in targets else f"is stored in {base}"
-            raise ConfigError(
-                f"lora.train_also: {pattern!r} matches {path}, which {why} and is not trained whole; leave it out of "
-                "lora.train_also" + (", or the layer out of lora.targets" if path in targets and base is None else "")
-            )
 
 
 def _layers(model: Model) -> Layers:

@@ -10,6 +10,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.layout.state_entries import counting_dims
+from jaxtrain.optim.rules import check_patterns
 
 
 def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[optax.Params], optax.Params]:
@@ -32,23 +33,6 @@ def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[optax.
         return jax.tree_util.tree_map_with_path(decays, params)
 
     return mask
-
-
-def check_patterns(key: str, patterns: tuple[str, ...], paths: list[str]) -> None:
-    """Check that each pattern of a config's key matches a parameter.
-
-    Args:
-        key: the key that holds the patterns, for the message.
-        patterns: patterns of paths, with `*`.
-        paths: all parameter paths.
-
-    Raises:
-        ConfigError: a pattern matches no parameter; the message names the pattern and some parameters.
-    """
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-            some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
-            raise ConfigError(f"{key}: {pattern!r} matches no parameter; there are {some}")
 
 
 def trainable_predicate(freeze: tuple[str, ...], paths: list[str]) -> Callable[[str], bool] | None:

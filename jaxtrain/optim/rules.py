@@ -222,3 +222,20 @@ def _matrix(shape: Sequence[int], batch: Sequence[int], rows: Sequence[int], col
     if min(math.prod(shape[d] for d in rows), math.prod(shape[d] for d in columns)) < 2:
         return None
     return Matrix(tuple(batch), tuple(rows), tuple(columns))
+
+
+def check_patterns(key: str, patterns: tuple[str, ...], paths: list[str]) -> None:
+    """Check that each pattern of a config's key matches a parameter.
+
+    Args:
+        key: the key that holds the patterns, for the message.
+        patterns: patterns of paths, with `*`.
+        paths: all parameter paths.
+
+    Raises:
+        ConfigError: a pattern matches no parameter; the message names the pattern and some parameters.
+    """
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+            raise ConfigError(f"{key}: {pattern!r} matches no parameter; there are {some}")

@@ -31,7 +31,7 @@ def run_answers(
         run.sharded_model,
         run.params,
         run.tokenizer,
-        _format(run),
+        run_chat_format(run, instead="use -p TEXT to continue a text"),
         questions,
         new_tokens=_DEFAULT_TOKENS if new_tokens is None else new_tokens,
         sampling=sampling,
@@ -39,14 +39,29 @@ def run_answers(
     )
 
 
-def _format(run: OpenedRun) -> ChatFormat:
+def format_of_run(run: OpenedRun) -> ChatFormat | None:
+    """The chat template of a run: the one that it was trained with, or that of its published model; None: neither."""
     tokenizer = run.tokenizer
     found = format_of_reading((run.info.get("data") or {}).get("reading"))
     if found is None and isinstance(tokenizer, NamedTokens):
         found = published_format(files_beside(run.run_dir / "tokenizer.json"), str(run.run_dir), tokenizer)
+    return found
+
+
+def run_chat_format(run: OpenedRun, *, instead: str) -> ChatFormat:
+    """Returns the chat template that a run was trained with, or that of its published model.
+
+    Args:
+        run: Opened.
+        instead: What to do without one, for the message.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = format_of_run(run)
     if found is None:
         raise ConfigError(
             f"{run.run_dir} has no chat template: it was not trained on data.kind=chat, and its published model came "
-            "without one; use -p TEXT to continue a text"
+            f"without one; {instead}"
         )
     return found

@@ -28,7 +28,7 @@ from jaxtrain.run.lock import RunLock
 from jaxtrain.run.merged import with_stored_base, write_merged
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.own_parts import own_parts
-from jaxtrain.run.published import base_folder, origin_of
+from jaxtrain.run.published import base_of_adapters, origin_of
 from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import run_metadata
 from jaxtrain.runtime import distributed
@@ -145,6 +145,7 @@ def export_run(
         files = {} if origin is None else dict(origin.files)
         if tokenizer is not None:
             files.setdefault("tokenizer.json", tokenizer)
+        base_name, digests = base_of_adapters(run_dir)
         return write_adapter(
             folder,
             settings,
@@ -152,7 +153,8 @@ def export_run(
             model=model,
             base_config={} if origin is None else origin.config,
             base_files=files,
-            base_name=base_folder(run_dir),
+            base_name=base_name,
+            digests=digests,
         )
     packing = None
     if base is not None:

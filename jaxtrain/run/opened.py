@@ -17,6 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.called_sources import called_sources, source_changes
+from jaxtrain.run.opened_data import open_saved_data, saved_sizes
 from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from jaxtrain.run.predict import Predictor
     from jaxtrain.run.restored import Restored
     from jaxtrain.train.state import EvaluationState
-
-_DEFAULT_TOKENS = 200
 
 
 class OpenedRun:
@@ -149,8 +148,6 @@ class OpenedRun:
             ConfigError: it came from Python, so that no config describes it.
             DataError: it is not there.
         """
-        from jaxtrain.run.opened_data import open_saved_data
-
         info = self.info
         if not self._other_data:
             check_evaluable(info, self.run_dir, needed=("data",))
@@ -176,24 +173,10 @@ class OpenedRun:
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model
 
-        sizes: dict[str, Any] = {"input_shape": ()} if self._own_model is not None else self._sizes()
+        sizes: dict[str, Any] = {"input_shape": ()}
+        if self._own_model is None:
+            sizes = saved_sizes(self.config, self.info, self.tokenizer, data=lambda: self.data)
         return build_sharded_model(self.config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
-
-    def _sizes(self) -> dict[str, Any]:
-        """What the config leaves to the data: from `run.json`, from the tokenizer, or from the data itself."""
-        saved = self.info.get("data") or {}
-        if saved.get("input_shape") is not None:
-            return {
-                "input_shape": tuple(saved["input_shape"]),
-                "vocab_size": saved.get("vocab_size"),
-                "num_outputs": saved.get("num_outputs"),
-            }
-        # Earlier versions did not record it.
-        if self.tokenizer is not None and self.config.model.kind == "transformer":
-            length = self.config.model.max_sequence_length
-            return {"input_shape": (length,), "vocab_size": self.tokenizer.vocab_size}
-        data = self.data
-        return {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
 
     @functools.cached_property
     def _restored(self) -> "Restored":
@@ -291,6 +274,25 @@ class OpenedRun:
             raise ConfigError(f"batch_size={batch_size!r}; give a whole number from 1")
         return self._predictor(self.params, self.model_state, inputs, batch_size=batch_size, scaled=scaled)
 
+    def predict_file(
+        self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+    ) -> list[dict[str, Any]]:
+        """One dict per row of a table, of images or of texts, in their order, as `jaxtrain predict` writes them.
+
+        Args:
+            path: a file or folder, which is read as the run read its own data; docs/predict.md lists the forms.
+            batch_size: see `predict`.
+            probabilities: whether classes come with the probability of each.
+
+        Raises:
+            ConfigError, CheckpointError, DataError: see `predict`; a wrong row is named with its file.
+        """
+        from jaxtrain.run.predict_file import predicted_rows, run_reader
+
+        reader = run_reader(self.run_dir, self.config, self.info, self.tokenizer)
+        outputs = functools.partial(self.predict, batch_size=batch_size)
+        return predicted_rows(reader, outputs, path, probabilities=probabilities)
+
     def evaluate(self, data: "Data | grain.MapDataset | None" = None) -> dict[str, Any]:
         """The metrics of the run's task.
 
@@ -336,6 +338,10 @@ class OpenedRun:
         temperature: float = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
+        beams: int | None = None,
         seed: int = 0,
     ) -> Any:
         """Continues texts.
@@ -343,7 +349,9 @@ class OpenedRun:
         Args:
             prompts: a text, or a list of texts, which are continued in one batch.
             new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
-            temperature, top_k, top_p: see `Sampling`.
+            temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
+            stop: texts at which a continuation ends.
+            beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
             seed: of the random choices.
 
         Returns:
@@ -352,10 +360,10 @@ class OpenedRun:
         Raises:
             ConfigError: the run has no tokenizer, or an option is out of range.
         """
-        from jaxtrain.inference.generate import generate_text, room_for_new_tokens
+        from jaxtrain.inference.continued import continue_texts
         from jaxtrain.inference.sampling import Sampling
 
-        sampling = Sampling(temperature, top_k, top_p)
+        sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         model = self.sharded_model.model
         if model.decoder is None:
@@ -368,12 +376,8 @@ class OpenedRun:
                 f"{self.run_dir} has no tokenizer.json, so it cannot continue any text: it was not trained on text, or "
                 "the model that it was made of came without one"
             )
-        if new_tokens is None:
-            longest = max((max(len(tokenizer.encode(prompt)), 1) for prompt in listed), default=1)
-            new_tokens = max(1, min(_DEFAULT_TOKENS, room_for_new_tokens(model.decoder, longest)))
-        texts = generate_text(
-            self.sharded_model, self.params, tokenizer, listed, new_tokens=new_tokens, sampling=sampling, seed=seed
-        )
+        options = (self.sharded_model, self.params, tokenizer, listed)
+        texts = continue_texts(*options, new_tokens=new_tokens, sampling=sampling, seed=seed, stop=stop, beams=beams)
         return texts[0] if isinstance(prompts, str) else texts
 
     def plot(self, *names: str) -> "CurveFigure":

@@ -1,7 +1,7 @@
 """The data of a saved run, opened again: read as the run read it, and compared with what it was trained on."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,31 @@ def open_saved_data(
             "used, and metrics are wrong where they differ"
         )
     return data, remarks if is_other else [*remarks, *_data_changes(saved, data)]
+
+
+def saved_sizes(
+    config: Config, info: Mapping[str, Any], tokenizer: "Tokenizer | None", *, data: "Callable[[], Data]"
+) -> dict[str, Any]:
+    """What a config leaves to the data: from `run.json`, from the tokenizer, or from the data itself.
+
+    Args:
+        config: of the run.
+        info: content of `run.json`.
+        tokenizer: the run's.
+        data: opens the run's data.
+
+    Returns:
+        The arguments `input_shape`, `vocab_size` and `num_outputs` of `build_sharded_model`.
+    """
+    saved = info.get("data") or {}
+    if saved.get("input_shape") is not None:
+        found = {name: saved.get(name) for name in ("vocab_size", "num_outputs")}
+        return {"input_shape": tuple(saved["input_shape"]), **found}
+    # Earlier versions did not record it.
+    if tokenizer is not None and config.model.kind == "transformer":
+        return {"input_shape": (config.model.max_sequence_length,), "vocab_size": tokenizer.vocab_size}
+    rows = data()
+    return {"input_shape": rows.input_shape, "vocab_size": rows.vocab_size, "num_outputs": rows.num_outputs}
 
 
 def _check_tokenizer(data: "Data", tokenizer: "Tokenizer | None", run_dir: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.published import published_from
+from jaxtrain.interop.base_digest import base_digests
 from jaxtrain.interop.save import Origin, saved_dtypes
-from jaxtrain.interop.weights import PublishedModel, open_published
+from jaxtrain.interop.settings import settings_in, settings_of
+from jaxtrain.interop.weights import PublishedModel, find_places, open_published
 from jaxtrain.runtime.files import write_json_atomic
 
 # Folder of a run: config.json and the tokenizer files of the model that it started from.
@@ -17,13 +19,14 @@ FOLDER = "published"
 _RECORD = "origin.json"
 
 
-def keep_published(run_dir: Path, model: Group, *, is_resumed: bool) -> dict[str, Any] | None:
+def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bool) -> dict[str, Any] | None:
     """Copies the small files of the published model that a run starts from into the run.
 
     Args:
         run_dir: Directory of the run.
         model: The model group of its config.
         is_resumed: Whether the run goes on: then nothing is copied, and the published model need not be there.
+        is_base: Whether the run trains adapters over it, whose folders tell it from other models.
 
     Returns:
         The folder, and a digest of its config and of the names, shapes and dtypes of its tensors; None for a run that
@@ -41,6 +44,8 @@ def keep_published(run_dir: Path, model: Group, *, is_resumed: bool) -> dict[str
         (kept / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     write_json_atomic(kept / "config.json", dict(published.source.config))
     record = {"folder": str(Path(path).resolve()), "digest": _digest(published), "dtypes": saved_dtypes(published)}
+    if is_base:
+        record["parameters"] = _parameters(published, model)
     write_json_atomic(kept / _RECORD, record)
     return record
 
@@ -57,10 +62,21 @@ def origin_of(run_dir: Path) -> Origin | None:
     return Origin(json.loads((kept / "config.json").read_text(encoding="utf-8")), files, record.get("dtypes", {}))
 
 
-def base_folder(run_dir: Path) -> str | None:
-    """Returns where the published model was that a run started from, or None."""
-    record = run_dir / FOLDER / _RECORD
-    return json.loads(record.read_text(encoding="utf-8"))["folder"] if record.is_file() else None
+def base_of_adapters(run_dir: Path) -> tuple[str | None, dict[str, str]]:
+    """Returns where the published model was that a run started from, or None; and the digests of its parameters."""
+    file = run_dir / FOLDER / _RECORD
+    if not file.is_file():
+        return None, {}
+    record = json.loads(file.read_text(encoding="utf-8"))
+    return record["folder"], record.get("parameters", {})
+
+
+def _parameters(published: PublishedModel, model: Group) -> dict[str, str]:
+    """Path -> digest of the parameters of a published model, read as a run of this model group reads it."""
+    settings = settings_in(published.path, published.settings)
+    if settings_of(model).get("tie_embeddings") is False and settings.get("tie_embeddings"):
+        settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
+    return base_digests(published, find_places(published, settings).params)
 
 
 def _digest(published: PublishedModel) -> str:

@@ -164,7 +164,8 @@ def open_record(
     before = read_run_info(run_dir) if start else {}
     # Last, because whatever fails after it would leave them open.
     writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
-    info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0)
+    adapters = config.finetune.lora is not None
+    info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
     info["created"] = before.get("created") or info["created"]
     info["resumed_after"] = _resumes(before, start)
     info["seconds"] = recorded_seconds(before)

@@ -23,9 +23,8 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
-from jaxtrain.optim.masks import check_patterns
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.rules import directions
+from jaxtrain.optim.rules import check_patterns, directions
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat

@@ -25,7 +25,7 @@ from jaxtrain.interop.weights import find_places, is_published, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.optim.masks import check_patterns
+from jaxtrain.optim.rules import check_patterns
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.adapted_start import as_adapted, original_params, with_adapter
 from jaxtrain.train.base import BaseRecord, base_of, run_of
@@ -139,7 +139,8 @@ def _from_published(
         parts["model_state"] = given_tree("model_state", model_state)
     if adapter is None:
         return _placed(parts, patterns, target)
-    opened = open_adapter(adapter, published.family.tensors(settings))
+    rows = published.family.tensors(settings)
+    opened = open_adapter(adapter, rows, base=published, places=places.params)
     return _placed(parts, patterns, target, adapter=opened)
 
 

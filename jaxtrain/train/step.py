@@ -17,6 +17,7 @@ from jaxtrain.precision.policy import Policy
 from jaxtrain.runtime.card import card
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compiler_options import CompilerOptions
+from jaxtrain.runtime.heap import give_back_free_memory
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
 from jaxtrain.train.checks import random_key
@@ -93,6 +94,7 @@ class TrainStep:
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
         self._checked_rows = False
+        self._has_run = False
         self.choices: tuple[str, ...] = ()
         self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
         self.initial_state: given_state.InitialState | None = None
@@ -175,6 +177,7 @@ class TrainStep:
             params, model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
         )
         state = self._first_state(key, start)
+        give_back_free_memory()  # what reading took beside the arrays
         self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
         return state
 
@@ -256,6 +259,7 @@ class TrainStep:
             check_branches(compiled.as_text() or "", self.layout)
         arguments, _ = compiled.args_info
         self._compiled, self._compiled_for = compiled, given_state.leaf_shapes(arguments[1])
+        give_back_free_memory()
         self.choices = self.choices if choices is None else tuple(choices)
         return compiled
 
@@ -283,8 +287,13 @@ class TrainStep:
         else:
             self._check_rows(batch)
             with record_choices() as choices:
+                if not self._has_run:
+                    # The call below finds this program; what compiling took is given back before it runs.
+                    self._jitted.trace(state, batch).lower().compile()
+                    give_back_free_memory()
                 new_state, self._last_metrics = self._jitted(state, batch)
             self.choices = tuple(choices) or self.choices  # only a call that traces makes any
+        self._has_run = True
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
 

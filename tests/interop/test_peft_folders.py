@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -193,3 +194,26 @@ def test_an_adapter_of_another_family_is_refused(tmp_path):
     model = jt.load_pretrained(base_of("llama"))
     with pytest.raises(ConfigError, match="has no adapters to write"):
         jt.save_adapter(tmp_path / "x", model.params, model=model.model, base=model)
+
+
+def test_another_base_of_the_same_shapes_is_refused(tmp_path):
+    base = jt.load_pretrained(base_of("llama"))
+    model, params = jt.load_adapter(HERE / "adapters" / "llama", base=base)
+    folder = jt.save_adapter(tmp_path / "adapter", params, model=model, base=base)
+    # The same weights in other files are the same base.
+    again = jt.save_pretrained(tmp_path / "again", base.params, model=base, max_shard_size="20KB")
+    assert len(list(again.glob("*.safetensors"))) > 1
+    jt.load_adapter(folder, base=again)
+    changed = {**base.params, "output_norm": {"scale": base.params["output_norm"]["scale"] * 1.01}}
+    other = jt.save_pretrained(tmp_path / "other", changed, model=base)
+    with pytest.raises(
+        CheckpointError, match=r"an adapter of another base than .*other: output_norm/scale differs from"
+    ):
+        jt.load_adapter(folder, base=other)
+    step = jt.make_train_step(
+        model, jt.language_modeling(), optax.sgd(0.1), mesh=jt.make_mesh(data=1, devices=jax.devices()[:1])
+    )
+    with pytest.raises(CheckpointError, match="an adapter of another base than"):
+        step.init(0, params=other, adapter=folder)
+    (folder / "base_digest.json").unlink()
+    jt.load_adapter(folder, base=other)

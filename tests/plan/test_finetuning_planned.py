@@ -155,6 +155,14 @@ def test_what_does_not_fit_is_told_of_smaller_bases() -> None:
 WRONG = {
     "unknown layer": ("finetune.lora={rank: 4, targets: [quary]}", r"lora\.targets: 'quary' matches no linear layer"),
     "rank": ("finetune.lora={rank: 4096}", r"lora\.rank=4096 exceeds a dim of"),
+    "an adapted kernel trained whole": (
+        "finetune.lora={rank: 4, train_also: ['blocks/mlp/*']}",
+        r"lora\.train_also: 'blocks/mlp/\*' matches blocks/mlp/down/kernel, which has an adapter",
+    ),
+    "nothing to train whole": (
+        "finetune.lora={rank: 4, train_also: ['tail/*']}",
+        r"lora\.train_also: 'tail/\*' matches no parameter; there are",
+    ),
     "group": (
         f"{LORA} optimizer.groups=[{{match:[embedding]}}]",
         r"optimizer\.groups\.0\.match: 'embedding' matches no trained parameter",

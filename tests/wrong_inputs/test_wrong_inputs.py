@@ -8,6 +8,7 @@ import inspect
 import re
 
 import data_rows
+import engine_rows
 import fit_rows
 import model_rows
 import preference_rows
@@ -17,7 +18,7 @@ import step_rows
 
 import jaxtrain as jt
 
-TABLES = (data_rows, model_rows, step_rows, fit_rows, published_rows, preference_rows)
+TABLES = (data_rows, model_rows, step_rows, fit_rows, published_rows, preference_rows, engine_rows)
 ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 
 # Public names that take nothing which could be wrong, and why.
@@ -26,6 +27,8 @@ WITHOUT_ROWS = {
     "ConfigError": "an error",
     "DataError": "an error",
     "DivergedError": "an error",
+    "EngineDead": "an error",
+    "EngineFull": "an error",
     "PreemptedError": "an error",
     "UserError": "an error",
     "DEFAULT_RULES": "a table",
@@ -45,6 +48,8 @@ METHODS_WITHOUT_ROWS = {
     "DeferredLogits.logits": "takes nothing",
     "Checkpointer.__exit__": "called by `with`",
     "JsonlWriter.__exit__": "called by `with`",
+    "Engine.__exit__": "called by `with`",
+    "Engine.close": "takes a flag",
     "ModelCall.deferred": "as a call",
     "ModelCall.with_state": "as a call",
     "Remat.scan": "called by models with their own blocks",

@@ -130,6 +130,22 @@ def published_format(files: Mapping[str, str], where: str, tokenizer: NamedToken
     return _published(files, where, tokenizer)
 
 
+def published_tokens(files: Mapping[str, str], tokenizer: NamedTokens) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Returns what the files of a published model say of its special tokens.
+
+    Args:
+        files: Made by `files_beside`, at least one.
+        tokenizer: Has the ids.
+
+    Returns:
+        Name (bos_token) -> text of the token, and the ids at which the model stops.
+
+    Raises:
+        DataError: A file is malformed.
+    """
+    return _without_template(files, tokenizer)
+
+
 def _published(files: Mapping[str, str], where: str, tokenizer: NamedTokens) -> ChatFormat | None:
     settings = _object(files, "tokenizer_config.json")
     source, label = files.get(TEMPLATE_FILE), TEMPLATE_FILE

@@ -98,6 +98,31 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
     )
 
 
+def image_files(folder: Path) -> list[Path]:
+    """Returns the image files in a folder and the folders below it, in the order of their paths.
+
+    Raises:
+        DataError: There is none.
+    """
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    if not files:
+        raise DataError(f"{folder} holds no image; give a folder with files ({' '.join(sorted(_SUFFIXES))})")
+    return files
+
+
+def is_image_file(file: Path) -> bool:
+    """Returns whether the name of a file ends as that of an image."""
+    return file.suffix.lower() in _SUFFIXES
+
+
+def centered_images(files: Sequence[Path], *, image_size: int) -> grain.MapDataset:
+    """Returns rows of images as evaluation reads them, in the entry `inputs`: float32 [image_size, image_size, 3].
+
+    Reading a row raises a DataError where the image cannot be decoded.
+    """
+    return grain.MapDataset.source([(file, 0) for file in files]).map(_Centered(image_size))
+
+
 def _classes(folder: Path) -> list[str]:
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(classes) < 2:

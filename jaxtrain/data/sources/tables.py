@@ -37,12 +37,14 @@ class _Table:
         inputs: float64 [N, D].
         targets: Texts or numbers, [N] or [N, K].
         are_classes: Whether the targets are classes; None: their values decide.
+        columns: Names of the input columns; None: the file has none.
     """
 
     label: str
     inputs: np.ndarray
     targets: np.ndarray
     are_classes: bool | None
+    columns: tuple[str, ...] | None = None
 
 
 def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Examples:
@@ -107,6 +109,8 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             "classes": names,
             "mean": None if mean is None else mean.tolist(),
             "deviation": None if deviation is None else deviation.tolist(),
+            # By which other files are read, whatever the order of their columns is.
+            "columns": None if table.columns is None else list(table.columns),
         },
     )
 
@@ -326,7 +330,8 @@ def _parse_csv(path: Path, *, target: str | None) -> _Table:
         if not targets[-1] or (_is_number(targets[-1]) and not math.isfinite(float(targets[-1]))):
             raise DataError(f"{where} column '{header[chosen]}' has no value; fill it or remove the line")
     inputs = np.array(values, np.float64).reshape(len(targets), len(header) - 1)
-    return _Table(str(path), inputs, _numbers_or_strings(targets), are_classes=None)
+    names = tuple(name for name in header if name != header[chosen])
+    return _Table(str(path), inputs, _numbers_or_strings(targets), are_classes=None, columns=names)
 
 
 def _target_column(header: Sequence[str], *, target: str | None, path: Path) -> int:

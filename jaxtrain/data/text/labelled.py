@@ -12,21 +12,15 @@ import numpy as np
 from jaxtrain.config.data import LabelledTextData, TaggedTextData, TextPairData
 from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.examples import split_examples
-from jaxtrain.data.special import NamedTokens, SpecialIds, needed, special_ids
+from jaxtrain.data.special import needed
 from jaxtrain.data.text.corrupt import IGNORED
 from jaxtrain.data.text.docstrings import labelled_docstrings, named_docstrings
-from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
+from jaxtrain.data.text.frame import fill_frame, make_frame
+from jaxtrain.data.text.framed import FramedTokens, check_room, framed_texts, framed_tokens, framed_words
 from jaxtrain.data.text.labels import class_name, class_names, number_of, numbered, saved_classes
 from jaxtrain.data.text.ragged import Column, RaggedRows, digest, make_column
 from jaxtrain.data.text.records import Record, list_of, read_records, text_of
-from jaxtrain.data.tokenizer import (
-    BpeTokenizer,
-    ByteTokenizer,
-    Tokenizer,
-    build_tokenizer,
-    encode_all,
-    tokenizer_sha256,
-)
+from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 
@@ -65,16 +59,6 @@ class _Records:
     validation: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """A tokenizer, its special tokens, and what fills rows up."""
-
-    tokenizer: Tokenizer
-    named: NamedTokens
-    special: SpecialIds
-    padding: int
-
-
 def open_labelled_text(
     config: LabelledTextData, *, sequence_length: int, task: str | None, reading: Mapping[str, Any] | None
 ) -> TextRows:
@@ -98,15 +82,7 @@ def open_labelled_text(
     records = _read(config, [*names, ("label", config.label)], own)
     texts = [[_text(record, i, name) for i, (_, name) in enumerate(names)] for record in records.rows]
     tokens = _tokens(config, [text for row in texts for text in row])
-    frame = make_frame(tokens.named, tokens.special, pair=len(names) > 1)
-    _check_room(frame, sequence_length)
-    encoded = encode_all(tokens.tokenizer, [text for row in texts for text in row])
-    width = len(names)
-    rows = [[ids.tolist() for ids in encoded[i : i + width]] for i in range(0, len(encoded), width)]
-    filled = [fill_frame(frame, row, sequence_length) for row in rows]
-    columns = {"tokens": make_column([ids for ids, _, _ in filled], length=sequence_length, fill=tokens.padding)}
-    if frame.has_types:
-        columns["token_types"] = make_column([types for _, types, _ in filled], length=sequence_length, fill=0)
+    columns, cuts = framed_texts(tokens, texts, sequence_length=sequence_length)
     values = [(record.where, record.values[-1]) for record in records.rows]
     classes = None
     if task == "regression":
@@ -116,8 +92,8 @@ def open_labelled_text(
         found = [class_name(value, where=where, column=config.label) for where, value in values]
         classes = class_names(found, label=records.label, known=saved_classes(reading, config.kind))
         targets, kind = numbered(found, classes), f"{len(classes)} classes ({_few(classes)})"
-    description = f"{records.label}: {len(texts):,} {'pairs of texts' if width > 1 else 'texts'}, {kind}"
-    truncated = _truncated([cut for _, _, cut in filled], "texts", sequence_length)
+    description = f"{records.label}: {len(texts):,} {'pairs of texts' if len(names) > 1 else 'texts'}, {kind}"
+    truncated = _truncated(cuts, "texts", sequence_length)
     return _made(
         config, records, tokens, columns, {"segments": "tokens"}, targets, (description, *truncated), classes=classes
     )
@@ -138,41 +114,33 @@ def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: M
         DataError: As for `open_labelled_text`, or a row has not as many classes as words.
     """
     records = _read(config, [("words", config.words), ("tags", config.tags)], None)
-    words, tags = [], []
+    words: list[list[str]] = []
+    tags: list[list[str]] = []
     for record in records.rows:
         words.append([str(word) for word in list_of(record.values[0], where=record.where, column=config.words)])
-        found = list_of(record.values[1], where=record.where, column=config.tags)
-        tags.append([class_name(tag, where=record.where, column=config.tags) for tag in found])
+        listed = list_of(record.values[1], where=record.where, column=config.tags)
+        tags.append([class_name(tag, where=record.where, column=config.tags) for tag in listed])
         if len(words[-1]) != len(tags[-1]):
             raise DataError(
                 f"{record.where} has {len(words[-1])} words in column '{config.words}' and {len(tags[-1])} classes in "
                 f"column '{config.tags}'; give one class per word"
             )
     tokens = _tokens(config, [" ".join(row) for row in words])
-    frame = make_frame(tokens.named, tokens.special, pair=False)
-    _check_room(frame, sequence_length)
+    found = framed_words(tokens, words, sequence_length=sequence_length)
     known = saved_classes(reading, config.kind)
     classes = class_names([tag for row in tags for tag in row], label=records.label, known=known)
     numbers = {name: number for number, name in enumerate(classes)}
-    # A space belongs to the word after it, as tokenizers of running text have it.
-    pieces = [word if i == 0 else f" {word}" for row in words for i, word in enumerate(row)]
-    encoded = iter(encode_all(tokens.tokenizer, pieces))
-    ids, targets, cuts = [], [], []
-    for row in tags:
-        lists = [next(encoded).tolist() for _ in row]
-        body = [i for one in lists for i in one]
-        labels = [
-            numbers[tag] if k == 0 else IGNORED for tag, one in zip(row, lists, strict=True) for k in range(len(one))
-        ]
-        filled, _, cut = fill_frame(frame, [body], sequence_length)
-        around = [entry for entry, _ in frame.entries]
-        before, kept = around.index("first"), len(filled) - frame.num_special
-        targets.append([IGNORED] * before + labels[:kept] + [IGNORED] * (frame.num_special - before))
-        ids.append(filled)
-        cuts.append(cut)
-    columns = {"tokens": make_column(ids, length=sequence_length, fill=tokens.padding)}
+    targets = []
+    for row, places, ids in zip(tags, found.places, found.ids, strict=True):
+        targets.append([IGNORED] * len(ids))
+        for tag, place in zip(row, places, strict=True):
+            if place is not None:
+                targets[-1][place] = numbers[tag]
+    columns = {"tokens": make_column(found.ids, length=sequence_length, fill=tokens.padding)}
     num_words = sum(map(len, words))
-    description = f"{records.label}: {len(ids):,} rows of {num_words:,} words, {len(classes)} classes ({_few(classes)})"
+    description = (
+        f"{records.label}: {len(words):,} rows of {num_words:,} words, {len(classes)} classes ({_few(classes)})"
+    )
     return _made(
         config,
         records,
@@ -180,7 +148,7 @@ def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: M
         columns,
         {"segments": "tokens"},
         make_column(targets, length=sequence_length, fill=IGNORED),
-        (description, *_truncated(cuts, "rows", sequence_length)),
+        (description, *_truncated(found.cuts, "rows", sequence_length)),
         classes=classes,
     )
 
@@ -208,7 +176,7 @@ def open_text_pairs(config: TextPairData, *, sequence_length: int) -> TextRows:
     tokens = _tokens(config, [text for pair in pairs for text in pair])
     end = needed(tokens.special.end, "end", what="data.kind=text_pairs")
     frame = make_frame(tokens.named, tokens.special, pair=False)
-    _check_room(frame, sequence_length)
+    check_room(frame, sequence_length)
     encoded = [ids.tolist() for ids in encode_all(tokens.tokenizer, [text for pair in pairs for text in pair])]
     sources = [fill_frame(frame, [ids], sequence_length) for ids in encoded[::2]]
     written = [[*ids[: target_length - 1], end] for ids in encoded[1::2]]
@@ -238,7 +206,7 @@ def open_text_pairs(config: TextPairData, *, sequence_length: int) -> TextRows:
 def _made(
     config: LabelledTextData | TaggedTextData | TextPairData,
     records: _Records,
-    tokens: _Tokens,
+    tokens: FramedTokens,
     columns: Mapping[str, Column],
     segments: Mapping[str, str],
     targets: Column | np.ndarray,
@@ -292,18 +260,8 @@ def _text(record: Record, place: int, column: str) -> str:
     return text_of(record.values[place], where=record.where, column=column)
 
 
-def _tokens(config: LabelledTextData | TaggedTextData | TextPairData, texts: Sequence[str]) -> _Tokens:
-    tokenizer = build_tokenizer(config.tokenizer, texts, special=added_tokens(config))
-    assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
-    special = special_ids(tokenizer, config.tokenizer)
-    return _Tokens(tokenizer, tokenizer, special, 0 if special.padding is None else special.padding)
-
-
-def _check_room(frame: Frame, sequence_length: int) -> None:
-    if sequence_length <= frame.num_special:
-        raise DataError(
-            f"data.sequence_length={sequence_length} has no room beside {frame.num_special} special tokens; raise it"
-        )
+def _tokens(config: LabelledTextData | TaggedTextData | TextPairData, texts: Sequence[str]) -> FramedTokens:
+    return framed_tokens(build_tokenizer(config.tokenizer, texts, special=added_tokens(config)), config.tokenizer)
 
 
 def _truncated(cuts: Sequence[bool], noun: str, length: int) -> list[str]:

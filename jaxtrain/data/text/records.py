@@ -25,12 +25,12 @@ class Record:
     values: tuple[Any, ...]
 
 
-def read_records(path: str, columns: Sequence[tuple[str, str]], *, what: str) -> list[Record]:
+def read_records(path: str, columns: Sequence[tuple[str | None, str]], *, what: str) -> list[Record]:
     """Reads columns of a file.
 
     Args:
         path: A .csv (with header), .jsonl or .parquet file.
-        columns: (key of the config, name of the column) of each.
+        columns: (key of the config, or None where none can name another column; name of the column) of each.
         what: Name of the path in messages, such as "data.path".
 
     Returns:
@@ -79,13 +79,39 @@ def list_of(value: Any, *, where: str, column: str) -> list[Any]:
     )
 
 
-def _missing(where: str, key: str, name: str, there: Sequence[str]) -> DataError:
-    return DataError(
-        f"{where} has no column '{name}' (it has: {', '.join(there) or 'none'}); set data.{key} to one of them"
-    )
+def column_names(path: str, *, what: str) -> list[str]:
+    """Returns the columns of a .csv, .jsonl or .parquet file, of .jsonl those of its first row.
+
+    Args:
+        path: The file.
+        what: Name of the path in messages.
+
+    Raises:
+        DataError: The file is missing, empty or of another format.
+    """
+    file = require_file(path, what=what)
+    match file.suffix:
+        case ".csv":
+            text = decode_utf8(file.read_bytes(), path=file).removeprefix(BYTE_ORDER_MARK)
+            names = next(csv.reader(io.StringIO(text, newline="")), [])
+        case ".jsonl":
+            names = list(next(json_objects(file), ("", {}))[1])
+        case ".parquet":
+            names = list(next(parquet_objects(file), ("", {}))[1])
+        case _:
+            read_records(path, (), what=what)
+            names = []
+    if not names:
+        raise DataError(f"{what} {file} has no rows; give a file with at least one")
+    return names
 
 
-def _csv_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+def _missing(where: str, key: str | None, name: str, there: Sequence[str]) -> DataError:
+    advice = "give a file that has it" if key is None else f"set data.{key} to one of them"
+    return DataError(f"{where} has no column '{name}' (it has: {', '.join(there) or 'none'}); {advice}")
+
+
+def _csv_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
     text = decode_utf8(file.read_bytes(), path=file).removeprefix(BYTE_ORDER_MARK)
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
@@ -144,7 +170,7 @@ def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, found
 
 
-def _jsonl_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+def _jsonl_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
     for where, found in json_objects(file):
         for key, name in columns:
             if name not in found:
@@ -152,13 +178,13 @@ def _jsonl_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Reco
         yield Record(where, tuple(found[name] for _, name in columns))
 
 
-def _parquet_rows(file: Path, columns: Sequence[tuple[str, str]]) -> Iterator[Record]:
+def _parquet_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
     for where, found in parquet_objects(file, columns):
         yield Record(where, tuple(found[name] for _, name in columns))
 
 
 def parquet_objects(
-    file: Path, columns: Sequence[tuple[str, str]] | None = None
+    file: Path, columns: Sequence[tuple[str | None, str]] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Reads the rows of a Parquet file.
 

@@ -17,19 +17,19 @@ from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout
 from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
+from jaxtrain.models.shipped.cache import LayerCache, read_cache, write_cache
 from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
 from jaxtrain.ops.activation import gelu
-from jaxtrain.ops.attention.reference import attention, attention_mask
+from jaxtrain.ops.attention.cached import cached_attention
+from jaxtrain.ops.attention.reference import attention_mask
 from jaxtrain.ops.attention.relative import bias_at
 from jaxtrain.ops.attention.table import self_attention
+from jaxtrain.precision.low_rank import LowRankKernel
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
-
-# `key` and `value`, in the compute dtype: [B, S, G, K] of one layer, and [num_layers, B, S, G, K] of the model.
-Cache = dict[str, jax.Array]
 
 
 def block_norm(config: TransformerConfig) -> Norm:
@@ -75,10 +75,10 @@ class Attention(nnx.Module):
         positions_BL: jax.Array,
         segments_BL: jax.Array | None,
         local: jax.Array | None,
-        cache: Cache | None,
+        cache: LayerCache | None,
         bias_HW: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        length = x_BLD.shape[1] if cache is None else cache["key"].shape[1]
+    ) -> tuple[jax.Array, LayerCache | None]:
+        length = x_BLD.shape[1] if cache is None else cache.length
         q_BLHK = self.query(x_BLD)
         k_BSGK, v_BSGK = self.key(x_BLD), self.value(x_BLD)
         q_BLHK, k_BSGK = self._positioned(q_BLHK, k_BSGK, positions_BL, local, length)
@@ -88,14 +88,8 @@ class Attention(nnx.Module):
         if cache is None:
             y_BLHK = self._attend(q_BLHK, k_BSGK, v_BSGK, segments_BL, local, bias_HW)
         else:
-            rows = jnp.arange(x_BLD.shape[0])[:, None]
-            k_BSGK = cache["key"].at[rows, positions_BL].set(k_BSGK)
-            v_BSGK = cache["value"].at[rows, positions_BL].set(v_BSGK)
-            cache = {"key": k_BSGK, "value": v_BSGK}
-            window = self._window(local, length)
-            mask_BLS = attention_mask(positions_BL, jnp.arange(length)[None], causal=True, window=window)
-            bias = None if bias_HW is None else bias_at(bias_HW, positions_BL, jnp.arange(length))
-            y_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=self.config.attention_softcap, bias_BHLS=bias)
+            cache = write_cache(cache, k_BSGK, v_BSGK, positions_BL)
+            y_BLHK = self._attend_to_cache(q_BLHK, positions_BL, cache, local, bias_HW)
         y_BLHK = constrain(y_BLHK, "batch", "sequence", "activation_heads", None)
         return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
 
@@ -127,6 +121,29 @@ class Attention(nnx.Module):
         if local is None or config.local_layers is None:
             return config.windows[0]
         return jnp.where(local, config.local_layers.window, length)
+
+    def _attend_to_cache(
+        self,
+        q_BLHK: jax.Array,
+        positions_BL: jax.Array,
+        cache: LayerCache,
+        local: jax.Array | None,
+        bias_HW: jax.Array | None,
+    ) -> jax.Array:
+        """Attend to the positions of a cache, at or before each query's own."""
+        order_S = jnp.arange(cache.length)
+        (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = read_cache(cache, "key"), read_cache(cache, "value")
+        window = self._window(local, cache.length)
+        return cached_attention(
+            q_BLHK,
+            k_BGSK,
+            v_BGSK,
+            attention_mask(positions_BL, order_S[None], causal=True, window=window),
+            key_scale_BGS=key_scale_BGS,
+            value_scale_BGS=value_scale_BGS,
+            softcap=self.config.attention_softcap,
+            bias_BHTS=None if bias_HW is None else bias_at(bias_HW, positions_BL, order_S),
+        )
 
     def _attend(
         self,
@@ -180,12 +197,19 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         h_BLF = self.up(x_BLD)
-        h_BLF = activate(h_BLF, self.activation) if self.gate is None else self._gated(self.gate(x_BLD), h_BLF)
+        h_BLF = activate(h_BLF, self.activation) if self.gate is None else self._gated(self.gate, x_BLD, h_BLF)
         h_BLF = checkpoint_name(constrain(h_BLF, "batch", "sequence", "activation_mlp"), "mlp_hidden")
         return checkpoint_name(self.down(h_BLF), "mlp_output")
 
-    def _gated(self, gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-        return (jax.nn.silu(gate_BLF) if self.activation == "swiglu" else gelu(gate_BLF)) * up_BLF
+    def _gated(self, gate: Linear, x_BLD: jax.Array, up_BLF: jax.Array) -> jax.Array:
+        def product(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+            return (jax.nn.silu(gate_BLF) if self.activation == "swiglu" else gelu(gate_BLF)) * up_BLF
+
+        if isinstance(gate.kernel.get_value(), LowRankKernel):
+            # Of a fine-tuning the activations are most of what a step holds. The backward pass keeps the two factors
+            # and computes the sigmoid again, where autodiff keeps six arrays: a fifth of all temporary memory.
+            product = jax.checkpoint(product, prevent_cse=False)
+        return product(gate(x_BLD), up_BLF)
 
 
 def activate(x: jax.Array, activation: str) -> jax.Array:
@@ -238,10 +262,10 @@ class Block(nnx.Module):
         positions_BL: jax.Array,
         segments_BL: jax.Array | None = None,
         key: jax.Array | None = None,
-        cache: Cache | None = None,
+        cache: LayerCache | None = None,
         local: jax.Array | None = None,
         bias_HW: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing | None, Cache | None]:
+    ) -> tuple[jax.Array, Routing | None, LayerCache | None]:
         keys = (None, None) if key is None else jax.random.split(key)
         attended_BLD, cache = self.attend(x_BLD, positions_BL, segments_BL, keys[0], cache, local, bias_HW)
         mlp_input_BLD = x_BLD if self.form == "parallel" else attended_BLD
@@ -254,10 +278,10 @@ class Block(nnx.Module):
         positions_BL: jax.Array,
         segments_BL: jax.Array | None,
         key: jax.Array | None,
-        cache: Cache | None,
+        cache: LayerCache | None,
         local: jax.Array | None = None,
         bias_HW: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Add the output of attention to the residual stream."""
         with jax.named_scope("attention"):
             inner_BLD = self.inner(x_BLD if self.form == "post" else self.attention_norm(x_BLD))

@@ -23,7 +23,9 @@ from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import RESIDUAL, Attention, Block, Cache, block_norm
+from jaxtrain.models.shipped.block import RESIDUAL, Attention, Block, block_norm
+from jaxtrain.models.shipped.cache import Cache, LayerCache
+from jaxtrain.models.shipped.cache import init_cache as make_cache
 from jaxtrain.models.shipped.initial import INIT_STDDEV, Stddevs, fan_in_stddevs, small_stddevs
 from jaxtrain.models.shipped.relative import relative_bias, relative_table
 from jaxtrain.models.stack import make_stack, scan_stack
@@ -82,9 +84,9 @@ class DecoderBlock(Block):
         positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         key: jax.Array | None,
-        cache: Cache | None,
+        cache: LayerCache | None,
         bias_HW: jax.Array | None,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Apply the block; `memory` holds the keys and values of this layer [B, S, G, K]."""
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         x_BTD, cache = self.attend(x_BTD, positions_BT, segments_BT, keys[0], cache, bias_HW=bias_HW)
@@ -225,22 +227,26 @@ class EncoderDecoder(nnx.Module):
         mask_BTS = _memory_mask(cache["segments"], None, tokens_BT.shape[1], cache["segments"].shape[1])
         bias_HW = relative_bias(self.decoder.relative_positions, config, config.relative_max_distance)
 
-        def call(block: DecoderBlock, x_BTD: jax.Array, key: None, layer: Cache) -> tuple[jax.Array, Cache | None]:
-            return block.run(
+        def call(block: DecoderBlock, carry: Any, key: None, layer: Any) -> tuple[Any, None]:
+            (x_BTD, arrays), (index, memory) = carry, layer
+            x_BTD, own = block.run(
                 x_BTD,
-                memory=(layer["cross_key"], layer["cross_value"]),
+                memory=memory,
                 memory_mask_BTS=mask_BTS,
                 positions_BT=positions_BT,
                 segments_BT=None,
                 key=None,
-                cache={"key": layer["key"], "value": layer["value"]},
+                cache=LayerCache(arrays, index),
                 bias_HW=bias_HW,
             )
+            assert own is not None
+            return (x_BTD, own.arrays), None
 
-        layers = {name: value for name, value in cache.items() if name != "segments"}
-        x_BTD = self._embed(tokens_BT, None)
-        blocks = self.decoder.blocks
-        x_BTD, written = scan_stack(blocks, call, x_BTD, path="decoder/blocks", remat=Remat(), per_layer=layers)
+        read = ("cross_key", "cross_value", "segments")  # what the encoder wrote stays as it is
+        memory, written = (cache["cross_key"], cache["cross_value"]), {k: v for k, v in cache.items() if k not in read}
+        blocks, carry = self.decoder.blocks, (self._embed(tokens_BT, None), written)
+        layers = (jnp.arange(config.num_layers), memory)
+        (x_BTD, written), _ = scan_stack(blocks, call, carry, path="decoder/blocks", remat=Remat(), per_layer=layers)
         return self.head(x_BTD).logits(), {**cache, **written}
 
 
@@ -335,8 +341,7 @@ def encoder_decoder(
         return nnx.merge(graph, from_dict(template, params))
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
-        shape = (stack.num_layers, batch, length, stack.kv_heads, stack.head_width)
-        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+        return make_cache(stack.num_layers, batch, length, stack.kv_heads, stack.head_width, dtype)
 
     def encode(params: Params, tokens_BS: jax.Array, lengths_B: jax.Array, cache: Cache) -> Cache:
         return {**cache, **module(params).remember(tokens_BS, lengths_B)}

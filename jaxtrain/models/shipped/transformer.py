@@ -22,7 +22,9 @@ from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import RESIDUAL, Block, Cache, block_norm
+from jaxtrain.models.shipped.block import RESIDUAL, Block, block_norm
+from jaxtrain.models.shipped.cache import Cache, LayerCache
+from jaxtrain.models.shipped.cache import init_cache as make_cache
 from jaxtrain.models.shipped.heads import (
     HeadInputs,
     MaskedLanguageModelHead,
@@ -39,6 +41,9 @@ from jaxtrain.models.stages import from_stages
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.remat.policy import Remat
+
+# Tokens of a prompt that are read at a time: the scores of a chunk are in memory, not those of the prompt.
+PREFILL_CHUNK = 512
 
 
 class Transformer(nnx.Module):
@@ -146,14 +151,17 @@ class Transformer(nnx.Module):
         locals_N = _local_layers(self.config)
         bias_HW = relative_bias(self.relative_positions, self.config, self.config.relative_max_distance)
 
-        def call(block: Block, x_BTD: jax.Array, key: None, layer: Any) -> tuple[jax.Array, Cache | None]:
-            cache, local = layer
-            x_BTD, _, new_cache = block(x_BTD, positions_BT, cache=cache, local=local, bias_HW=bias_HW)
-            return x_BTD, new_cache
+        def call(block: Block, carry: Any, key: None, layer: Any) -> tuple[Any, None]:
+            (x_BTD, arrays), (index, local) = carry, layer
+            own = LayerCache(arrays, index)
+            x_BTD, _, own = block(x_BTD, positions_BT, cache=own, local=local, bias_HW=bias_HW)
+            assert own is not None
+            return (x_BTD, own.arrays), None
 
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
-        per_layer = (cache, locals_N)
-        x_BTD, cache = scan_stack(self.blocks, call, x_BTD, path="blocks", remat=Remat(), per_layer=per_layer)
+        per_layer = (jnp.arange(self.config.num_layers), locals_N)
+        blocks, carry = self.blocks, (x_BTD, cache)
+        (x_BTD, cache), _ = scan_stack(blocks, call, carry, path="blocks", remat=Remat(), per_layer=per_layer)
         if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
             x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())
@@ -249,12 +257,9 @@ def transformer(
         return {"logits": outputs, **carry["routing"].outputs(config.num_layers, train=train)}
 
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    groups = config.kv_heads
-    head_dim = config.head_width
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
-        shape = (config.num_layers, batch, length, groups, head_dim)
-        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+        return make_cache(config.num_layers, batch, length, config.kv_heads, config.head_width, dtype)
 
     def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         logits, cache = nnx.merge(graph, from_dict(template, params)).decode(tokens_BT, positions_BT, cache)
@@ -262,9 +267,29 @@ def transformer(
 
     def prefill(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         module = nnx.merge(graph, from_dict(template, params))
-        positions_BP = jnp.broadcast_to(jnp.arange(prompts_BP.shape[1]), prompts_BP.shape)
-        logits_B1V, cache = module.decode(prompts_BP, positions_BP, cache, only_B=lengths_B - 1)
-        return logits_B1V[:, 0].astype(jnp.float32), cache
+
+        def chunk(start: jax.Array | int, tokens_BC: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            """Logits of the last token of each row that has it in the chunk."""
+            positions_BC = start + jnp.broadcast_to(jnp.arange(tokens_BC.shape[1]), tokens_BC.shape)
+            last_B = jnp.clip(lengths_B - 1 - start, 0, tokens_BC.shape[1] - 1)
+            logits_B1V, cache = module.decode(tokens_BC, positions_BC, cache, only_B=last_B)
+            return logits_B1V[:, 0].astype(jnp.float32), cache
+
+        if prompts_BP.shape[1] <= PREFILL_CHUNK:
+            return chunk(0, prompts_BP, cache)
+        # What is padded here stands behind every prompt, at positions that are overwritten or that do not exist.
+        padded_BP = jnp.pad(prompts_BP, ((0, 0), (0, -prompts_BP.shape[1] % PREFILL_CHUNK)))
+
+        def advance(number: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            logits_BV, cache = carry
+            start = number * PREFILL_CHUNK
+            tokens_BC = jax.lax.dynamic_slice_in_dim(padded_BP, start, PREFILL_CHUNK, axis=1)
+            new_BV, cache = chunk(start, tokens_BC, cache)
+            return jnp.where(((lengths_B - 1) // PREFILL_CHUNK == number)[:, None], new_BV, logits_BV), cache
+
+        empty_BV = jnp.zeros((prompts_BP.shape[0], vocabulary), jnp.float32)
+        chunks = -(-jnp.max(lengths_B) // PREFILL_CHUNK)
+        return jax.lax.fori_loop(0, chunks, advance, (empty_BV, cache))
 
     name = config.size or "transformer"
     axes = model_axes(config)

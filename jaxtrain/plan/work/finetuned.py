@@ -53,7 +53,8 @@ def finetuning_blocks(stored: Finetuned, structure: Structure, config: Config, b
 def kept_bytes(stored: Finetuned, structure: Structure, config: Config, batch: DeviceBatch) -> float:
     """Bytes of the results of adapters that are kept for the backward pass.
 
-    Policies that keep results of matmuls keep both before they are added up (XLA for H100, jaxlib 0.10.2).
+    The policy that keeps results of matmuls keeps both before they are added up (XLA for H100, jaxlib 0.10.2); under
+    "none" an adapted layer keeps its arguments alone (`ops/linear.py`).
 
     Args:
         stored: what the run stores in the place of kernels.
@@ -62,7 +63,7 @@ def kept_bytes(stored: Finetuned, structure: Structure, config: Config, batch: D
         batch: what a device works on.
     """
     lora, size = config.finetune.lora, POLICY_DTYPES[config.precision.policy].compute_bytes
-    if lora is None or config.remat.policy not in ("none", "dots"):
+    if lora is None or config.remat.policy != "dots":
         return 0.0
     kept, degrees = 0.0, batch.degrees
     for stack in structure.stacks:

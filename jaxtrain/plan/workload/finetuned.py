@@ -14,7 +14,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.models.adapted_axes import adapted_rows
-from jaxtrain.models.adapter_targets import Layers, find_targets, layer_sizes
+from jaxtrain.models.adapter_targets import Layers, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Shapes, Tensors
 from jaxtrain.precision.dtypes import POLICY_DTYPES
@@ -70,8 +70,11 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
     linears, base = _linears(config.model, tensors.params), config.finetune.base
     experts = isinstance(config.model, TransformerConfig) and config.model.experts is not None
     found = find_targets(Layers(config.model.kind, tensors.params, linears, tensors.stack, experts), lora)
-    also = (*lora.train_also, *fresh_parts(config.model))
     kernels = {**(linears if base else {}), **found}
+    # What is drawn may be model_state.
+    fresh = [one for one in fresh_parts(config.model) if any(_matches(path, (one,)) for path in tensors.params)]
+    also = (*lora.train_also, *fresh)
+    check_train_also(also, tensors.params, found, kernels, base)
     params: Shapes = {}
     itemsizes: dict[str, int] = {}
     compute = POLICY_DTYPES[config.precision.policy].compute_bytes

@@ -1,0 +1,1 @@
+"""Continuous batching: many requests share a fixed number of cache rows, and two programs serve them all."""

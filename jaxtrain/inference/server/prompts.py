@@ -1,0 +1,119 @@
+"""Texts, ids and conversations as prompts of the engine."""
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.data.chat.encoding import chat_encoder
+from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.chat.masks import prompt_text
+from jaxtrain.data.chat.templates import Template, compile_template
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.inference.server.call import Prompt
+from jaxtrain.inference.server.fields import is_whole, shown
+from jaxtrain.inference.server.refused import RefusedError
+
+
+class PromptReader:
+    """Makes prompts; safe to use from several threads.
+
+    Special tokens that a text spells are read as such, as other servers do it: clients write templates by hand.
+
+    Args:
+        tokenizer: between texts and ids.
+        chat: how conversations are written; None: there is no template.
+        vocab_size: ids that the model has.
+
+    Attributes:
+        tokenizer, chat, vocab_size: as given.
+        stop_tokens: ids at which the model stops.
+    """
+
+    def __init__(self, tokenizer: BpeTokenizer | ByteTokenizer, chat: ChatFormat | None, *, vocab_size: int):
+        self.tokenizer, self.chat, self.vocab_size = tokenizer, chat, vocab_size
+        end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+        self.stop_tokens = frozenset([*end, *(() if chat is None else chat.stop)])
+        self._encoder = chat_encoder(tokenizer)
+        self._begins, self._ends = _around(tokenizer)
+        self._template: tuple[datetime.date, Template] | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            text: may spell special tokens.
+            add_special_tokens: whether what the tokenizer's file puts around a text is added.
+        """
+        ids = next(iter(self._encoder.encode([text]))).ids.tolist()
+        return [*self._begins, *ids, *self._ends] if add_special_tokens else ids
+
+    def of_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+        """A text that is to be continued: special tokens are added before it, none after it.
+
+        Raises:
+            RefusedError: the text has ids that the model does not have.
+        """
+        ids = self.encode(text, add_special_tokens=False)
+        ids = [*(self._begins if add_special_tokens else ()), *ids]
+        # Something must stand before the first token; documents end with this one in training.
+        ids = ids or [0 if self.tokenizer.end_of_text is None else self.tokenizer.end_of_text]
+        return Prompt(text, self._checked(ids, "prompt"))
+
+    def of_tokens(self, ids: Sequence[Any], *, name: str = "prompt") -> Prompt:
+        """Ids that are to be continued.
+
+        Raises:
+            RefusedError: there is none, or one is no id of the model.
+        """
+        if not ids:
+            raise RefusedError(400, f"{name} holds a list without a token id; give at least one", param=name)
+        tokens = self._checked(ids, name)
+        return Prompt(self.tokenizer.decode(tokens), tokens)
+
+    def of_messages(self, messages: list[dict[str, str]]) -> Prompt:
+        """A conversation that is to be answered.
+
+        Raises:
+            RefusedError: there is no template, or it refuses the conversation.
+        """
+        if self.chat is None:
+            raise RefusedError(
+                400,
+                "this model has no chat template, so it cannot write conversations; use /v1/completions",
+                code="no_chat_template",
+            )
+        try:
+            text = prompt_text(self._compiled(self.chat), messages)
+        except UserError as error:
+            raise RefusedError(400, str(error), param="messages") from None
+        # A template writes the special tokens itself.
+        ids = self.encode(text, add_special_tokens=False)
+        if not ids:
+            raise RefusedError(400, "the chat template makes an empty text of messages", param="messages")
+        return Prompt(text, self._checked(ids, "messages"))
+
+    def _compiled(self, form: ChatFormat) -> Template:
+        """The template of today: some write the date."""
+        today = datetime.date.today()
+        if self._template is None or self._template[0] != today:
+            self._template = (today, compile_template(form, today=today))
+        return self._template[1]
+
+    def _checked(self, ids: Sequence[Any], name: str) -> tuple[int, ...]:
+        for one in ids:
+            if not is_whole(one) or not 0 <= one < self.vocab_size:
+                raise RefusedError(
+                    400, f"{name} holds {shown(one)}, which is no token id; use 0 to {self.vocab_size - 1}", param=name
+                )
+        return tuple(ids)
+
+
+def _around(tokenizer: BpeTokenizer | ByteTokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer's file puts before a text, and those after it."""
+    if not isinstance(tokenizer, BpeTokenizer):
+        return [], []
+    entries = [entry for entry, _ in tokenizer.frame(pair=False)]
+    place = entries.index("first") if "first" in entries else 0
+    before, after = entries[:place], entries[place + 1 :]
+    return [one for one in before if isinstance(one, int)], [one for one in after if isinstance(one, int)]

@@ -1,0 +1,1 @@
+"""Portable programs: a model's forward pass as StableHLO, with its weights beside it."""

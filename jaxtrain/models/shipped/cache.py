@@ -1,0 +1,98 @@
+"""The keys and values of earlier positions that a decoder keeps, for all of its layers in one array each.
+
+A layer writes its own part of the whole arrays, which travel through the layers as a carry: where they are donated, a
+step writes a few numbers and copies nothing.
+
+Shapes: N layers, B batch, T new tokens, S positions of the cache, G key-value heads, K head_dim.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxtrain.layout.sharding import constrain
+from jaxtrain.precision.quantized import round_to_int8
+
+# `key` and `value` [N, B, G, S, K]; of int8 also `key_scale` and `value_scale`, float32 [N, B, G, S].
+Cache = dict[str, jax.Array]
+
+_AXES = (None, "batch", "activation_kv_heads", None, None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of all layers, and which layer it is in the hands of.
+
+    Attributes:
+        arrays: of all layers.
+        layer: int32 [], index of the layer.
+    """
+
+    arrays: Cache
+    layer: jax.Array
+
+    @property
+    def length(self) -> int:
+        """Positions of the cache: S."""
+        return self.arrays["key"].shape[3]
+
+
+def init_cache(num_layers: int, batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike) -> Cache:
+    """A cache of zeros, sharded as the keys and values of a batch are.
+
+    Args:
+        num_layers: N.
+        batch: B.
+        length: S.
+        groups: G.
+        head_dim: K.
+        dtype: of keys and values: a float, or int8, of which each position of a head has a scale.
+    """
+    shape = (num_layers, batch, groups, length, head_dim)
+    cache = {name: constrain(jnp.zeros(shape, dtype), *_AXES) for name in ("key", "value")}
+    if jnp.dtype(dtype) != jnp.int8:
+        return cache
+    scales = {f"{name}_scale": constrain(jnp.ones(shape[:-1]), *_AXES[:-1]) for name in cache}
+    return cache | scales
+
+
+def write_cache(cache: LayerCache, key_BTGK: jax.Array, value_BTGK: jax.Array, positions_BT: jax.Array) -> LayerCache:
+    """The cache with new keys and values at their positions; positions that it does not have are dropped.
+
+    Args:
+        cache: of the layer that writes.
+        key_BTGK: keys, any float dtype.
+        value_BTGK: values, the same dtype.
+        positions_BT: int32.
+    """
+    arrays, rows_B1 = dict(cache.arrays), jnp.arange(positions_BT.shape[0])[:, None]
+    for name, new_BTGK in (("key", key_BTGK), ("value", value_BTGK)):
+        old = arrays[name]
+        if old.dtype == jnp.int8:
+            new_BTGK, scale_BTG1 = round_to_int8(new_BTGK, (3,))
+            scales = arrays[f"{name}_scale"].at[cache.layer, rows_B1, :, positions_BT].set(scale_BTG1[..., 0])
+            arrays[f"{name}_scale"] = constrain(scales, *_AXES[:-1])
+        whole = old.at[cache.layer, rows_B1, :, positions_BT].set(new_BTGK.astype(old.dtype))
+        arrays[name] = constrain(whole, *_AXES)
+    return LayerCache(arrays, cache.layer)
+
+
+def read_cache(cache: LayerCache, name: str) -> tuple[jax.Array, jax.Array | None]:
+    """The keys or values of the layer.
+
+    Args:
+        cache: of the layer that reads.
+        name: "key" or "value".
+
+    Returns:
+        [B, G, S, K], and the scales float32 [B, G, S] that they are to be multiplied by; None: they have none.
+    """
+
+    def of_layer(name: str) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(cache.arrays[name], cache.layer, 0, keepdims=False)
+
+    scale = f"{name}_scale"
+    return of_layer(name), of_layer(scale) if scale in cache.arrays else None

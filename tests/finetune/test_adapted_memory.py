@@ -1,0 +1,84 @@
+"""What an adapted layer keeps for its backward pass, and that a first call compiles its program once."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import jaxtrain as jt
+from jaxtrain.layout.sharding import path_name
+
+MODEL: dict[str, Any] = dict(
+    kind="transformer", num_layers=3, embed_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=40, activation="swiglu"
+)
+ROWS, LENGTH, VOCABULARY, RANK = 2, 11, 64, 2
+
+
+def step_of(base: str | None) -> jt.TrainStep:
+    model = jt.build_model(MODEL, input_shape=(LENGTH,), vocab_size=VOCABULARY)
+    adapted = jt.adapt(model, lora=jt.LoraConfig(rank=RANK), base=base)
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    return jt.make_train_step(adapted, jt.language_modeling(), optax.sgd(0.1), mesh=mesh)
+
+
+def batch() -> dict[str, np.ndarray]:
+    tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH) % VOCABULARY
+    return {"inputs": tokens, "targets": tokens}
+
+
+def stacked_by_the_forward_scan(step: jt.TrainStep) -> list[tuple[int, ...]]:
+    """Shapes, without the dim of the layers, of what the scan over the layers keeps for the backward pass."""
+    found: list[tuple[int, ...]] = []
+
+    def visit(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            params = equation.params
+            is_stack = equation.primitive.name == "scan" and params["length"] == MODEL["num_layers"]
+            if is_stack and not params["reverse"]:
+                found.extend(one.aval.shape[1:] for one in equation.outvars[params["num_carry"] :])
+                continue
+            for inner in jax.tree.leaves(list(params.values())):
+                if isinstance(inner, ClosedJaxpr | Jaxpr):
+                    visit(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+
+    visit(step.trace(batch()).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("base", [None, pytest.param("nf4", marks=pytest.mark.long)])
+def test_kernels_are_not_kept_and_inputs_are_kept_once(base: str | None) -> None:
+    step = step_of(base)
+    kept = stacked_by_the_forward_scan(step)
+    assert kept
+    params = jax.tree_util.tree_leaves_with_path(step.abstract_state.params["blocks"])
+    sizes = {path_name(path): leaf.size // MODEL["num_layers"] for path, leaf in params}
+    large = {size for path, size in sizes.items() if path.endswith(("base", "codes"))}
+    activations = {ROWS * LENGTH * width for width in (16, 8, 40)}
+    assert not large & activations, "sizes that tell kernels from activations"
+    assert not [shape for shape in kept if np.prod(shape) in large]
+    # Both factors of the MLP's product, and its result, which the layer after it reads.
+    assert sum(np.prod(shape) == ROWS * LENGTH * MODEL["mlp_dim"] for shape in kept) == 3
+
+
+def test_a_first_call_compiles_its_program_once() -> None:
+    model = jt.build_model({"kind": "mlp", "hidden_dims": [4]}, input_shape=(3,), num_outputs=2)
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    step = jt.make_train_step(model, jt.classification(), optax.sgd(0.1), mesh=mesh)
+    state, rows = step.init(0), step.place({"inputs": np.ones((2, 3), np.float32), "targets": np.arange(2)})
+    compiled: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration_secs)
+
+    jax.block_until_ready((state, rows))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(2):
+            state, _metrics = step(state, rows)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 1

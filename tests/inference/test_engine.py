@@ -1,0 +1,314 @@
+"""The engine gives each request what it would get alone, and compiles nothing after its start."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.inference.choose import bias_rows, choose_rows, row_sampling
+from jaxtrain.inference.engine.compiles import CompileCounter
+from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.request import Request
+from jaxtrain.inference.generate import generate_ids
+from jaxtrain.inference.sampling import Sampling
+
+LENGTH, VOCABULARY = 64, 62
+SMALL = {
+    "kind": "transformer",
+    "num_layers": 2,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_sequence_length": LENGTH,
+}
+GREEDY = Sampling(temperature=0)
+SAMPLINGS = (
+    GREEDY,
+    GREEDY,
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=5),
+    Sampling(temperature=1.2, top_p=0.8),
+    Sampling(temperature=0.9, min_p=0.05),
+    Sampling(temperature=0, repetition_penalty=1.5),
+    Sampling(temperature=0.8, presence_penalty=1.0, frequency_penalty=-0.5),
+    Sampling(temperature=0, logit_bias=((3, 30.0), (4, -100.0))),
+    Sampling(temperature=1.0, logit_bias=((7, 3.0),), repetition_penalty=0.8),
+)
+
+
+def sharded(**changed: Any) -> tuple[jt.ShardedModel, Any]:
+    """A small model on one device, with parameters that make its next tokens far from equally likely."""
+    model = jt.build_model({**SMALL, **changed}, input_shape=(LENGTH,), vocab_size=VOCABULARY)
+    sharded_model = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    params, keys = jax.jit(sharded_model.init)(jax.random.key(0))[0], iter(jax.random.split(jax.random.key(1), 64))
+    return sharded_model, jax.tree.map(lambda leaf: leaf + 0.4 * jax.random.normal(next(keys), leaf.shape), params)
+
+
+class Alone:
+    """Each request by itself: full forward passes of its text, without cache, slots, chunks or drafts."""
+
+    def __init__(self, sharded_model: jt.ShardedModel, params: Any):
+        def next_token(params: Any, text: Any, at: Any, row: Any, counts: Any, bias: Any) -> tuple[Any, Any]:
+            logits_BLV = sharded_model.apply(params, {}, text[None], key=None, train=False)[0]
+            logits_BLV = logits_BLV["logits"] if isinstance(logits_BLV, dict) else logits_BLV
+            last_1V = logits_BLV[0, at - 1][None]
+            prompt, output = counts[:1], counts[1:]
+            token = choose_rows(last_1V, row, at[None], prompt_counts_SV=prompt, output_counts_SV=output, bias_SV=bias)
+            return token[0], jax.nn.log_softmax(logits_BLV[0].astype(jnp.float32))
+
+        self._next, self._params = jax.jit(next_token), params
+
+    def __call__(self, request: Request) -> tuple[list[int], list[float], np.ndarray]:
+        """The answer, its log-probabilities, and those of every token at every position of the text."""
+        text, counts = np.zeros(LENGTH, np.int32), np.zeros((2, VOCABULARY), np.int32)
+        begin = len(request.tokens)
+        text[:begin] = request.tokens
+        np.add.at(counts[0], list(request.tokens), 1)
+        row, bias = row_sampling([request.sampling], [request.seed]), bias_rows([request.sampling], VOCABULARY)
+        bias = np.zeros((1, VOCABULARY), np.float32) if bias is None else bias
+        tokens, log_probabilities, table = [], [], np.zeros(0)
+        for at in range(begin, begin + request.new_tokens):
+            token, table = jax.device_get(self._next(self._params, text, np.int32(at), row, counts, bias))
+            text[at] = token
+            counts[1, token] += 1
+            tokens.append(int(token))
+            log_probabilities.append(float(table[at - 1, token]))
+            if tokens[-1] in request.stop_tokens:
+                break
+        return tokens, log_probabilities, table
+
+
+def random_requests(number: int, seed: int) -> list[Request]:
+    """Prompts of all lengths, some of which repeat themselves or begin alike, under every kind of sampling."""
+    random = np.random.default_rng(seed)
+    shared = random.integers(0, VOCABULARY, 24).tolist()
+    requests = []
+    for index in range(number):
+        length = int(random.integers(1, 45))
+        tokens = random.integers(0, VOCABULARY, length).tolist()
+        if index % 3 == 0:
+            tokens = (shared + tokens)[:45]
+        elif index % 5 == 0:
+            tokens = (tokens[:4] * 12)[:45]
+        requests.append(
+            Request(
+                tuple(tokens),
+                new_tokens=int(random.integers(1, 20)),
+                sampling=SAMPLINGS[index % len(SAMPLINGS)],
+                seed=int(random.integers(0, 1000)),
+                stop_tokens=frozenset({int(random.integers(0, VOCABULARY))} if index % 4 == 0 else ()),
+            )
+        )
+    return requests
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[jt.ShardedModel, Any]:
+    return sharded()
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> Alone:
+    return Alone(*model)
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Iterator[Engine]:
+    with Engine(*model, slots=3, chunk=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def drafting_engine(model) -> Iterator[Engine]:
+    with Engine(*model, slots=3, chunk=8, speculate=3) as engine:
+        yield engine
+
+
+def check_like_alone(engine: Engine, alone: Any, requests: list[Request], *, threads: int) -> None:
+    """Ask for all of them from several threads at a time, and compare token for token."""
+    tickets: dict[int, Any] = {}
+
+    def submit(start: int) -> None:
+        for index in range(start, len(requests), threads):
+            tickets[index] = engine.submit(requests[index])
+            if index % 7 == 0:  # others arrive while this one's thread waits
+                tickets[index].wait(60)
+
+    workers = [threading.Thread(target=submit, args=(start,)) for start in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for index, request in enumerate(requests):
+        found = list(tickets[index])
+        wanted, log_probabilities, _ = alone(request)
+        assert [one.token for one in found] == wanted, (index, request)
+        assert tickets[index].finish_reason == ("stop" if wanted[-1] in request.stop_tokens else "length")
+        # float32 sums in another order: about 1e-5 of logits of some tens.
+        np.testing.assert_allclose([one.log_probability for one in found], log_probabilities, rtol=0, atol=1e-3)
+
+
+def test_a_request_gets_what_it_would_get_alone(engine, alone):
+    """Whatever its slot, its neighbours, and what was in the slot before."""
+    check_like_alone(engine, alone, random_requests(20, seed=0), threads=4)
+    counters = engine.counters()
+    assert counters.compiled == 0
+    assert counters.finished == counters.requests
+    assert counters.cached_tokens > 0
+    assert (counters.slots_in_use, counters.queued) == (0, 0)
+
+
+@pytest.mark.long
+def test_200_requests_get_what_they_would_get_alone(drafting_engine, alone):
+    """With drafts that are right or wrong besides."""
+    # Long greedy answers repeat themselves, which is what drafts are made of.
+    repeating = [Request((begin, begin + 3), new_tokens=60, sampling=GREEDY) for begin in (7, 9, 11)]
+    check_like_alone(drafting_engine, alone, random_requests(197, seed=1) + repeating, threads=7)
+    counters = drafting_engine.counters()
+    assert counters.compiled == 0
+    assert 0 < counters.accepted_tokens < counters.speculated_tokens
+
+
+def test_prompts_and_alternatives_have_the_log_probabilities_of_a_forward_pass(engine, alone):
+    prompt = tuple(range(5, 24))  # three chunks
+    request = Request(prompt, new_tokens=3, sampling=GREEDY, top=4, prompt_log_probabilities=True)
+    ticket = engine.submit(request)
+    answer = list(ticket)
+    tokens, _, table_LV = alone(request)
+    text = [*prompt, *tokens]
+    found = [*ticket.prompt_log_probabilities, *answer]
+    assert found[0] is None
+    assert [one.token for one in found[1:]] == text[1:]
+    for at, one in enumerate(found[1:]):
+        # float32 sums in another order: about 1e-5 of logits of some tens.
+        assert one.log_probability == pytest.approx(table_LV[at, text[at + 1]], abs=1e-3)
+        best = np.sort(table_LV[at])[::-1][:4]
+        np.testing.assert_allclose([number for _, number in one.top], best, rtol=0, atol=1e-3)
+        np.testing.assert_allclose([table_LV[at, token] for token, _ in one.top], best, rtol=0, atol=1e-3)
+
+
+def test_a_chat_that_goes_on_is_not_read_again(engine):
+    first = Request(tuple(range(30, 55)), new_tokens=6, sampling=GREEDY)
+    answer = [one.token for one in engine.submit(first)]
+    ticket = engine.submit(Request((*first.tokens, *answer, 1, 2), new_tokens=2, sampling=GREEDY))
+    assert len(list(ticket)) == 2
+    # All but the last token of the answer, which nothing was computed after.
+    assert ticket.cached_tokens == len(first.tokens) + len(answer) - 1
+
+
+REFUSED = {
+    "an empty prompt": (dict(tokens=()), "tokens is empty"),
+    "tokens that are a text": (dict(tokens="hello"), "token ids"),
+    "an id below 0": (dict(tokens=(-1,)), "0 or more"),
+    "an id of no vocabulary": (dict(tokens=(VOCABULARY,)), f"token {VOCABULARY}, but the model's vocabulary has"),
+    "no new tokens": (dict(new_tokens=0), "1 or more"),
+    "more than the cache": (dict(tokens=(1, 2), new_tokens=LENGTH), f"at most {LENGTH - 2} new tokens"),
+    "a bias outside the vocabulary": (dict(sampling=Sampling(logit_bias=((VOCABULARY, 1.0),))), "logit_bias"),
+    "too many alternatives": (dict(top=21), "at most 20"),
+    "a seed that is no number": (dict(seed="x"), "whole number"),
+    "sampling that is a number": (dict(sampling=0.5), "Sampling"),
+}
+
+
+@pytest.mark.parametrize(("changed", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_request_that_cannot_be_served_is_one_line(engine, changed, words):
+    with pytest.raises(jt.ConfigError, match=words) as caught:
+        engine.submit(Request(**{**dict(tokens=(1, 2), new_tokens=4, sampling=GREEDY), **changed}))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_no_engine_can_serve_is_one_line(model):
+    sharded_model, params = model
+    decoder = sharded_model.model.decoder
+
+    def with_decoder(decoder: Any) -> jt.ShardedModel:
+        return dataclasses.replace(sharded_model, model=dataclasses.replace(sharded_model.model, decoder=decoder))
+
+    encoder = with_decoder(dataclasses.replace(decoder, encode=lambda *given: given[-1]))
+    for given, words in (
+        (dict(length=LENGTH + 1), f"use length={LENGTH}"),
+        (dict(slots=0), "slots takes"),
+        (dict(cache_dtype="int4"), "cache_dtype takes"),
+        (dict(speculate=-1), "speculate takes"),
+        (dict(sharded_model=with_decoder(None)), "does not generate"),
+        (dict(sharded_model=encoder), "encoder"),
+        (dict(params=None), "params takes"),
+    ):
+        with pytest.raises(jt.ConfigError, match=words) as caught:
+            Engine(**{**dict(sharded_model=sharded_model, params=params), **given})
+        assert "\n" not in str(caught.value)
+    # Positions that rotate by other frequencies in longer caches.
+    short = with_decoder(dataclasses.replace(decoder, short_length=40))
+    assert Engine(short, params).length == 40
+
+
+def test_a_compile_is_counted():
+    counter = CompileCounter()
+    with counter.on_this_thread():
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))
+    assert counter.count > 0
+
+
+VARIANTS = {
+    "experts": dict(experts=dict(num_experts=4, experts_per_token=2)),
+    "local layers": dict(local_layers=dict(pattern=[1, 0], window=6, rope_theta=100.0)),
+    "relative positions": dict(position="relative", relative_buckets=8, relative_max_distance=6),
+}
+
+
+@pytest.mark.long
+def test_a_cache_of_8_bits_gives_almost_the_same_log_probabilities(model, alone):
+    with Engine(*model, slots=2, chunk=8, cache_dtype="int8") as engine:
+        ticket = engine.submit(Request(tuple(range(5, 24)), 1, GREEDY, prompt_log_probabilities=True))
+        list(ticket)
+    table_LV = alone(ticket.request)[2]
+    entries = [one for one in ticket.prompt_log_probabilities or [] if one is not None]
+    wanted = [table_LV[at, entry.token] for at, entry in enumerate(entries)]
+    assert len(wanted) == len(ticket.request.tokens) - 1
+    # Keys and values rounded to 1/127 of the largest of a head: some hundredths of these log-probabilities.
+    np.testing.assert_allclose([one.log_probability for one in entries], wanted, rtol=0.05, atol=0.5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changed", VARIANTS.values(), ids=VARIANTS)
+def test_every_kind_of_model_gives_what_it_would_give_alone(changed):
+    model = sharded(**changed)
+    with Engine(*model, slots=2, chunk=8, speculate=2) as engine:
+        check_like_alone(engine, Alone(*model), random_requests(12, seed=2), threads=3)
+
+
+MESHES = {
+    "data": (dict(data=2), 2),
+    "fsdp and tensor": (dict(fsdp=2, tensor=2), 4),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("degrees", "devices"), MESHES.values(), ids=MESHES)
+def test_a_sharded_engine_gives_what_one_device_gives(model, alone, degrees, devices):
+    whole, params = model
+    mesh = jt.make_mesh(**degrees, devices=jax.devices()[:devices])
+    sharded_model = jt.shard_model(whole.model, mesh=mesh)
+    placed = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params))
+    with Engine(sharded_model, placed, slots=4, chunk=8, speculate=2) as engine:
+        check_like_alone(engine, alone, random_requests(12, seed=3), threads=3)
+        assert engine.counters().compiled == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_quantized_kernels_write_what_they_write_alone(model, form):
+    sharded_model, params = model
+    small = jt.quantize(params, sharded_model.model, form)
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 9, 20)]
+    with Engine(sharded_model, small, slots=2, chunk=8) as engine:
+        tickets = [engine.submit(Request(tuple(prompt.tolist()), 8, GREEDY)) for prompt in prompts]
+        found = [[one.token for one in ticket] for ticket in tickets]
+    wanted = [generate_ids(sharded_model, small, [one], new_tokens=8, sampling=GREEDY)[0] for one in prompts]
+    np.testing.assert_array_equal(found, wanted)

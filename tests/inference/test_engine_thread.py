@@ -1,0 +1,254 @@
+"""What the engine does with requests that queue, are cancelled or fail, with programs that compute nothing."""
+
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.inference.engine import engine as engine_module
+from jaxtrain.inference.engine.drafts import Drafts, accepted
+from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.programs import Chosen
+from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request
+from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
+from jaxtrain.inference.engine.slots import Slot, slot_for
+from jaxtrain.inference.engine.ticket import Ticket
+from jaxtrain.inference.sampling import Sampling
+from jaxtrain.models.model import Decoder
+
+VOCABULARY = 1000
+
+
+class CountingPrograms:
+    """Programs whose next token is the one before plus 1; every run is written down, and a gate can hold them."""
+
+    def __init__(self, *_: Any, slots: int, chunk: int, **__: Any):
+        self.slots, self.chunk, self.vocab_size, self.params = slots, chunk, VOCABULARY, {}
+        self.runs: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def warm(self) -> None:
+        pass
+
+    def _chosen(self, tokens: np.ndarray, name: str) -> Chosen:
+        assert self.gate.wait(20)
+        if self.fails:
+            raise RuntimeError("the device\nis gone")
+        self.runs.append(name)
+        nothing = np.zeros((*tokens.shape, 0))
+        return Chosen(tokens + 1, np.zeros(tokens.shape), nothing, nothing)
+
+    def decode(self, tokens_SW: Any, positions_S: Any, writes_S: Any, rows: Any, *, wants_top: bool) -> Chosen:
+        return self._chosen(tokens_SW, "decode")
+
+    def prefill(self, slot: int, tokens: list[int], *_: Any, **__: Any) -> tuple[Chosen, Chosen]:
+        chosen = self._chosen(np.array(tokens[-1:]), f"prefill {slot}")
+        return chosen, chosen
+
+    def copy(self, source: int, target: int) -> None:
+        self.runs.append(f"copy {source} to {target}")
+
+    def set_penalties(self, *_: Any) -> None:
+        self.runs.append("penalties")
+
+
+def request(first: int = 1, length: int = 1, new_tokens: int = 3, **given: Any) -> Request:
+    return Request(tuple(range(first, first + length)), new_tokens, Sampling(temperature=0), **given)
+
+
+@pytest.fixture(scope="module")
+def sharded_model() -> jt.ShardedModel:
+    """A model of which nothing is computed."""
+    model = jt.Model("counts", lambda key: ({}, {}), lambda params, state, inputs, *, key, train: (inputs, state))
+
+    def decode(*_: Any) -> Any:
+        raise AssertionError("nothing is computed")
+
+    decoder = Decoder(lambda *_: {}, decode, max_length=64)
+    return jt.shard_model(dataclasses.replace(model, decoder=decoder), mesh=jt.make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.fixture
+def engine(monkeypatch, sharded_model):
+    """An engine of two slots and a queue of two, on programs that count."""
+    made: list[CountingPrograms] = []
+
+    def make(*args: Any, **given: Any) -> CountingPrograms:
+        made.append(CountingPrograms(*args, **given))
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "Programs", make)
+    engine = Engine(sharded_model, {}, slots=2, chunk=4, queue=2)
+    engine.start()
+    yield engine, made[0]
+    made[0].gate.set()
+    engine.close(drain=False)
+
+
+def until(condition: Any) -> None:
+    """Wait for another thread; a failure is the timeout's."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_ticket_gives_tokens_and_events_in_order(engine):
+    engine, _ = engine
+    events: list[Any] = []
+    ticket = engine.submit(request(5), lambda ticket, event: events.append(event))
+    assert [one.token for one in ticket] == [6, 7, 8]
+    assert ticket.wait(5)
+    assert [event and event.token for event in events] == [6, 7, 8, None]
+    assert ticket.finish_reason == "length"
+    assert list(ticket) == []  # a second iteration ends
+
+
+def test_a_stop_token_is_emitted_and_ends_the_answer(engine):
+    ticket = engine[0].submit(request(5, new_tokens=30, stop_tokens=frozenset({8})))
+    assert [one.token for one in ticket] == [6, 7, 8]
+    assert ticket.finish_reason == "stop"
+
+
+def test_answers_go_on_while_a_long_prompt_is_read():
+    programs: Any = CountingPrograms(slots=2, chunk=4)
+    waiting = Waiting(9)
+    scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
+    waiting.add(Ticket(request(1, new_tokens=20)))
+    scheduler.step()
+    programs.runs.clear()
+    waiting.add(Ticket(request(100, length=12)))
+    for _ in range(3):
+        scheduler.step()
+    assert programs.runs == ["prefill 1", "decode"] * 3
+
+
+def test_a_prompt_that_another_slot_has_read_is_copied():
+    """Of requests that come together too, as the several answers to one prompt do."""
+    programs: Any = CountingPrograms(slots=3, chunk=40)
+    waiting = Waiting(9)
+    scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
+    tickets = [Ticket(one) for one in (request(length=30), request(length=30), request(length=10))]
+    for ticket in tickets:
+        waiting.add(ticket)
+    while not scheduler.is_idle:
+        scheduler.step()
+    assert [run for run in programs.runs if run != "decode"] == ["prefill 0", "copy 0 to 1", "prefill 1", "prefill 2"]
+    assert [ticket.cached_tokens for ticket in tickets] == [0, 29, 0]  # less than 16 tokens are not worth a copy
+    assert scheduler.counters.cached_tokens == 29
+
+
+def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):
+    engine, programs = engine
+    programs.gate.clear()
+    running = [engine.submit(request(10 * index)) for index in (1, 2)]
+    until(lambda: engine.counters().queued == 0)
+    queued = [engine.submit(request(10 * index)) for index in (3, 4)]
+    with pytest.raises(EngineFull, match="2 requests are waiting"):
+        engine.submit(request(50))
+    queued[0].cancel()
+    running[0].cancel("stop")
+    programs.gate.set()
+    assert [len(list(ticket)) for ticket in (queued[0], running[1], queued[1])] == [0, 3, 3]
+    list(running[0])
+    assert [ticket.finish_reason for ticket in (*running, *queued)] == ["stop", "length", "cancelled", "length"]
+    assert engine.counters().slots_in_use == 0
+
+
+def test_closing_finishes_what_runs_or_cancels_it(engine):
+    engine, programs = engine
+    programs.gate.clear()
+    tickets = [engine.submit(request(10 * index)) for index in (1, 2)]
+    until(lambda: engine.counters().queued == 0)
+    tickets.append(engine.submit(request(30)))
+    threading.Timer(0.05, programs.gate.set).start()
+    engine.close(drain=True)
+    assert [len(list(ticket)) for ticket in tickets] == [3, 3, 3]
+    with pytest.raises(EngineDead, match="closed"):
+        engine.submit(request(1))
+
+
+def test_closing_without_draining_cancels(engine):
+    engine, programs = engine
+    programs.gate.clear()
+    tickets = [engine.submit(request(10 * index, new_tokens=40)) for index in (1, 2)]
+    until(lambda: engine.counters().queued == 0)
+    tickets.append(engine.submit(request(30)))
+    threading.Timer(0.05, programs.gate.set).start()
+    engine.close(drain=False)
+    for ticket in tickets:
+        assert len(list(ticket)) < ticket.request.new_tokens
+        assert ticket.finish_reason == "cancelled"
+
+
+def test_a_device_that_fails_ends_every_request_in_one_line(engine):
+    engine, programs = engine
+    programs.gate.clear()
+    tickets = [engine.submit(request(10 * index)) for index in (1, 2)]
+    until(lambda: engine.counters().queued == 0)
+    tickets.append(engine.submit(request(30)))
+    programs.fails = True
+    programs.gate.set()
+    for ticket in tickets:
+        with pytest.raises(EngineDead, match="a step on its device failed: RuntimeError: the device is gone") as caught:
+            list(ticket)
+        assert ticket.finish_reason == "failed"
+        assert "\n" not in str(caught.value)
+    with pytest.raises(EngineDead, match="the device is gone"):
+        engine.submit(request(1))
+
+
+def test_an_error_of_a_caller_ends_its_own_request(engine):
+    engine, _ = engine
+
+    def broken(ticket: Ticket, event: Any) -> None:
+        raise ValueError("the client left")
+
+    bad, good = engine.submit(request(10), broken), engine.submit(request(20))
+    assert [one.token for one in good] == [21, 22, 23]
+    with pytest.raises(EngineDead, match="on_event of this request raised ValueError: the client left"):
+        list(bad)
+    assert bad.finish_reason == "failed"
+    assert [one.token for one in engine.submit(request(30))] == [31, 32, 33]
+
+
+def test_the_slot_is_the_one_that_has_most_of_the_prompt():
+    slots = [Slot(index) for index in range(4)]
+    prompt = list(range(50))
+    for slot, cached, order in zip(slots, ([0], prompt[:20], prompt[:40], prompt), (5, 1, 2, 3), strict=True):
+        slot.cached, slot.order = cached, order
+    slots[3].ticket = Ticket(request())
+    assert slot_for(slots, prompt) is slots[2]
+    assert slot_for(slots, [0, 99]) is slots[1]  # one token in common is nothing: the one that was free for longest
+    for slot in slots:
+        slot.ticket = Ticket(request())
+    assert slot_for(slots, prompt) is None
+
+
+DRAFTS = {
+    "a pair seen before": ([1, 2, 3, 4, 9, 1, 2], 3, [3, 4, 9]),
+    "a triple before a pair": ([7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2], 2, [5, 8]),
+    "the last of several": ([1, 2, 3, 1, 2, 4, 1, 2], 1, [4]),
+    "a period that goes on": ([5, 6, 5, 6], 5, [5, 6, 5, 6, 5]),
+    "nothing twice": ([1, 2, 3, 4], 3, []),
+    "too short": ([1], 3, []),
+}
+
+
+@pytest.mark.parametrize(("text", "count", "wanted"), DRAFTS.values(), ids=DRAFTS)
+def test_a_draft_is_what_followed_before(text, count, wanted):
+    drafts = Drafts(text[:1])
+    drafts.extend(text[1:])
+    assert drafts.propose(count) == wanted
+
+
+def test_a_draft_is_accepted_up_to_the_first_wrong_token():
+    assert [accepted([4, 5, 6], chosen) for chosen in ([4, 5, 6, 7], [4, 5, 0, 7], [0, 5, 6, 7])] == [3, 2, 0]
+    assert accepted([], [3]) == 0

@@ -1,0 +1,238 @@
+"""Bodies of requests: what they ask for, and one line where they ask for nothing that is served. No HTTP."""
+
+import json
+from typing import Any
+
+import pytest
+from scripted import CHAT, END, LENGTH, READER, TOKENIZER
+
+from jaxtrain.inference.engine.request import Emitted
+from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.server.bodies import chat_call, completion_call
+from jaxtrain.inference.server.call import Call, Prompt, engine_requests
+from jaxtrain.inference.server.choices import Choice, TokenTexts
+from jaxtrain.inference.server.fields import parse_body
+from jaxtrain.inference.server.prompts import PromptReader
+from jaxtrain.inference.server.refused import RefusedError
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def completion(**fields: Any) -> Call:
+    return completion_call({"model": "tiny", "prompt": "Hi", **fields}, READER, served="tiny")
+
+
+def chat(**fields: Any) -> Call:
+    return chat_call({"model": "tiny", "messages": HI, **fields}, READER, served="tiny")
+
+
+NOT_JSON = {
+    "empty": (b"", "not JSON"),
+    "half": (b'{"model": ', "line 1, column"),
+    "a list": (b"[1]", "the body is [1]; send a JSON object"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', "not UTF-8: byte 12"),
+    "NaN": (b'{"temperature": NaN}', "holds NaN"),
+    "a number of 5,000 digits": (b'{"seed": ' + b"9" * 5000 + b"}", "number is too long"),
+    "100,000 lists in each other": (b'{"a": ' + b"[" * 100_000, "lists are too deep"),
+}
+
+
+@pytest.mark.parametrize(("raw", "said"), NOT_JSON.values(), ids=NOT_JSON)
+def test_what_is_no_json_object_is_one_line(raw, said):
+    with pytest.raises(RefusedError) as caught:
+        parse_body(raw)
+    assert (caught.value.status, "\n" in caught.value.message) == (400, False)
+    assert said in caught.value.message
+
+
+# Fields of a body, the field that is named, and a part of the line.
+WRONG_COMPLETIONS = {
+    "no model": ({"model": None}, "model", "'model' is missing"),
+    "no prompt": ({"prompt": None}, "prompt", "'prompt' is missing"),
+    "an unknown field": ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+    "a model of another type": ({"model": 3}, "model", "use a text"),
+    "an empty list of prompts": ({"prompt": []}, "prompt", "list of texts"),
+    "a prompt without a token": ({"prompt": [[]]}, "prompt", "at least one"),
+    "texts and ids": ({"prompt": ["a", 1]}, "prompt", "list of texts"),
+    "an id outside of the vocabulary": ({"prompt": [258]}, "prompt", "use 0 to 257"),
+    "a negative id": ({"prompt": [[-1]]}, "prompt", "no token id"),
+    "true as an id": ({"prompt": [[True]]}, "prompt", "no token id"),
+    "half of a surrogate pair": ({"prompt": "a\ud800"}, "prompt", "surrogate"),
+    "temperature below 0": ({"temperature": -1}, "temperature", "from 0 to 2"),
+    "temperature as a text": ({"temperature": "1"}, "temperature", "from 0 to 2"),
+    "temperature true": ({"temperature": True}, "temperature", "from 0 to 2"),
+    "temperature beyond float": ({"temperature": 10**400}, "temperature", "from 0 to 2"),
+    "top_p of 0": ({"top_p": 0}, "top_p", "above 0, up to 1"),
+    "top_k of 0": ({"top_k": 0}, "top_k", "1 or more"),
+    "min_p above 1": ({"min_p": 1.1}, "min_p", "from 0 to 1"),
+    "a negative repetition penalty": ({"repetition_penalty": -1}, "repetition_penalty", "above 0"),
+    "presence penalty": ({"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2"),
+    "frequency penalty": ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
+    "a bias of a word": ({"logit_bias": {"the": 1}}, "a key of logit_bias", "a token id"),
+    "a bias of too much": ({"logit_bias": {"1": 101}}, "logit_bias[1]", "from -100 to 100"),
+    "a bias outside of the vocabulary": ({"logit_bias": {"258": 1}}, "a key of logit_bias", "0 to 257"),
+    "n of 0": ({"n": 0}, "n", "from 1 to 128"),
+    "n of a thousand": ({"n": 1000}, "n", "from 1 to 128"),
+    "n as a fraction": ({"n": 1.5}, "n", "whole number"),
+    "a hundred stops": ({"stop": ["a"] * 100}, "stop", "has 100 texts; use 0 to 4"),
+    "an empty stop": ({"stop": [""]}, "stop", "empty text"),
+    "a number as a stop": ({"stop": 1}, "stop", "use a text"),
+    "negative max_tokens": ({"max_tokens": -1}, "max_tokens", "0 or more"),
+    "nothing at all": ({"max_tokens": 0}, "max_tokens", "set echo"),
+    "too many log-probabilities": ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+    "a seed as a text": ({"seed": "1"}, "seed", "whole number"),
+    "stream as a text": ({"stream": "yes"}, "stream", "true or false"),
+    "options of no stream": ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
+    "an unknown option": ({"stream": True, "stream_options": {"usage": True}}, "usage", "unknown field"),
+    "the best of several": ({"best_of": 3}, "best_of", "not supported"),
+    "a suffix": ({"suffix": "end"}, "suffix", "not supported"),
+}
+WRONG_CHATS = {
+    "no messages": ({"messages": None}, "messages", "missing"),
+    "an empty list": ({"messages": []}, "messages", "list of messages"),
+    "a text": ({"messages": "Hi"}, "messages", "list of messages"),
+    "an unknown role": ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "one of system"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages[0].content", "use a text"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        "text",
+    ),
+    "a call of a tool": ({"messages": [{**HI[0], "tool_calls": [{"id": 1}]}]}, "messages", "not supported"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools", "calls no tools"),
+    "a form of the answer": ({"response_format": {"type": "json_object"}}, "response_format", "free text"),
+    "sound": ({"modalities": ["text", "audio"]}, "modalities", "texts only"),
+    "alternatives without log-probabilities": ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+    "log-probabilities as a number": ({"logprobs": 2}, "logprobs", "true or false"),
+    "two limits": ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
+    "no room for an answer": ({"max_tokens": 0}, "max_tokens", "1 or more"),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "param", "said"),
+    [(completion, *row) for row in WRONG_COMPLETIONS.values()] + [(chat, *row) for row in WRONG_CHATS.values()],
+    ids=[*WRONG_COMPLETIONS, *(f"chat: {name}" for name in WRONG_CHATS)],
+)
+def test_a_wrong_field_is_one_line_that_names_it(call, fields, param, said):
+    with pytest.raises(RefusedError) as caught:
+        call(**fields)
+    error = caught.value
+    assert (error.status, error.param) == (400, param)
+    assert said in error.message
+    assert "\n" not in error.message
+    assert len(error.message) < 300
+    json.dumps(error.to_json())
+
+
+def test_another_model_is_not_found():
+    with pytest.raises(RefusedError, match='this server has "tiny"') as caught:
+        completion(model="gpt-4")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+PROMPTS = {
+    "a text": ("Hi", [(72, 105)]),
+    "texts": (["Hi", "H"], [(72, 105), (72,)]),
+    "ids": ([72, 105], [(72, 105)]),
+    "lists of ids": ([[72], [72, 257]], [(72,), (72, 257)]),
+    "an empty text begins with the first id": ("", [(0,)]),
+    "special tokens are read": ("<|im_end|>", [(END,)]),
+}
+
+
+@pytest.mark.parametrize(("given", "tokens"), PROMPTS.values(), ids=PROMPTS)
+def test_every_form_of_a_prompt(given, tokens):
+    assert [prompt.tokens for prompt in completion(prompt=given).prompts] == tokens
+
+
+def test_a_conversation_is_written_by_the_template():
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    messages = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts, "name": "Ann"}]
+    prompt = chat(messages=messages).prompts[0]
+    turns = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt == Prompt(turns, tuple(READER.encode(turns, add_special_tokens=False)))
+    with pytest.raises(RefusedError, match="no chat template"):
+        PromptReader(TOKENIZER, None, vocab_size=258).of_messages(HI)
+
+
+def test_fields_become_requests_of_the_engine():
+    sampled = completion(
+        prompt=["Hi", "Ho"], n=2, seed=7, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
+        presence_penalty=-1, frequency_penalty=2, logit_bias={"5": -100}, max_tokens=4, logprobs=3, echo=True,
+    )  # fmt: skip
+    requests = engine_requests(sampled, length=LENGTH, most=16)
+    assert [(one.tokens, one.seed) for one in requests] == [
+        ((72, 105), 7), ((72, 105), 8), ((72, 111), 7), ((72, 111), 8),
+    ]  # fmt: skip
+    expected = Sampling(
+        0.5, 3, 0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1.0, frequency_penalty=2.0,
+        logit_bias=((5, -100.0),),
+    )  # fmt: skip
+    one = requests[0]
+    assert (one.sampling, one.new_tokens, one.top, one.prompt_log_probabilities) == (expected, 4, 3, True)
+    assert one.stop_tokens == frozenset(CHAT.stop) == {END}
+
+
+def test_defaults_are_those_of_openai():
+    given = completion()
+    assert (given.sampling, given.new_tokens, given.num_choices) == (Sampling(1.0), 16, 1)
+    assert completion().seed != completion().seed  # 32 random bits
+    assert completion(seed=-1).seed == 2**32 - 1
+    assert chat().new_tokens is None
+    requests = engine_requests(chat(), length=LENGTH, most=16)
+    assert requests[0].new_tokens == LENGTH - len(requests[0].tokens)  # all the room there is
+
+
+def test_what_does_not_fit_is_refused():
+    at_most = "a" * (LENGTH - 16)
+    assert engine_requests(completion(prompt=at_most), length=LENGTH, most=16)
+    for call in (completion(prompt=at_most + "a"), chat(messages=[{"role": "user", "content": "a" * LENGTH}])):
+        with pytest.raises(RefusedError, match="prompt and answer together have 64") as caught:
+            engine_requests(call, length=LENGTH, most=16)
+        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    with pytest.raises(RefusedError, match="34 answers at a time; this server takes 16"):
+        engine_requests(completion(prompt=["a", "b"], n=17), length=LENGTH, most=16)
+
+
+def grown(call: Call, tokens: list[int], reason: str = "length") -> tuple[list[str], str | None, list[Any]]:
+    """Texts of the pieces of an answer, why it ended, and its scored tokens."""
+    choice = Choice(call, call.prompts[0], TOKENIZER, TokenTexts(TOKENIZER))
+    pieces = []
+    for token in tokens:
+        pieces.append(choice.feed(Emitted(token, -0.5, ((token, -0.5),)[: call.top or 0])))
+        if choice.finish_reason is not None:
+            break
+    else:
+        pieces.append(choice.finish(reason))
+    scored = [(one.text, one.offset) for piece in pieces for one in piece.scored]
+    return [piece.text for piece in pieces if piece.text], choice.finish_reason, scored
+
+
+GROWN = {
+    "characters are whole": ({}, "aé", (["a", "é"], "length", [])),
+    "a stop ends it": ({"stop": ["END"]}, "abENDcd", (["a", "b"], "stop", [])),
+    "what may be a stop is held back": ({"stop": "END"}, "aENx", (["a", "ENx"], "length", [])),
+    "what is left at the end": ({"stop": "END"}, "aEN", (["a", "EN"], "length", [])),
+    "tokens of a stop are not scored": ({"stop": "END", "logprobs": 0}, "aEND", (["a"], "stop", [("a", 0)])),
+    "parts of a character begin where it does": (
+        {"logprobs": 0}, "aé", (["a", "é"], "length", [("a", 0), ("\ufffd", 1), ("\ufffd", 1)]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "written", "expected"), GROWN.values(), ids=GROWN)
+def test_tokens_become_pieces_of_text(fields, written, expected):
+    assert grown(completion(**fields), list(written.encode())) == expected
+
+
+def test_the_token_that_ends_is_scored_in_completions_alone():
+    """Harnesses drop the last token of a completion, whatever it is."""
+    assert grown(completion(logprobs=0), [97, END, 98]) == (["a"], "stop", [("a", 0), ("<|im_end|>", 1)])
+    assert grown(chat(logprobs=True), [97, END, 98]) == (["a"], "stop", [("a", 0)])
+
+
+def test_no_probability_is_infinite_or_none():
+    choice = Choice(completion(logprobs=1), Prompt("a", (97,)), TOKENIZER, TokenTexts(TOKENIZER))
+    found = choice.feed(Emitted(98, float("-inf"), ((99, 0.0), (98, float("-inf")))))
+    assert [(one.log_probability, one.top) for one in found.scored] == [(-9999.0, (("c", 0.0), ("b", -9999.0)))]

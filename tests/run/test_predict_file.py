@@ -1,0 +1,339 @@
+"""`jaxtrain predict` and `OpenedRun.predict_file`: rows read as in training, answers in their order, or one line."""
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import jaxtrain as jt
+from jaxtrain.config import load_config
+from jaxtrain.data.examples import split_examples
+from jaxtrain.run.trainer import run_config
+
+FEW_STEPS = {
+    "optimizer": {"kind": "sgd", "learning_rate": 0.1},
+    "train": {"steps": 2, "global_batch_size": 8},
+    "evaluation": {"every": 2, "max_batches": 1},
+    "logging": {"report": False, "tensorboard": False},
+}
+ENCODER = {
+    "kind": "transformer",
+    "num_layers": 1,
+    "embed_dim": 16,
+    "num_heads": 2,
+    "mlp_dim": 16,
+    "max_sequence_length": 16,
+    "causal": False,
+}
+BYTES = {"tokenizer": {"kind": "byte"}, "validation_fraction": 0.25}
+
+
+def table(folder):
+    lines = [f"{i % 7},{i * 0.5},{'ant' if i % 2 else 'bee'}" for i in range(32)]
+    (folder / "rows.csv").write_text("\n".join(["width,height,kind", *lines]) + "\n")
+    data = {"kind": "table", "path": str(folder / "rows.csv")}
+    return {"task": "classification", "model": {"kind": "mlp", "hidden_dims": [8]}, "data": data}
+
+
+def numbers(folder):
+    table(folder)
+    (folder / "rows.csv").write_text((folder / "rows.csv").read_text().replace("ant", "1.5").replace("bee", "2.5"))
+    data = {"kind": "table", "path": str(folder / "rows.csv")}
+    return {"task": "regression", "model": {"kind": "mlp", "hidden_dims": [8]}, "data": data}
+
+
+def texts(folder):
+    rows = [{"review": f"text {i}", "about": "x" * i, "label": ["good", "bad"][i % 2]} for i in range(32)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    data = {"kind": "labelled_text", "path": str(folder / "rows.jsonl"), "text": "review", **BYTES}
+    return {"task": "classification", "model": {**ENCODER, "head": {"kind": "sequence"}}, "data": data}
+
+
+def tags(folder):
+    rows = [{"words": ["red", "is", str(i)], "tags": ["color", "none", "digit"]} for i in range(32)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    data = {"kind": "tagged_text", "path": str(folder / "rows.jsonl"), **BYTES}
+    return {"task": "token_classification", "model": {**ENCODER, "head": {"kind": "token"}}, "data": data}
+
+
+def images(folder):
+    random = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (folder / "images" / name).mkdir(parents=True)
+        for i in range(8):
+            pixels = random.integers(0, 256, (12, 16, 3), np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / name / f"{i}.png")
+    data = {"kind": "image_folder", "path": str(folder / "images"), "image_size": 8, "validation_fraction": 0.25}
+    model = {"kind": "resnet", "stem": "small", "stage_blocks": [1], "width": 4}
+    return {"task": "classification", "model": model, "data": data}
+
+
+KINDS = {"table": table, "numbers": numbers, "texts": texts, "tags": tags, "images": images}
+SHORT = ("table",)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Makes the run of a kind once; its data stand beside it."""
+    made = {}
+
+    def run(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            run_config(load_config({**FEW_STEPS, **KINDS[kind](folder)}), run_dir=folder / "run")
+            made[kind] = folder
+        return made[kind]
+
+    return run
+
+
+def rows_by_kind(names):
+    return [pytest.param(name, id=name, marks=() if name in SHORT else pytest.mark.long) for name in names]
+
+
+def predicted(run, kind, path):
+    """What a run predicts for the rows of its own data, opened as training opens them, in the order of the file."""
+    config = {**run.config.data.model_dump(), "path": str(path), "validation_fraction": 0}
+    config |= {"augment": False} if kind == "images" else {}
+    data = jt.open_data(config, sequence_length=16, task=run.config.task, reading=run.info["data"]["reading"])
+    order, _ = split_examples(len(data.train), validation_fraction=0, label="")
+    return run.predict(data.train)[np.argsort(order)], [data.train[int(i)] for i in np.argsort(order)]
+
+
+def refuse(*_, **__):
+    raise AssertionError("a prediction builds no step and no optimizer")
+
+
+@pytest.mark.parametrize("kind", rows_by_kind(KINDS))
+def test_rows_are_read_as_in_training(kind, trained, monkeypatch):
+    """The file that the run was trained on, through the loader of training and by `predict_file`."""
+    folder = trained(kind)
+    monkeypatch.setattr("jaxtrain.train.assemble.make_train_step", refuse)
+    monkeypatch.setattr("jaxtrain.train.assemble.build_optimizer", refuse)
+    run = jt.open_run(folder / "run")
+    path = run.config.data.path
+    outputs, rows = predicted(run, kind, path)
+    found = run.predict_file(path, probabilities=kind != "numbers", batch_size=8)
+    assert [row["row"] for row in found] == list(range(1, 1 + len(outputs)))
+    if kind == "numbers":
+        assert [row["number"] for row in found] == pytest.approx(outputs[:, 0].tolist(), rel=1e-6)
+        return
+    shares = np.exp(outputs) / np.exp(outputs).sum(-1, keepdims=True)
+    for row, share, read in zip(found, shares, rows, strict=True):
+        if kind == "tags":
+            places = np.flatnonzero(read["targets"] != -100)
+            given = [list(one.values()) for one in row["probabilities"] if one is not None]
+            assert row["classes"] == [run.classes[i] for i in share[places].argmax(-1)] + [None] * (3 - len(places))
+            # A batch of another size sums in another order.
+            np.testing.assert_allclose(given, share[places], rtol=1e-5)
+        else:
+            assert list(row["probabilities"]) == list(run.classes)
+            assert row["class"] == run.classes[int(share.argmax())]
+            assert row["probability"] == max(row["probabilities"].values())
+            np.testing.assert_allclose(list(row["probabilities"].values()), share, rtol=1e-5)
+    if kind == "images":
+        assert [row["file"].rsplit("/", 2)[1] for row in found] == ["cat"] * 8 + ["dog"] * 8
+
+
+def parsed(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_columns_are_found_by_their_names(trained, tmp_path, cli):
+    """In another order, with others between them and without the target; JSON lines as well as CSV."""
+    folder = trained("table")
+    lines = (folder / "rows.csv").read_text().splitlines()[1:]
+    cells = [line.split(",") for line in lines]
+    (tmp_path / "other.csv").write_text(
+        "\n".join(["name,height,width", *(f'"a, {i}",{row[1]},{row[0]}' for i, row in enumerate(cells))])
+    )
+    objects = [json.dumps({"height": float(row[1]), "width": int(row[0])}) for row in cells]
+    (tmp_path / "other.jsonl").write_text("\n".join(objects))
+    answers = [
+        cli("predict", str(folder / "run"), str(path))
+        for path in (folder / "rows.csv", tmp_path / "other.csv", tmp_path / "other.jsonl")
+    ]
+    assert [answer.code for answer in answers] == [0, 0, 0], answers
+    assert answers[0].out == answers[1].out == answers[2].out
+    found = parsed(answers[0].out)
+    assert list(found[0]) == ["row", "class", "probability"]
+    assert len(found) == 32
+    assert {row["class"] for row in found} <= {"ant", "bee"}
+
+
+def test_forms_of_the_answer_agree(trained, tmp_path, cli):
+    folder = trained("table")
+    words = ("predict", str(folder / "run"), str(folder / "rows.csv"), "--probabilities", "--batch", "5")
+    printed, as_json = cli(*words), cli(*words, "--json")
+    for name in ("a.csv", "a.jsonl"):
+        assert cli(*words, "--out", str(tmp_path / name)).out == ""
+    assert (tmp_path / "a.csv").read_text() == printed.out
+    assert (tmp_path / "a.jsonl").read_text() == as_json.out
+    rows, objects = parsed(printed.out), [json.loads(line) for line in as_json.out.splitlines()]
+    assert objects == jt.open_run(folder / "run").predict_file(folder / "rows.csv", probabilities=True, batch_size=5)
+    assert list(rows[0]) == ["row", "class", "probability", "probability_ant", "probability_bee"]
+    for row, one in zip(rows, objects, strict=True):
+        assert (int(row["row"]), row["class"], float(row["probability"])) == (
+            one["row"],
+            one["class"],
+            one["probability"],
+        )
+        assert float(row["probability_bee"]) == one["probabilities"]["bee"]
+        assert sum(one["probabilities"].values()) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.long
+def test_texts_may_stand_on_lines(trained, tmp_path):
+    """An empty line is an empty text, and Windows ends lines in its own way."""
+    run = jt.open_run(trained("texts") / "run")
+    (tmp_path / "texts.txt").write_bytes("one\r\n\r\nthree é\r\n".encode())
+    rows = [{"review": text} for text in ("one", "", "three é")]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert run.predict_file(tmp_path / "texts.txt") == run.predict_file(tmp_path / "texts.jsonl")
+
+
+# Kind of the run -> name and content of a file, words after the command, exit code, and what the line says.
+WRONG = {
+    "no file": ("table", None, "", (), 3, "does not exist"),
+    "empty": ("table", "a.csv", "", (), 3, "is empty"),
+    "a header alone": ("table", "a.csv", "width,height\n", (), 3, "has no rows; give a file with at least one"),
+    "another format": ("table", "a.xls", "1", (), 3, "is no .csv, .jsonl or .parquet file"),
+    "a column is missing": (
+        "table",
+        "a.csv",
+        "width,size\n1,2\n",
+        (),
+        3,
+        "has no column 'height' (it has: width, size)",
+    ),
+    "another type": (
+        "table",
+        "a.csv",
+        "width,height\n1,2\n3,tall\n",
+        (),
+        3,
+        "a.csv:3 column 'height' is 'tall', not a",
+    ),
+    "no number": (
+        "table",
+        "a.jsonl",
+        '{"width": 1, "height": null}',
+        (),
+        3,
+        "a.jsonl:1 column 'height' is None, not a",
+    ),
+    "too few cells": ("table", "a.csv", "width,height\n1\n", (), 3, "a.csv:2 has 1 fields, the header has 2"),
+    "out of another format": ("table", "a.csv", "x", ("--out", "b.txt"), 2, "--out b.txt is no .csv or .jsonl file"),
+    "out in no folder": ("table", "a.csv", "x", ("--out", "none/b.csv"), 2, "is in none, which is no folder"),
+    "JSON as CSV": ("table", "a.csv", "x", ("--out", "b.csv", "--json"), 2, "write --out b.jsonl"),
+    "no batch": ("table", "a.csv", "x", ("--batch", "0"), 2, "'0' is not a whole number of 1 or more"),
+    "another suffix": ("table", "a.txt", "1,2", (), 3, "is no .csv, .jsonl or .parquet file"),
+}
+WRONG_KINDS = {
+    "no text": ("texts", "a.jsonl", '{"review": 3}', (), 3, "a.jsonl:1 column 'review' holds a value of type int"),
+    "no UTF-8": ("texts", "a.txt", b"\xff\xfe", (), 3, "a.txt"),
+    "an image for texts": ("texts", "a.png", "x", (), 3, "is no .csv, .jsonl or .parquet file"),
+    "no image": ("images", "a.png", "no pixels", (), 3, "a.png cannot be decoded"),
+    "no list": ("images", "a.csv", "x", (), 3, "a.csv is no image; give a folder of images"),
+    "a list of what is not there": ("images", "a.txt", "gone.png\n", (), 3, "a.txt:1 names gone.png, which is no file"),
+    "no probabilities": ("numbers", "a.csv", "x", ("--probabilities",), 2, "which have no probabilities"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "words", "code", "line"),
+    [
+        *(pytest.param(*row, id=name) for name, row in WRONG.items()),
+        *(pytest.param(*row, id=name, marks=pytest.mark.long) for name, row in WRONG_KINDS.items()),
+    ],
+)
+def test_a_mistake_is_one_line(kind, name, content, words, code, line, trained, tmp_path, monkeypatch, cli):
+    monkeypatch.chdir(tmp_path)
+    if name is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    answer = cli("predict", str(trained(kind) / "run"), name or "gone.csv", *words)
+    said = [one for one in answer.err.splitlines() if line in one]
+    assert (answer.code, answer.out) == (code, ""), answer.err
+    assert len(said) == 1, answer.err
+    assert "Traceback" not in answer.err
+    assert not list(tmp_path.glob("b.*"))
+
+
+def test_a_language_model_has_no_predictions(trained, tmp_path, cli):
+    """Its run.json alone decides."""
+    info = json.loads((trained("table") / "run" / "run.json").read_text())
+    info["config"] |= {"task": "language_modeling", "data": {"kind": "text"}}
+    info["config"]["model"] = {"kind": "transformer", "max_sequence_length": 8}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    answer = cli("predict", str(tmp_path), "texts.txt")
+    assert (answer.code, answer.out) == (2, "")
+    assert "gives the next token; jaxtrain sample continues texts" in answer.err
+
+
+PUBLISHED = Path(__file__).parent.parent / "interop" / "published"
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "three", "four"]
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Copies a published model of the fixtures, with a tokenizer of a few words and names for its classes."""
+
+    def copy(name):
+        shutil.copytree(PUBLISHED / name, tmp_path / name)
+        model = models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        pair = [("[CLS]", WORDS.index("[CLS]")), ("[SEP]", WORDS.index("[SEP]"))]
+        tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=pair)
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config["id2label"] = {key: f"label {key}" for key in config.get("id2label", {"0": "", "1": ""})}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return tmp_path / name
+
+    return copy
+
+
+# Published model -> the columns of the answer.
+HEADS = {
+    "bert_sequence": ["row", "class", "probability"],
+    "bert_token": ["row", "word", "text", "class"],
+    "bert_base": None,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in HEADS])
+def test_a_published_model_reads_texts(name, published, tmp_path, cli):
+    folder = published(name)
+    texts = ["one two", "three", "four three two one"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    answer = cli("predict", str(folder), str(tmp_path / "texts.txt"))
+    assert answer.code == 0, answer.err
+    rows = parsed(answer.out)
+    pretrained = jt.load_pretrained(folder)
+    for number, text in enumerate(texts):
+        ids = [2, *(WORDS.index(word) for word in text.split()), 3]
+        outputs, _ = pretrained.model.apply(pretrained.params, {}, np.array([ids]), key=None, train=False)
+        given = [row for row in rows if int(row["row"]) == number + 1]
+        if name == "bert_base":
+            found = [float(value) for key, value in given[0].items() if key != "row"]
+            # Padding is masked and adds zeros; the sums of float32 are in another order.
+            np.testing.assert_allclose(found, outputs[0], rtol=1e-4, atol=1e-5)
+        elif name == "bert_token":
+            assert [row["text"] for row in given] == text.split()
+            assert [row["class"] for row in given] == [f"label {i}" for i in np.argmax(outputs[0, 1:-1], -1)]
+        else:
+            assert given[0]["class"] == f"label {int(np.argmax(outputs[0]))}"
+    assert HEADS[name] is None or list(rows[0]) == HEADS[name]
+
+
+def test_options_of_runs_are_refused_for_published_models(cli):
+    answer = cli("predict", str(PUBLISHED / "bert_sequence"), "texts.txt", "--step", "3")
+    assert (answer.code, answer.out) == (2, "")
+    assert "--step 3 is for runs" in answer.err
