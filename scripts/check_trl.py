@@ -73,6 +73,7 @@ def ours(file: Path) -> int:
 def theirs(file: Path) -> int:
     """Train with TRL, and compare."""
     import datasets
+    import tokenizers
     import torch
     import transformers
     import trl
@@ -86,9 +87,8 @@ def theirs(file: Path) -> int:
         def _get_train_sampler(self, *others):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(HERE.parent / "tests" / "data" / "chats" / "tokenizer.json"), pad_token="</s>"
-    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(k): k for k in range(VOCABULARY)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
     with tempfile.TemporaryDirectory() as folder:
         settings = trl.DPOConfig(
             output_dir=folder,
