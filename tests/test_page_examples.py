@@ -18,8 +18,25 @@ import jaxtrain as jt
 Names = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs"
+# Page, words of the example: whole runs and compiled transformers, several seconds each. Plain pytest proves what they
+# show by the tests of those parts.
+LONG = (
+    ("adapters.md", "save_pretrained("),
+    ("parallelism.md", "from_stages("),
+    ("precision.md", "quantize("),
+    ("preferences.md", "jt.dpo("),
+    ("runs.md", "run.plot("),
+    ("runs.md", "run.predict("),
+    ("training.md", "EarlyStopping("),
+)
+
+
+def is_long(page: str, text: str) -> bool:
+    return any(page == name and words in text for name, words in LONG)
+
+
 EXAMPLES = [
-    pytest.param(page.name, text, id=f"{page.stem}-{index}")
+    pytest.param(page.name, text, id=f"{page.stem}-{index}", marks=pytest.mark.long if is_long(page.name, text) else ())
     for page in sorted(FOLDER.glob("*.md"))
     for index, text in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
 ]
@@ -232,6 +249,26 @@ def predictions_after(names: Names) -> None:
     np.testing.assert_allclose(names["again"], names["logits"], rtol=1e-4, atol=1e-5)
 
 
+def flowers_before(folder: Path) -> Names:
+    lines = [f"{i % 5},{i * 0.5},{['iris', 'rose'][i % 2]}" for i in range(32)]
+    (folder / "flowers.csv").write_text("\n".join(["width,height,kind", *lines]) + "\n")
+    config = {
+        "task": "classification",
+        "model": {"kind": "mlp", "hidden_dims": [8]},
+        "data": {"kind": "table", "path": str(folder / "flowers.csv")},
+        "optimizer": {"kind": "sgd", "learning_rate": 0.1},
+        "train": {"steps": 1, "global_batch_size": 8},
+        "logging": {"report": False, "tensorboard": False},
+    }
+    jt.run_config(config, run_dir=folder / "runs" / "flowers")
+    return {}
+
+
+def flowers_after(names: Names) -> None:
+    assert names["row"]["row"] == 32
+    assert set(names["row"]["probabilities"]) == {"iris", "rose"}
+
+
 def preferences_after(names: Names) -> None:
     """Each loss learns to count upwards, on held-out pairs too."""
     metrics = {name: result.metrics for name, result in names["results"].items()}
@@ -289,6 +326,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("python_api.md", "Checkpointer("): (given_nothing, own_loop_after),
     ("python_api.md", "call=call"): (given_nothing, own_call_after),
     ("python_api.md", "shard_model("): (given_nothing, axes_after),
+    ("predict.md", "predict_file("): (flowers_before, flowers_after),
     ("preferences.md", "jt.dpo("): (given_nothing, preferences_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),
@@ -310,4 +348,4 @@ def test_example_runs_as_printed(page, text, tmp_path, monkeypatch):
 
 def test_every_expectation_has_its_example():
     printed = [example.values for example in EXAMPLES]
-    assert all(any(page == name and words in str(text) for name, text in printed) for page, words in EXPECTED)
+    assert all(any(page == name and words in str(text) for name, text in printed) for page, words in (*EXPECTED, *LONG))

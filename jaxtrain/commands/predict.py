@@ -11,11 +11,13 @@ import numpy as np
 
 from jaxtrain.commands.output import print_text
 from jaxtrain.commands.own_code import own_code
+from jaxtrain.config import Config
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.open_run import open_run
-from jaxtrain.run.predict_file import predict_file
+from jaxtrain.run.predict_published import predict_published
 from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.files import strict_json, write_lines_atomic
@@ -38,8 +40,8 @@ def run_predict(
     """Print or write the predictions for the rows of a file, in its order; all of them, or nothing.
 
     Args:
-        run_dir: directory of the run.
-        file: see `predict_file`.
+        run_dir: directory of the run, or the folder of a published model.
+        file: see `OpenedRun.predict_file`.
         out: .csv or .jsonl file to write or replace; None: standard output.
         batch_size: the largest batch; None: a microbatch of the run.
         probabilities: whether classes come with the probability of each.
@@ -56,12 +58,16 @@ def run_predict(
         DataError: the file or a row of it is not what the run reads.
     """
     written = None if out is None else _checked(out, as_json)
-    config = saved_config(run_dir).config
+    published = _is_published(run_dir, {"--step": step, "--quantize": quantize})
+    config = Config() if published else saved_config(run_dir).config
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()
     with own_code(config), Progress(process_index=0 if main else 1) as progress, progress.phase("predicting") as phase:
-        run = open_run(run_dir, step=step, quantize=quantize, report=progress.message)
-        rows = predict_file(run, file, batch_size=batch_size, probabilities=probabilities)
+        if published:
+            rows = predict_published(run_dir, file, batch_size=batch_size, probabilities=probabilities)
+        else:
+            run = open_run(run_dir, step=step, quantize=quantize, report=progress.message)
+            rows = run.predict_file(file, batch_size=batch_size, probabilities=probabilities)
         phase.note(f"{len(rows):,} rows")
     if not main:
         return 0
@@ -72,6 +78,21 @@ def run_predict(
     for line in lines:
         print_text(line.removesuffix("\n"))
     return 0
+
+
+def _is_published(path: str, options: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a published model and no run.
+
+    Raises:
+        ConfigError: it does, and an option is given that only runs have.
+    """
+    folder = local_path(path, what="run directory").expanduser()
+    if is_run(folder) or not (folder / "config.json").is_file():
+        return False
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(f"{option} {value} is for runs, and {path} is a published model; leave it out")
+    return True
 
 
 def _checked(out: str, as_json: bool) -> Path:

@@ -58,6 +58,12 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
     parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
     parser.add_argument("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
+    parser.add_argument("--min-p", type=number, metavar="P", help="only tokens of at least P times the best one")
+    parser.add_argument(
+        "--repetition-penalty", type=number, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not"
+    )
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; give it several times")
+    parser.add_argument("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
     parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
     add_quantize(parser)
     add_step(parser)
@@ -76,6 +82,10 @@ def _sample(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        stop=arguments.stop or (),
+        beams=arguments.beams,
         seed=arguments.seed,
         quantize=arguments.quantize,
         step=arguments.step,

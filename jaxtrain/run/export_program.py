@@ -101,7 +101,7 @@ def _about(run: "OpenedRun") -> dict[str, Any]:
     """What program.json says besides the program: whose it is, what the outputs mean, how inputs are made."""
     config, data = run.config, run.info.get("data") or {}
     head = config.model.head_kind if isinstance(config.model, TransformerConfig) else str(config.task)
-    found: dict[str, Any] = {"run": str(run.run_dir.resolve()), "step": run.step, "model": run.sharded_model.model.name}
+    found: dict[str, Any] = {"run": run.run_dir.name, "step": run.step, "model": run.sharded_model.model.name}
     found["precision"] = run.sharded_model.policy.name
     found["outputs_are"] = _MEANINGS.get(head, "outputs of the model")
     if isinstance(config.model, EncoderDecoderConfig):

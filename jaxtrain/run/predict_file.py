@@ -4,19 +4,19 @@ Shapes: N rows, C classes, K numbers, D width of an embedding, L tokens per row.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from jaxtrain.config import Config
+from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.predict_rows import FileRows, read_rows
+from jaxtrain.run.predict_rows import FileRows, RowReader, read_rows
 from jaxtrain.run.published import FOLDER
-
-if TYPE_CHECKING:
-    from jaxtrain.run.opened import OpenedRun
 
 # What a model gives that is no prediction for a row -> the command that uses it.
 _ELSEWHERE = {
@@ -25,15 +25,39 @@ _ELSEWHERE = {
 }
 
 
-def predict_file(
-    run: "OpenedRun", path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+def run_reader(run_dir: Path, config: Config, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> RowReader:
+    """How the model of a run reads rows.
+
+    Args:
+        run_dir: Its directory.
+        config: Its config.
+        info: Content of its `run.json`.
+        tokenizer: Its tokenizer.
+    """
+    trained_on = info.get("data") or {}
+    classes = (trained_on.get("reading") or {}).get("classes")
+    if classes is None:
+        classes = published_classes(_published_config(run_dir / FOLDER / "config.json"))
+    return RowReader(
+        str(run_dir),
+        config.model,
+        tokenizer,
+        data=config.data,
+        task=config.task,
+        trained_on=trained_on,
+        classes=None if classes is None else tuple(classes),
+    )
+
+
+def predicted_rows(
+    reader: RowReader, outputs_of: Callable[[Any], Any], path: str | Path, *, probabilities: bool
 ) -> list[dict[str, Any]]:
     """Predicts the rows of a file.
 
     Args:
-        run: Opened.
+        reader: How the model reads rows.
+        outputs_of: Rows -> outputs of the model, as `OpenedRun.predict` gives them.
         path: See `read_rows`.
-        batch_size: The largest batch; None: a microbatch of the run.
         probabilities: Whether classes come with the probability of each.
 
     Returns:
@@ -49,42 +73,41 @@ def predict_file(
         ConfigError: The model gives something else, such as the next token, or `probabilities` of no classes.
         DataError: The file or a row of it is not what the run reads.
     """
-    kind, head = _kind(run)
+    kind, head = _kind(reader)
     if probabilities and kind in ("number", "embedding"):
-        raise ConfigError(f"{run.run_dir} gives {kind}s, which have no probabilities; leave --probabilities out")
-    rows = read_rows(run, path, head=head)
-    outputs = run.predict(rows.inputs, batch_size=batch_size)
+        raise ConfigError(f"{reader.name} gives {kind}s, which have no probabilities; leave --probabilities out")
+    rows = read_rows(reader, path, head=head)
+    outputs = outputs_of(rows.inputs)
     outputs = outputs["logits"] if isinstance(outputs, Mapping) else outputs
     return [
         {"row": number + 1, **({} if rows.files is None else {"file": rows.files[number]}), **found}
-        for number, found in enumerate(_answers(run, kind, rows, outputs, probabilities))
+        for number, found in enumerate(_answers(reader, kind, rows, outputs, probabilities))
     ]
 
 
-def _kind(run: "OpenedRun") -> tuple[str, str | None]:
+def _kind(reader: RowReader) -> tuple[str, str | None]:
     """What one row gives (class, number, embedding or words), and the kind of a transformer's head.
 
     Raises:
         ConfigError: Something else.
     """
-    config = run.config
-    if config.model.kind == "encoder_decoder":
-        raise ConfigError(f"{run.run_dir} writes texts, which is no prediction per row; use jaxtrain sample")
-    if isinstance(config.model, TransformerConfig):
-        head = config.model.head_kind
+    if isinstance(reader.model, EncoderDecoderConfig):
+        raise ConfigError(f"{reader.name} writes texts, which is no prediction per row; use jaxtrain sample")
+    if isinstance(reader.model, TransformerConfig):
+        head = reader.model.head_kind
         if head in _ELSEWHERE:
-            raise ConfigError(f"the model of {run.run_dir} {_ELSEWHERE[head]}")
+            raise ConfigError(f"the model of {reader.name} {_ELSEWHERE[head]}")
         return {"sequence": "class", "token": "words", "regression": "number", "embedding": "embedding"}[head], head
-    if config.task not in ("classification", "regression"):
+    if reader.task not in ("classification", "regression"):
         raise ConfigError(
-            f"{run.run_dir} was trained with a task of its own, which does not say what its outputs mean; "
+            f"{reader.name} was trained with a task of its own, which does not say what its outputs mean; "
             "jaxtrain.open_run(...).predict(array) gives them as they are"
         )
-    return "class" if config.task == "classification" else "number", None
+    return "class" if reader.task == "classification" else "number", None
 
 
 def _answers(
-    run: "OpenedRun", kind: str, rows: FileRows, outputs: np.ndarray, probabilities: bool
+    reader: RowReader, kind: str, rows: FileRows, outputs: np.ndarray, probabilities: bool
 ) -> Iterator[dict[str, Any]]:
     if kind == "number":
         for values in outputs.reshape(len(outputs), -1):
@@ -95,7 +118,7 @@ def _answers(
         for values in outputs:
             yield {"embedding": values}
         return
-    names = _class_names(run, outputs.shape[-1])
+    names = _class_names(reader.classes, outputs.shape[-1])
     if kind == "class":
         for logits in outputs:
             shares = _softmax(logits)
@@ -128,20 +151,22 @@ def _plain(value: Any) -> float:
     return float(str(np.float32(value)))
 
 
-def _class_names(run: "OpenedRun", num_classes: int) -> list[str]:
-    """Names of the classes: those of the data, of the published model, or their numbers."""
-    names = run.classes or _published_names(run.run_dir / FOLDER / "config.json")
+def _class_names(names: Sequence[str] | None, num_classes: int) -> list[str]:
+    """Names of the classes: those that are known, then their numbers."""
     if names is None or len(names) > num_classes:
         return [str(number) for number in range(num_classes)]
     # A model may have more outputs than its data had classes.
     return [*names, *(str(number) for number in range(len(names), num_classes))]
 
 
-def _published_names(file: Path) -> list[str] | None:
-    if not file.is_file():
+def _published_config(file: Path) -> Mapping[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def published_classes(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Names of the classes in a published config.json; None: it names none."""
+    labels = config.get("id2label")
+    if not isinstance(labels, Mapping):
         return None
-    labels = json.loads(file.read_text(encoding="utf-8")).get("id2label")
-    if not isinstance(labels, dict):
-        return None
-    numbers = range(len(labels))
-    return [str(labels[str(number)]) for number in numbers] if all(str(n) in labels for n in numbers) else None
+    numbers = [str(number) for number in range(len(labels))]
+    return tuple(str(labels[number]) for number in numbers) if all(number in labels for number in numbers) else None

@@ -1,12 +1,13 @@
 """The rows of a file as a run's model takes them, read as the run read its own: columns, scales, tokens, images."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from jaxtrain.config.base import Group
 from jaxtrain.config.data import ImageFolderData, LabelledTextData, TaggedTextData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data.files import decode_utf8, require_file
@@ -14,13 +15,34 @@ from jaxtrain.data.sources.images import centered_images, image_files, is_image_
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.text.framed import FramedTokens, framed_tokens, framed_words, text_rows, word_rows
 from jaxtrain.data.text.records import list_of, read_records, text_of
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from jaxtrain.run.opened import OpenedRun
 
 _ARRAYS = (".npy", ".npz")
 _WHAT = "the file"
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """How a model reads rows.
+
+    Attributes:
+        name: Of the run or of the published model, in messages.
+        model: The model group of its config.
+        tokenizer: Makes its tokens; None: it has none.
+        data: The data group of a run; None: the model is no run's.
+        task: Of the run's config.
+        trained_on: The entry `data` of a run's `run.json`.
+        classes: Names of the classes; None: nothing names them.
+    """
+
+    name: str
+    model: Group
+    tokenizer: Tokenizer | None
+    data: Group | None = None
+    task: Any = None
+    trained_on: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,29 +62,28 @@ class FileRows:
     places: list[list[int | None]] | None = None
 
 
-def read_rows(run: "OpenedRun", path: str | Path, *, head: str | None) -> FileRows:
-    """Reads the rows of a file for a run's model.
+def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileRows:
+    """Reads the rows of a file for a model.
 
     Args:
-        run: Whose reading is used.
+        reader: How the model reads rows.
         path: A table (.csv, .jsonl, .parquet), images (a folder, a file, a .txt with a path per line), texts (a table,
             or a .txt with a text per line) or arrays (.npy; .npz with the array `inputs`).
         head: Kind of the head of a transformer; None: the model is another one.
 
     Raises:
-        ConfigError: The run has no tokenizer, or its rows do not come in files.
+        ConfigError: There is no tokenizer, or the model's rows do not come in files.
         DataError: The file or a row of it is not what the run reads.
     """
     path = local_path(path, what=_WHAT, error=DataError).expanduser()
-    data, reading = run.config.data, (run.info.get("data") or {}).get("reading") or {}
+    data, reading, shape = reader.data, reader.trained_on.get("reading") or {}, reader.trained_on.get("input_shape")
     if path.suffix in _ARRAYS:
         return FileRows(_read_arrays(path))
     if reading.get("kind") == "table":
-        shape = (run.info.get("data") or {}).get("input_shape") or [0]
         columns = read_input_columns(
             str(path),
             reading.get("columns"),
-            num_columns=shape[0],
+            num_columns=(shape or [0])[0],
             target=getattr(data, "target", None),
         )
         return FileRows(columns)
@@ -70,11 +91,10 @@ def read_rows(run: "OpenedRun", path: str | Path, *, head: str | None) -> FileRo
         files = _image_paths(path)
         return FileRows(centered_images(files, image_size=data.image_size), files=tuple(map(str, files)))
     if head in ("token", "sequence", "regression", "embedding"):
-        return _read_texts(run, path, of_words=head == "token")
-    shown = (run.info.get("data") or {}).get("input_shape")
+        return _read_texts(reader, path, of_words=head == "token")
     raise ConfigError(
-        f"{run.run_dir} was trained on data.kind={data.kind}, whose rows come in no file; give a .npy file of an array "
-        f"[rows, {', '.join(map(str, shown or ['...']))}] as the model takes it"
+        f"{reader.name} does not say how its rows are made of a file such as {path}; give a .npy file of an array "
+        f"[rows, {', '.join(map(str, shape or ['...']))}] as the model takes it"
     )
 
 
@@ -117,23 +137,24 @@ def _image_paths(path: Path) -> list[Path]:
     return found
 
 
-def _read_texts(run: "OpenedRun", path: Path, *, of_words: bool) -> FileRows:
-    data = run.config.data
-    tokenizer = run.tokenizer
-    if tokenizer is None:
+def _read_texts(reader: RowReader, path: Path, *, of_words: bool) -> FileRows:
+    data = reader.data
+    if reader.tokenizer is None:
         raise ConfigError(
-            f"{run.run_dir} has no tokenizer.json, so it cannot read texts; give a .npy file of an array of tokens"
+            f"{reader.name} has no tokenizer.json, so it cannot read texts; give a .npy file of an array of tokens"
         )
-    shape = (run.info.get("data") or {}).get("input_shape")
-    length = shape[-1] if shape else getattr(run.config.model, "max_sequence_length", 0)
-    tokens = framed_tokens(tokenizer, getattr(data, "tokenizer", None))
+    shape = reader.trained_on.get("input_shape")
+    length = shape[-1] if shape else getattr(reader.model, "max_sequence_length", 0)
+    tokens = framed_tokens(reader.tokenizer, getattr(data, "tokenizer", None))
     if of_words:
-        return _words(path, tokens, data.words if isinstance(data, TaggedTextData) else "words", length)
+        column = data.words if isinstance(data, TaggedTextData) else "words"
+        return _words(path, tokens, column, length, fit=not shape)
     columns = ["text"]
     if isinstance(data, LabelledTextData):
         columns = [data.text, *([data.second_text] if data.second_text else [])]
     texts = _texts(path, columns)
-    return FileRows(text_rows(tokens, texts, sequence_length=length))
+    # The rows of a run are as long as in training; those of a published model, as long as the longest text needs.
+    return FileRows(text_rows(tokens, texts, sequence_length=length, fit=not shape))
 
 
 def _texts(path: Path, columns: Sequence[str]) -> list[list[str]]:
@@ -152,7 +173,7 @@ def _texts(path: Path, columns: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def _words(path: Path, tokens: FramedTokens, column: str, length: int) -> FileRows:
+def _words(path: Path, tokens: FramedTokens, column: str, length: int, *, fit: bool) -> FileRows:
     if path.suffix == ".txt":
         words = [line.split() for line in _lines(require_file(path, what=_WHAT))]
     else:
@@ -160,7 +181,8 @@ def _words(path: Path, tokens: FramedTokens, column: str, length: int) -> FileRo
         listed = [list_of(record.values[0], where=record.where, column=column) for record in records]
         words = [[str(word) for word in row] for row in listed]
     found = framed_words(tokens, words, sequence_length=length)
-    return FileRows(word_rows(tokens, found, sequence_length=length), words=words, places=found.places)
+    rows = word_rows(tokens, found, sequence_length=length, fit=fit)
+    return FileRows(rows, words=words, places=found.places)
 
 
 def _lines(file: Path) -> list[str]:

@@ -3,6 +3,7 @@
 Shapes: L tokens per row.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,11 @@ import numpy as np
 from jaxtrain.config.tokenizer import TokenizerConfig
 from jaxtrain.data.special import NamedTokens, SpecialIds, special_ids
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
-from jaxtrain.data.text.ragged import Column, RaggedRows, make_column
+from jaxtrain.data.text.ragged import Column, RaggedRows, make_column, sizes
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, encode_all
 from jaxtrain.errors import DataError
+
+_LENGTHS = 32  # few different lengths, since each is compiled for
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,29 @@ def framed_words(tokens: FramedTokens, words: Sequence[Sequence[str]], *, sequen
     return found
 
 
-def text_rows(tokens: FramedTokens, texts: Sequence[Sequence[str]], *, sequence_length: int) -> RaggedRows:
-    """Rows of texts without targets, as `open_labelled_text` makes their inputs; see `framed_texts`."""
+def text_rows(
+    tokens: FramedTokens, texts: Sequence[Sequence[str]], *, sequence_length: int, fit: bool = False
+) -> RaggedRows:
+    """Rows of texts without targets, as `open_labelled_text` makes their inputs.
+
+    Args:
+        tokens, texts, sequence_length: See `framed_texts`.
+        fit: Whether all rows are as long as the longest needs, up to a multiple of 32.
+    """
     columns, _ = framed_texts(tokens, texts, sequence_length=sequence_length)
-    return _without_targets(columns, len(texts))
+    return _without_targets(columns, len(texts), fit=fit)
 
 
-def word_rows(tokens: FramedTokens, found: FramedWords, *, sequence_length: int) -> RaggedRows:
-    """Rows of words without targets, as `open_tagged_text` makes their inputs."""
+def word_rows(tokens: FramedTokens, found: FramedWords, *, sequence_length: int, fit: bool = False) -> RaggedRows:
+    """Rows of words without targets, as `open_tagged_text` makes their inputs; `fit` as for `text_rows`."""
     column = make_column(found.ids, length=sequence_length, fill=tokens.padding)
-    return _without_targets({"tokens": column}, len(found.ids))
+    return _without_targets({"tokens": column}, len(found.ids), fit=fit)
 
 
-def _without_targets(columns: dict[str, Column], num_rows: int) -> RaggedRows:
-    nothing = np.zeros(num_rows, np.int32)
-    return RaggedRows(columns, {"segments": "tokens"}, nothing, np.arange(num_rows))
+def _without_targets(columns: dict[str, Column], num_rows: int, *, fit: bool) -> RaggedRows:
+    numbers, nothing = np.arange(num_rows), np.zeros(num_rows, np.int32)
+    if fit:
+        longest = int(sizes(columns["tokens"], numbers).max())
+        length = min(columns["tokens"].length, -(-longest // _LENGTHS) * _LENGTHS)
+        columns = {name: dataclasses.replace(column, length=length) for name, column in columns.items()}
+    return RaggedRows(columns, {"segments": "tokens"}, nothing, numbers)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import jaxtrain
+from jaxtrain import __version__
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.stablehlo.program import BATCH, PLATFORMS, Program
 from jaxtrain.published.safetensors import DTYPES, write_safetensors
@@ -90,7 +90,7 @@ def _described(program: Program) -> dict[str, Any]:
         **rows,
         "platforms": list(PLATFORMS),
         "weights": {"tensors": len(weights), "bytes": sum(leaf.nbytes for leaf in program.weights.values())},
-        "made_with": {"jaxtrain": jaxtrain.__version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
+        "made_with": {"jaxtrain": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
         "made_on": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "calling_convention_version": exported.calling_convention_version,
         "compatibility": _WINDOW,

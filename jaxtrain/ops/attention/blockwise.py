@@ -40,8 +40,8 @@ def refusal(q_BLHK: jax.Array) -> str | None:
 def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
     """Return in how many parts the rows of a batch are processed, one after the other.
 
-    It is 1 where rows may be sharded over devices, because chunks of the batch would move them between devices, and on
-    accelerators, which are fastest with all rows at once.
+    It is 1 where rows may be sharded over devices, because chunks of the batch would move them between devices, on
+    accelerators, which are fastest with all rows at once, and in an exported program for any number of rows.
 
     Args:
         q_BLHK: queries.
@@ -50,9 +50,9 @@ def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
     """
     layout = current_layout()
     devices = jax.device_count() if layout is None else layout.mesh.size
-    if platform() != "cpu" or devices > 1:
-        return 1
     batch, length, heads, _ = q_BLHK.shape
+    if platform() != "cpu" or devices > 1 or not isinstance(batch, int):
+        return 1
     pairs = pairs_at_once(length, block, causal=form.causal, window=form.window)
     return row_parts(batch, heads * pairs, usable_cores())
 

@@ -1,0 +1,54 @@
+"""Predictions of a published model for the rows of a file: a classifier, tagger or encoder that is no run."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.data import load_tokenizer
+from jaxtrain.interop.pretrained import load_pretrained
+from jaxtrain.models.tasks import classification
+from jaxtrain.run.predict import Predictor
+from jaxtrain.run.predict_file import predicted_rows, published_classes
+from jaxtrain.run.predict_rows import RowReader
+from jaxtrain.train.parallelism import shard_model
+
+_BATCH = 32
+
+
+def predict_published(
+    path: str | Path, file: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+) -> list[dict[str, Any]]:
+    """Predicts the rows of a file with a published model, in float32 and on all devices.
+
+    Texts are in the column `text`, words in the column `words`; see `predicted_rows`.
+
+    Args:
+        path: The folder of the model, with its tokenizer.
+        file: See `read_rows`.
+        batch_size: The largest batch; None: 32.
+        probabilities: Whether classes come with the probability of each.
+
+    Raises:
+        ConfigError: The family is unknown, or its model gives something else, such as the next token.
+        CheckpointError: The files of the model are missing or damaged.
+        DataError: The file or a row of it is not what the model reads.
+    """
+    pretrained = load_pretrained(path)
+    tokenizer = pretrained.tokenizer_path
+    config = pretrained.published.source.config
+    reader = RowReader(
+        str(path),
+        pretrained.config,
+        None if tokenizer is None else load_tokenizer(tokenizer),
+        # A model of images has classes; how pixels become its numbers is not in its config.
+        task=None if isinstance(pretrained.config, TransformerConfig) else "classification",
+        classes=published_classes(config),
+    )
+
+    def outputs_of(inputs: Any) -> Any:
+        sharded_model = shard_model(pretrained.model)
+        predictor = Predictor(sharded_model, batch_axes=classification().batch_axes, trained_on={})
+        params, model_state = pretrained.read(sharded_model)
+        return predictor(params, model_state, inputs, batch_size=batch_size or _BATCH)
+
+    return predicted_rows(reader, outputs_of, file, probabilities=probabilities)
