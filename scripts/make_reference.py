@@ -6,6 +6,7 @@ python scripts/make_reference.py
 """
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Mapping
@@ -100,9 +101,15 @@ def source_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+@functools.cache
+def parsed(module: str) -> ast.Module:
+    """The syntax tree of a module; many names are looked up in the same few."""
+    return ast.parse(source_of(module).read_text(encoding="utf-8"))
+
+
 def homes() -> dict[str, str]:
     """Public name -> the module that `jaxtrain/__init__.py` takes it from."""
-    for node in ast.parse(source_of("jaxtrain").read_text(encoding="utf-8")).body:
+    for node in parsed("jaxtrain").body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
             return ast.literal_eval(node.value)
     raise LookupError("jaxtrain/__init__.py has no table _HOMES")
@@ -110,7 +117,7 @@ def homes() -> dict[str, str]:
 
 def find(name: str, module: str) -> Entry:
     """The definition of a name, in the module or where the module takes it from."""
-    body = ast.parse(source_of(module).read_text(encoding="utf-8"))
+    body = parsed(module)
     for index, node in enumerate(body.body):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return Entry(name, module, node, ast.get_docstring(node) or "")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jaxlib.version
 import pytest
 from other_python import function_of, is_proved, read_passed
 
@@ -31,7 +32,13 @@ os.environ.setdefault("JAXTRAIN_CACHE_DIR", tempfile.mkdtemp(prefix="jaxtrain-te
 os.environ["JAX_PLATFORMS"] = "cpu"
 # What the tests prove is decided before LLVM, whose optimizations take a third of compiling small models for the CPU.
 # Steps take longer without them: a test that trains a shipped config starts a process with flags of its own.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+# Machine code of a program is made in one part: the cores are taken by other workers.
+COMPILER_FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+if jaxlib.version.__version_info__ < (0, 11):
+    # The emitters of fusions take half of the time of compiling there, and no test is about them. Later compilers have
+    # no others and end the process where they are given a flag that they do not know.
+    COMPILER_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *COMPILER_FLAGS]).strip()
 distributed.start(emulate=8)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,9 +74,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking through modules and thousands of tests again and again."""
+    """Keep the garbage collector from looking through modules and thousands of tests again and again.
+
+    Tracing and parsing make objects by the million, most of which live on: it looks at 20,000 at a time, not 700.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 10)
 
 
 @pytest.fixture(scope="session")

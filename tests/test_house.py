@@ -4,6 +4,7 @@ The order and its reason are in docs/architecture.md. A change that breaks it mo
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -48,9 +49,13 @@ def modules(package):
     return {name.removesuffix(".__init__"): path for name, path in sorted(names.items())}
 
 
+# Parsing takes most of the time of these tests, which look at a file several times in a row; all trees would be 100 MB.
+parse = functools.lru_cache(maxsize=1)(ast.parse)
+
+
 def imported(text, known):
     """Modules of the package that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "jaxtrain")
         elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "jaxtrain"):
@@ -72,7 +77,7 @@ def upward(name, text, known):
         return []
     found = [target for target in imported(text, known) if floor(target) > floor(name)]
     # The face hands on names of every floor.
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module == "jaxtrain":
             names = [alias.name for alias in node.names if f"jaxtrain.{alias.name}" not in known]
             found += [f"jaxtrain.{one}" for one in names if one != "__version__"]
@@ -100,13 +105,18 @@ MODULES = modules(PACKAGE)
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
 
 
+@functools.cache
+def imported_by(name):
+    return frozenset(imported(TEXTS[name], MODULES))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_downwards(name):
     assert upward(name, TEXTS[name], MODULES) == []
 
 
 def test_no_file_imports_itself_through_others():
-    arrows = {name: set(imported(text, MODULES)) - {name} for name, text in TEXTS.items()}
+    arrows = {name: imported_by(name) - {name} for name in TEXTS}
     faces = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert circles({name: targets for name, targets in arrows.items() if name not in faces}) == []
 
@@ -118,10 +128,10 @@ def test_no_folder_imports_itself_through_others():
         return name if name in faces else name.rpartition(".")[0]
 
     arrows = {}
-    for name, text in TEXTS.items():
+    for name in TEXTS:
         # The face of a package only hands names on.
         if name not in faces and folder(name) != "jaxtrain":
-            targets = {folder(target) for target in imported(text, MODULES)} - {folder(name), "jaxtrain"}
+            targets = {folder(target) for target in imported_by(name)} - {folder(name), "jaxtrain"}
             arrows.setdefault(folder(name), set()).update(targets)
     assert len(arrows) > 20
     assert circles(arrows) == []
@@ -159,12 +169,12 @@ def test_files_are_short(path):
 
 
 def test_files_that_say_no_jax_start_none():
-    said = [name for name, text in TEXTS.items() if "no jax here" in (ast.get_docstring(ast.parse(text)) or "").lower()]
+    said = [name for name, text in TEXTS.items() if "no jax here" in (ast.get_docstring(parse(text)) or "").lower()]
     assert len(said) > 20
     for name in said:
-        names = {alias.name for node in ast.walk(ast.parse(TEXTS[name])) if isinstance(node, ast.Import)
+        names = {alias.name for node in ast.walk(parse(TEXTS[name])) if isinstance(node, ast.Import)
                  for alias in node.names}  # fmt: skip
-        sources = {node.module for node in ast.walk(ast.parse(TEXTS[name])) if isinstance(node, ast.ImportFrom)}
+        sources = {node.module for node in ast.walk(parse(TEXTS[name])) if isinstance(node, ast.ImportFrom)}
         assert not {one.split(".")[0] for one in [*names, *filter(None, sources)]} & {"jax", "flax", "optax"}, name
     program = "import importlib, sys\n" + "".join(
         f"importlib.import_module({name!r}); assert 'jax' not in sys.modules, {name!r}\n" for name in said

@@ -1,5 +1,7 @@
 """No test falls between two runs on two Pythons: the second leaves out only what the first passed and one may prove."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,16 @@ def test_only_what_passed_and_one_python_proves_is_left_out(test: str, left_out:
 @pytest.mark.parametrize("path", ONE_PYTHON)
 def test_what_needs_one_python_is_there(path: str) -> None:
     assert (TESTS / path).is_dir() if path.endswith("/") else (TESTS / path).is_file()
+
+
+def test_the_second_run_is_given_options_that_pytest_knows_and_no_path(pytestconfig: pytest.Config) -> None:
+    """A word that is no option is a path to pytest, which then reads tests/conftest.py too late for its options."""
+    script = (TESTS.parent / ".ci" / "run").read_text()
+    lines = re.findall(r'^  "\$whole/bin/pytest" (.*)$', script, re.MULTILINE)
+    assert len(lines) == 1
+    for word in shlex.split(lines[0]):
+        assert word.startswith("--"), f"{word} is taken for a path"
+        pytestconfig.getoption(word.partition("=")[0])
 
 
 def test_rows_of_a_table_share_their_function() -> None:

@@ -18,8 +18,25 @@ import jaxtrain as jt
 Names = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs"
+# Page, words of the example: whole runs and compiled transformers, several seconds each. Plain pytest proves what they
+# show by the tests of those parts.
+LONG = (
+    ("adapters.md", "save_pretrained("),
+    ("parallelism.md", "from_stages("),
+    ("precision.md", "quantize("),
+    ("preferences.md", "jt.dpo("),
+    ("runs.md", "run.plot("),
+    ("runs.md", "run.predict("),
+    ("training.md", "EarlyStopping("),
+)
+
+
+def is_long(page: str, text: str) -> bool:
+    return any(page == name and words in text for name, words in LONG)
+
+
 EXAMPLES = [
-    pytest.param(page.name, text, id=f"{page.stem}-{index}")
+    pytest.param(page.name, text, id=f"{page.stem}-{index}", marks=pytest.mark.long if is_long(page.name, text) else ())
     for page in sorted(FOLDER.glob("*.md"))
     for index, text in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
 ]
@@ -331,4 +348,4 @@ def test_example_runs_as_printed(page, text, tmp_path, monkeypatch):
 
 def test_every_expectation_has_its_example():
     printed = [example.values for example in EXAMPLES]
-    assert all(any(page == name and words in str(text) for name, text in printed) for page, words in EXPECTED)
+    assert all(any(page == name and words in str(text) for name, text in printed) for page, words in (*EXPECTED, *LONG))

@@ -3,13 +3,15 @@
 import argparse
 
 from jaxtrain.commands.command import count, step_number
-from jaxtrain.commands.shared_arguments import add_emulate, add_json, add_overrides, add_quantize, add_run, add_step
+from jaxtrain.commands.shared_arguments import add_emulate, add_json, add_overrides, add_quantize, add_step
 from jaxtrain.errors import ConfigError
 
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    add_run(parser)
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="directory of a run; with --tasks also a published folder or GGUF file"
+    )
     add_overrides(parser)
     parser.add_argument(
         "--tasks",
@@ -40,7 +42,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             limit=arguments.limit,
             shots=arguments.shots,
             chat=arguments.chat,
-            rows=arguments.batch,
+            batch_size=arguments.batch,
             quantize=arguments.quantize,
             step=arguments.step,
             emulate=arguments.emulate,

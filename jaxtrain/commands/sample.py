@@ -23,6 +23,10 @@ def run_sample(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    beams: int | None = None,
     seed: int,
     quantize: str | None,
     step: int | None,
@@ -41,6 +45,10 @@ def run_sample(
         temperature: see `Sampling`.
         top_k: see `Sampling`.
         top_p: see `Sampling`.
+        min_p: see `Sampling`.
+        repetition_penalty: see `Sampling`.
+        stop: texts at which a continuation ends.
+        beams: beginnings that are followed for the most likely text; None: tokens are drawn one by one.
         seed: of the random choices.
         quantize: number format of the linear layers; None: the one in which they were trained.
         step: step of the checkpoint; None: the newest intact one.
@@ -59,11 +67,22 @@ def run_sample(
     run = open_run(run_dir, step=step, quantize=quantize)
     with own_code(config):
         if questions is not None:
-            sampling = Sampling(temperature, top_k, top_p)
+            if beams is not None or stop:
+                raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
+            sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
             texts = run_answers(run, questions, new_tokens=new_tokens, sampling=sampling, seed=seed)
         else:
             texts = run.sample(
-                prompts, new_tokens=new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+                prompts,
+                new_tokens=new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                stop=stop,
+                beams=beams,
+                seed=seed,
             )
     if not distributed.is_main_process():
         return 0

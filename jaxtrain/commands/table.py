@@ -12,7 +12,6 @@ from jaxtrain.commands.published_arguments import (
     import_arguments,
     import_published,
 )
-from jaxtrain.commands.serve_arguments import serve, serve_arguments
 from jaxtrain.commands.shared_arguments import (
     add_config,
     add_emulate,
@@ -59,6 +58,12 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
     parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
     parser.add_argument("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
+    parser.add_argument("--min-p", type=number, metavar="P", help="only tokens of at least P times the best one")
+    parser.add_argument(
+        "--repetition-penalty", type=number, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not"
+    )
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; give it several times")
+    parser.add_argument("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
     parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
     add_quantize(parser)
     add_step(parser)
@@ -77,12 +82,28 @@ def _sample(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        stop=arguments.stop or (),
+        beams=arguments.beams,
         seed=arguments.seed,
         quantize=arguments.quantize,
         step=arguments.step,
         emulate=arguments.emulate,
         as_json=arguments.json,
     )
+
+
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.serve_arguments import serve_arguments
+
+    serve_arguments(parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.serve_arguments import serve
+
+    return serve(arguments)
 
 
 def _launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,8 +305,8 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "answer the clients of OpenAI's interface over HTTP with a run or a published model",
         "jaxtrain serve runs/first --port 8000",
-        serve_arguments,
-        serve,
+        _serve_arguments,
+        _serve,
     ),
     "import": Command(
         "make a run of a published model",

@@ -58,7 +58,13 @@ def answer_questions(
     encoded = [found.ids for found in chat_encoder(tokenizer).encode(texts)]
     room = room_for_new_tokens(decoder, max(map(len, encoded)))
     new_BT = generate_ids(
-        sharded_model, params, encoded, new_tokens=max(1, min(new_tokens, room)), sampling=sampling, seed=seed
+        sharded_model,
+        params,
+        encoded,
+        new_tokens=max(1, min(new_tokens, room)),
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=form.stop,
     )
     return until_stop(new_BT, form, tokenizer)
 

@@ -1,11 +1,11 @@
-"""Text generation with a KV cache: one prefill, then a scanned loop, compiled once for prompts of similar lengths.
+"""Text generation: texts that continue prompts, or that a model with an encoder writes about them.
 
-Shapes: B prompts, P longest prompt, T new tokens, V vocabulary.
+Shapes: B prompts, P longest prompt, T new tokens, A alternatives that are reported.
 """
 
 import operator
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -17,11 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.prompts import encoder_prompts
-from jaxtrain.inference.sampling import SMALLEST_TEMPERATURE, Sampling, is_number
-from jaxtrain.models.model import Decoder, Model, Params
+from jaxtrain.inference.decoding import DecodingForm, advance_function, decoder_of, row_rules, start_function
+from jaxtrain.inference.pieces import Generated, generation_pieces
+from jaxtrain.inference.pieces import room_for_new_tokens as room_for_new_tokens
+from jaxtrain.inference.prompts import encode_prompts
+from jaxtrain.inference.sampling import Sampling, is_number
+from jaxtrain.inference.text_stream import TextStream, checked_stops
+from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.precision.policy import Policy, cast_floats, get_policy
+from jaxtrain.precision.policy import Policy, get_policy
 from jaxtrain.train.given_state import check_not_donated
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -29,46 +33,16 @@ from jaxtrain.train.step import TrainStep
 # (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T]
 Generator = Callable[[Params, Any, Any, jax.Array], jax.Array]
 
-# Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
-_SHORTEST_PROMPT = 16
-
-
-def choose(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """The next token of each row: int32 [B].
-
-    Of equal logits the one of the lower token ranks first, for `top_k` and `top_p` as for greedy choice.
-    """
-    if sampling.temperature < SMALLEST_TEMPERATURE:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    # The largest becomes 0 before the division: a small temperature can then reach -inf, which is probability 0.
-    logits_BV = logits_BV.astype(jnp.float32)
-    logits_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / sampling.temperature
-    if sampling.top_k is not None:
-        tokens_BK = jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[1]
-        logits_BV = _only(logits_BV, tokens_BK, jnp.ones(tokens_BK.shape, bool))
-    if sampling.top_p is not None:
-        tokens_BV = jnp.argsort(logits_BV, axis=-1, stable=True, descending=True)
-        ordered_BV = jax.nn.softmax(jnp.take_along_axis(logits_BV, tokens_BV, axis=-1), axis=-1)
-        before_BV = jnp.cumsum(ordered_BV, axis=-1) - ordered_BV
-        # The first token always stays: nothing stands before it, and a tiny top_p is 0 on the device.
-        logits_BV = _only(logits_BV, tokens_BV, (before_BV < sampling.top_p).at[:, 0].set(True))
-    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
-
-
-def _only(logits_BV: jax.Array, tokens_BK: jax.Array, stays_BK: jax.Array) -> jax.Array:
-    """The logits with -inf for every token that is not listed as one that stays."""
-    stays_BV = jnp.put_along_axis(jnp.zeros(logits_BV.shape, bool), tokens_BK, stays_BK, axis=-1, inplace=False)
-    return jnp.where(stays_BV, logits_BV, -jnp.inf)
+# Tokens between two looks for a stop string, for which the host waits.
+_PIECE = 16
 
 
 def make_generator(
     model: Model, *, new_tokens: int, sampling: Sampling, policy: str | Policy = "fp32", mesh: Mesh | None = None
 ) -> Generator:
-    """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T].
+    """A jitted function (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T], all in one program.
 
-    Prompts are padded on the right to P; each row goes on from its own length. The cache overwrites the padding's
-    entries before anything can see them. A model with an encoder reads the prompt there, and the new tokens are its
-    output.
+    Prompts are padded on the right to P; each row goes on from its own length.
 
     Args:
         model: has a decoder.
@@ -80,44 +54,19 @@ def make_generator(
     Raises:
         ConfigError: the model cannot generate, or `new_tokens` is below 1.
     """
-    decoder = model.decoder
-    if decoder is None:
-        raise ConfigError(f"model {model.name} does not generate text")
+    decoder_of(model)
     new_tokens = _checked_new_tokens(new_tokens)
-    dtypes = get_policy(policy)
+    form, dtypes = DecodingForm(new_tokens, counts_tokens=sampling.counts_tokens), get_policy(policy)
+    start, advance = start_function(model, form, dtypes, mesh), advance_function(model, form, dtypes, mesh)
 
     def generate(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, key: jax.Array) -> jax.Array:
-        params = cast_floats(params, dtypes.compute_dtype)
-        batch, longest = prompts_BP.shape
-        if decoder.encode is not None:  # from here on the start token is the prompt
-            cache = decoder.init_cache(batch, 1 + new_tokens, dtypes.compute_dtype)
-            cache = decoder.encode(params, prompts_BP, lengths_B, cache)
-            prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
-            longest, lengths_B = 1, jnp.ones_like(lengths_B)
-        else:
-            cache = decoder.init_cache(batch, longest + new_tokens, dtypes.compute_dtype)
-        if decoder.prefill is None:
-            positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
-            logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
-            last = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-        else:
-            last, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
-        first = choose(last, jax.random.fold_in(key, 0), sampling)
-
-        def advance(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
-            token, cache = carry
-            logits, cache = decoder.decode(params, token[:, None], (lengths_B + index)[:, None], cache)
-            new = choose(logits[:, 0], jax.random.fold_in(key, index + 1), sampling)
-            return (new, cache), token
-
-        (last_token, _), tokens = jax.lax.scan(advance, (first, cache), jnp.arange(new_tokens - 1))
-        return jnp.concatenate([jnp.moveaxis(tokens, 0, 1), last_token[:, None]], axis=1)
+        rows = row_rules([sampling] * len(prompts_BP), [0] * len(prompts_BP), (), model)
+        seeds_B = jax.random.bits(key, (len(prompts_BP),), jnp.uint32)
+        rows = replace(rows, sampling=replace(rows.sampling, seed=seeds_B))
+        texts = start(params, prompts_BP, lengths_B, rows)
+        return advance(params, texts, rows, jnp.int32(new_tokens)).tokens_BT
 
     return jax.jit(generate, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
-
-
-# Jitted generation by what it was made for, kept as long as the sharded model is.
-_generators: weakref.WeakKeyDictionary[ShardedModel, dict[Hashable, Generator]] = weakref.WeakKeyDictionary()
 
 
 def generate_text(
@@ -127,13 +76,16 @@ def generate_text(
     prompts: Sequence[str],
     *,
     new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
+    sampling: Sampling | Sequence[Sampling],
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str] = (),
+    cache_dtype: str | None = None,
 ) -> list[str]:
     """Continue prompts, or write the outputs of a model that reads them with an encoder.
 
-    The compiled program is kept with the sharded model: another call with as many prompts of a similar length, the
-    same `new_tokens` and the same `sampling` compiles nothing.
+    A row ends at its end-of-text token or at a stop string, and the program when all rows have ended. The compiled
+    programs are kept with the sharded model: another call with as many prompts of a similar length and the same
+    `new_tokens` compiles nothing, whatever the rows are sampled by.
 
     Args:
         step: a train step, or a sharded model: model, number formats and layout.
@@ -141,12 +93,14 @@ def generate_text(
         tokenizer: turns the prompts into ids, and ids into text.
         prompts: a list of texts; all are continued in one batch.
         new_tokens: tokens to add to each, at most.
-        sampling: how tokens are chosen.
-        seed: of the random choices.
+        sampling: how tokens are chosen, of all prompts or one per prompt.
+        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        stop: texts at which a continuation ends; they are not part of it.
+        cache_dtype: of keys and values: float32, bfloat16, float16 or int8; None: the compute dtype.
 
     Returns:
-        For each prompt, the prompt and its continuation up to the end-of-text token; of a model with an encoder, its
-        output up to that token.
+        For each prompt, the prompt and its continuation up to the end-of-text token or a stop; of a model with an
+        encoder, its output up to there.
 
     Raises:
         ConfigError: the model cannot generate, the parameters were donated to a step, `prompts` is a single text,
@@ -165,27 +119,47 @@ def generate_text(
     """
     _check_call(step, params, tokenizer, prompts, sampling, seed)
     sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
-    model = sharded_model.model
-    if model.decoder is None:
-        raise ConfigError(f"model {model.name} does not generate text")
+    decoder_of(sharded_model.model)
     new_tokens = _checked_new_tokens(new_tokens)
+    stop = checked_stops(stop)
     check_not_donated(params)
     if not len(prompts):
         return []
-    encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
-    start = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text
-    given = [ids.tolist() for ids in encoded]
-    framing = None if model.decoder.encode is None else encoder_prompts(tokenizer)
-    if framing is not None:
-        given, encoded = [[] for _ in given], [np.asarray(framing.framed(ids), np.int32) for ids in given]
-    encoded = [ids if len(ids) else np.array([start], np.int32) for ids in encoded]
-    new_BT = generate_ids(sharded_model, params, encoded, new_tokens=new_tokens, sampling=sampling, seed=seed)
-    end = tokenizer.end_of_text if framing is None else framing.end
-    texts = []
-    for ids, new in zip(given, new_BT, strict=True):
-        stop = np.flatnonzero(new == end)
-        texts.append(tokenizer.decode([*ids, *new[: stop[0] if len(stop) else None].tolist()]))
+    encoded = encode_prompts(sharded_model.model, tokenizer, prompts)
+    ended_B, texts = np.zeros(len(prompts), bool), [""] * len(prompts)
+    for found in generation_pieces(
+        sharded_model,
+        params,
+        encoded.tokens,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=() if encoded.end is None else (encoded.end,),
+        cache_dtype=cache_dtype,
+        piece=_PIECE if stop else None,
+        ended_B=ended_B,
+    ):
+        for row in np.flatnonzero(~ended_B):
+            new = found.tokens[row, : found.counts[row]].tolist()
+            new = new[: new.index(encoded.end)] if encoded.end in new else new
+            texts[row], ended_B[row] = _until_stop(tokenizer, encoded.given[row], new, stop)
     return texts
+
+
+def _until_stop(tokenizer: Tokenizer, given: list[int], new: list[int], stop: Sequence[str]) -> tuple[str, bool]:
+    """The text of a row before its first stop string, and whether there is one."""
+    if not stop:
+        return tokenizer.decode([*given, *new]), False
+    stream, whole, fed = TextStream(tokenizer, stop=stop), TextStream(tokenizer), 0
+    while fed < len(new) and not stream.stopped:
+        stream.feed(new[fed])
+        whole.feed(new[fed])
+        fed += 1
+    stream.finish()
+    whole.finish()
+    # The first of the tokens may lose its space where nothing stands before it, so the end is what is counted from.
+    text = tokenizer.decode([*given, *new[:fed]])
+    return text[: len(text) - (len(whole.text) - len(stream.text))], stream.stopped
 
 
 def generate_ids(
@@ -194,76 +168,74 @@ def generate_ids(
     encoded: Sequence[np.ndarray],
     *,
     new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
+    sampling: Sampling | Sequence[Sampling],
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Collection[int] = (),
+    cache_dtype: str | None = None,
 ) -> np.ndarray:
-    """Continue prompts that are token ids already; the compiled program is kept, as `generate_text` says.
+    """Continue prompts that are token ids already; the compiled programs are kept, as `generate_text` says.
 
     Args:
         sharded_model: has a decoder.
         params: on any mesh; also quantized.
         encoded: at least one prompt, int32 [length] each, none of them empty.
         new_tokens: T, tokens to add to each, at least 1.
-        sampling: how tokens are chosen.
-        seed: of the random choices.
+        sampling: how tokens are chosen, of all prompts or one per prompt.
+        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        stop_tokens: ids that end a row.
+        cache_dtype: as in `generate_text`.
 
     Returns:
-        int32 [B, T]; what follows a token that ends the text is meaningless.
+        int32 [B, T]; zeros follow a stop token.
 
     Raises:
         ConfigError: prompt and continuation exceed the model's positions, or it does not generate text.
     """
-    model = sharded_model.model
-    if model.decoder is None:
-        raise ConfigError(f"model {model.name} does not generate text")
-    longest = max(map(len, encoded))
-    room, short = _room(model.decoder, longest, new_tokens), model.decoder.short_length
-    if short is not None and longest + new_tokens <= short:
-        # Padding alone may not make a text a long one, whose positions rotate by other frequencies.
-        room = min(room, short - new_tokens)
-    prompts_BP = np.zeros((len(encoded), _padded_length(longest, room)), np.int32)
-    for row, ids in enumerate(encoded):
-        prompts_BP[row, : len(ids)] = ids
-    lengths_B = np.array([len(ids) for ids in encoded], np.int32)
-    generators = _generators.setdefault(sharded_model, {})
-    generator = generators.get((new_tokens, sampling))
-    if generator is None:
-        generator = make_generator(
-            model, new_tokens=new_tokens, sampling=sampling, policy=sharded_model.policy, mesh=sharded_model.mesh
-        )
-        generators[new_tokens, sampling] = generator
-    with sharded_model.context():
-        return np.asarray(generator(params, prompts_BP, lengths_B, jax.random.key(seed)))
+    return generate_rows(
+        sharded_model,
+        params,
+        encoded,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        cache_dtype=cache_dtype,
+    ).tokens
 
 
-def _room(decoder: Decoder, longest: int, new_tokens: int) -> int:
-    """How many tokens prompts may have; a model with an encoder has as many positions for its outputs besides.
+def generate_rows(
+    sharded_model: ShardedModel,
+    params: Params,
+    encoded: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling | Sequence[Sampling],
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Collection[int] = (),
+    top: int | None = None,
+    cache_dtype: str | None = None,
+) -> Generated:
+    """`generate_ids` with the lengths of the rows, and with log-probabilities where they are asked for.
+
+    Args:
+        sharded_model, params, encoded, new_tokens, sampling, seed, stop_tokens, cache_dtype: as for `generate_ids`.
+        top: A, the most likely tokens that are reported for each place; None: no log-probabilities.
 
     Raises:
-        ConfigError: prompts of `longest` tokens, or so many new ones, exceed the model's positions.
+        ConfigError: as for `generate_ids`.
     """
-    limit = decoder.max_length
-    if decoder.encode is None:
-        if longest + new_tokens > limit:
-            raise ConfigError(
-                f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's {limit} positions; "
-                f"ask for at most {max(limit - longest, 0)} new tokens or shorten the prompt"
-            )
-        return limit - new_tokens
-    if longest > limit:
-        raise ConfigError(f"a prompt of {longest} tokens exceeds the model's {limit} positions; shorten the prompt")
-    if new_tokens > limit:
-        raise ConfigError(
-            f"{new_tokens} new tokens exceed the model's {limit} positions; ask for at most {limit} new tokens"
-        )
-    return limit
-
-
-def room_for_new_tokens(decoder: Decoder, prompt_length: int) -> int:
-    """How many tokens can follow a prompt; the outputs of a model with an encoder have all positions for themselves."""
-    if decoder.encode is None:
-        return decoder.max_length - prompt_length
-    return decoder.max_length if prompt_length <= decoder.max_length else 0
+    (found,) = generation_pieces(
+        sharded_model,
+        params,
+        encoded,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        top=top,
+        cache_dtype=cache_dtype,
+    )
+    return found
 
 
 def _check_call(step: Any, params: Any, tokenizer: Any, prompts: Any, sampling: Any, seed: Any) -> None:
@@ -282,19 +254,13 @@ def _check_call(step: Any, params: Any, tokenizer: Any, prompts: Any, sampling: 
         raise ConfigError(refusal("generate_text: tokenizer", "a tokenizer", tokenizer, "data.tokenizer"))
     temperature = sampling if is_number(sampling) else 0.8
     write = f"sampling=Sampling(temperature={temperature})"
-    check_kind(sampling, Sampling, what="generate_text: sampling", takes="a record", write=write)
-    check_whole(seed, what="generate_text: seed", least=None, write="seed=0")
+    for one in sampling if isinstance(sampling, list | tuple) else [sampling]:
+        check_kind(one, Sampling, what="generate_text: sampling", takes="a record", write=write)
+    for one in seed if isinstance(seed, list | tuple) else [seed]:
+        check_whole(one, what="generate_text: seed", least=None, write="seed=0")
 
 
 def _checked_new_tokens(new_tokens: int) -> int:
     if not is_number(new_tokens, Integral) or new_tokens < 1:
         raise ConfigError(f"new_tokens is {new_tokens}; use a whole number of 1 or more")
     return operator.index(new_tokens)
-
-
-def _padded_length(longest: int, room: int) -> int:
-    """The compiled length of prompts of `longest` tokens, at most `room`."""
-    length = _SHORTEST_PROMPT
-    while length < longest:
-        length *= 2
-    return min(length, room)

@@ -1,10 +1,15 @@
-"""How the prompt of a model with an encoder becomes its input, as rows of pairs of texts are made in training."""
+"""How prompts become ids; those of a model with an encoder as rows of pairs of texts are made in training."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.special import NamedTokens, special_ids
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
+from jaxtrain.inference.decoding import decoder_of
+from jaxtrain.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -33,3 +38,30 @@ def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
     special = special_ids(tokenizer, None)
     end = tokenizer.end_of_text if special.end is None else special.end
     return EncoderPrompts(make_frame(tokenizer, special, pair=False), end)
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Prompts as ids.
+
+    Attributes:
+        tokens: what the model reads, int32 [length] each, none empty.
+        given: what stands before the new tokens in the text; nothing for a model with an encoder.
+        end: token that ends a text; None: there is none.
+    """
+
+    tokens: list[np.ndarray]
+    given: list[list[int]]
+    end: int | None
+
+
+def encode_prompts(model: Model, tokenizer: Tokenizer, prompts: Sequence[str]) -> EncodedPrompts:
+    """Turn prompts into ids: an empty one becomes the end-of-text token, those for an encoder are framed."""
+    encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
+    start, given = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text, [ids.tolist() for ids in encoded]
+    end = tokenizer.end_of_text
+    if decoder_of(model).encode is not None:
+        framing = encoder_prompts(tokenizer)
+        encoded, end = [np.asarray(framing.framed(ids), np.int32) for ids in given], framing.end
+        given = [[] for _ in given]
+    return EncodedPrompts([ids if len(ids) else np.array([start], np.int32) for ids in encoded], given, end)

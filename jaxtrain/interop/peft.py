@@ -283,7 +283,9 @@ def write_adapter(
         base=base_name,
         task_type=task,
     )
-    with on_main_process(_write_files(folder, rows, factors, whole, said, base_files, digests)):
+    with on_main_process(
+        _write_files(folder, rows, factors, whole, said, base_files, digests), does="write the adapter"
+    ):
         pass
     return folder
 

@@ -143,4 +143,13 @@ def _decoder(decoder: Decoder, prepare: Preparation) -> Decoder:
         assert decoder.encode is not None
         return decoder.encode(prepare(params, key=None, train=False), prompts_BP, lengths_B, cache)
 
-    return replace(decoder, decode=decode, encode=None if decoder.encode is None else encode)
+    def prefill(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        assert decoder.prefill is not None
+        return decoder.prefill(prepare(params, key=None, train=False), prompts_BP, lengths_B, cache)
+
+    return replace(
+        decoder,
+        decode=decode,
+        encode=None if decoder.encode is None else encode,
+        prefill=None if decoder.prefill is None else prefill,
+    )

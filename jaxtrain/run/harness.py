@@ -1,4 +1,4 @@
-"""Tasks of lm-eval-harness, asked of a run."""
+"""Tasks of lm-eval-harness, asked of a run or of a published model."""
 
 import contextlib
 import difflib
@@ -7,16 +7,24 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.chat.formats import files_beside
+from jaxtrain.config.saved_run import is_run
+from jaxtrain.data import Tokenizer
+from jaxtrain.data.chat.formats import ChatFormat, files_beside
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.harness.log_likelihood import scoring_decoder
 from jaxtrain.inference.harness.results import result_rows
 from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.run.answers import run_chat_format
-from jaxtrain.run.opened import OpenedRun
+from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.published.config_file import tokenizer_origin
+from jaxtrain.published.peft import is_adapter_folder, open_adapter_folder
+from jaxtrain.run.answers import format_of_run
+from jaxtrain.run.open_run import open_run
+from jaxtrain.run.served import open_served
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
@@ -25,48 +33,72 @@ _BOOTSTRAP = 1000
 _SEED = 1234
 
 
+@dataclass(frozen=True)
+class TaskScores:
+    """What a model reached.
+
+    Attributes:
+        step: of the checkpoint of a run; None: a published model.
+        rows: one for each metric of each task, as `result_rows` makes them.
+    """
+
+    step: int | None
+    rows: list[dict[str, Any]]
+
+
 def evaluate_tasks(
-    run: OpenedRun,
+    path: str | Path,
     tasks: Sequence[str],
     *,
     limit: int | None = None,
     shots: int | None = None,
     chat: bool = False,
-    rows: int | None = None,
+    batch_size: int | None = None,
+    overrides: Sequence[str] = (),
+    step: int | None = None,
+    quantize: str | None = None,
     report: Callable[[str], None] = lambda text: None,
-) -> list[dict[str, Any]]:
-    """Evaluates a run on tasks of lm-eval-harness.
+) -> TaskScores:
+    """Evaluates a model on tasks of lm-eval-harness.
 
     Args:
-        run: opened; its model predicts the next token.
+        path: directory of a run, published folder, GGUF file, or folder of an adapter that names a base which is here.
         tasks: paths of task files (`.yaml`), or names of tasks, groups and tags of the harness.
         limit: documents of each task, at most; None: all.
         shots: examples before each question; None: as the task says.
-        chat: whether questions are written by the chat template of the run.
-        rows: rows of a batch, at most; None: chosen from their lengths.
+        chat: whether questions are written by the chat template of the model.
+        batch_size: rows of a batch, at most; None: chosen from their lengths.
+        overrides: settings as on the command line ("parallel.tensor=8").
+        step: of a run: which checkpoint; None: the newest intact one.
+        quantize: number format of linear layers; None: as they are.
         report: receives lines on what is being computed.
 
-    Returns:
-        Rows as `result_rows` makes them.
-
     Raises:
-        ConfigError: lm-eval is not installed, the model cannot be asked, or there is no such task.
+        ConfigError: lm-eval is not installed, there is no such model or task, or the model cannot be asked.
         DataError: the data of a task cannot be had, or the task fails.
+        CheckpointError: the files of the model are missing or damaged.
+
+    Example:
+        >>> evaluate_tasks("runs/first", ["colours.yaml"], limit=100).rows[0]["metric"]
+        'acc'
     """
     check_installed()
-    scoring_decoder(run.sharded_model)
-    form = run_chat_format(run, instead="leave --chat out to ask in plain text") if chat else None
-    tokens = task_tokens(run.tokenizer, files_beside(run.run_dir / "tokenizer.json"), form)
     with _beside_jax():
+        # Mistakes in tasks are found before parameters are read.
+        opened = _opened(tasks, shots=shots)
+        given, tokenizer, form, reached = _given(Path(path), overrides, step=step, quantize=quantize, report=report)
+        scoring_decoder(given[0])
+        if not chat:
+            form = None
+        elif form is None:
+            raise ConfigError(f"{path} has no chat template; leave --chat out to ask in plain text")
+        tokens = task_tokens(tokenizer, _published_files(Path(path)), form)
+
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
         from jaxtrain.inference.harness.model import HarnessModel
 
-        # Mistakes in tasks are found before anything is restored.
-        opened = _opened(tasks, shots=shots)
-        model = HarnessModel(
-            run.sharded_model, run.params, run.model_state, tokens, form=form, rows=rows, report=report
-        )
+        model = HarnessModel(*given, tokens, form=form, rows=batch_size, report=report)
         with _task_errors(", ".join(tasks)):
             found = evaluate(
                 lm=model,
@@ -78,7 +110,36 @@ def evaluate_tasks(
                 fewshot_as_multiturn=chat,
             )
     assert found is not None  # only on further ranks of the harness, which there are none of
-    return result_rows(found)
+    return TaskScores(reached, result_rows(found))
+
+
+def _given(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    step: int | None,
+    quantize: str | None,
+    report: Callable[[str], None],
+) -> tuple[tuple[ShardedModel, Params, ModelState], Tokenizer | None, ChatFormat | None, int | None]:
+    """Model, parameters and state, tokenizer, chat template and step of what stands at a path."""
+    if is_run(path):
+        run = open_run(path, step=step, overrides=overrides, quantize=quantize, report=report)
+        # The model is checked before a checkpoint is read.
+        scoring_decoder(run.sharded_model)
+        return (run.sharded_model, run.params, run.model_state), run.tokenizer, format_of_run(run), run.step
+    served = open_served(path, step=step, overrides=overrides, quantize=quantize)
+    return (served.sharded_model, served.params, served.model_state), served.tokenizer, served.chat, None
+
+
+def _published_files(path: Path) -> dict[str, str]:
+    """The files of a published model that name its special tokens; empty for a model that was made by training."""
+    if is_run(path):
+        found = files_beside(path / "tokenizer.json")
+    else:
+        base = open_adapter_folder(path).config.base if is_adapter_folder(path) else str(path)
+        file = None if base is None else tokenizer_origin(Path(base).expanduser())
+        found = {} if file is None else files_beside(Path(file))
+    return found
 
 
 def check_installed() -> None:

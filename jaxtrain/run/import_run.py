@@ -25,7 +25,7 @@ from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.base import describe_start, start_of, trained_leaves
 from jaxtrain.run.lock import RunLock
-from jaxtrain.run.merged import write_merged
+from jaxtrain.run.merged import with_stored_base, write_merged
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.own_parts import own_parts
 from jaxtrain.run.published import base_of_adapters, origin_of
@@ -160,14 +160,14 @@ def export_run(
     if base is not None:
         packing = Packing(model.linears if model.adapted is None else model.adapted.original.linears)
     if merge:
+        params = run.params
         if run.config.precision.policy not in _FLOAT32:
-            # Under other policies the base is rounded as it is read; what is written is made of the one that is stored.
-            run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"})
-            model = run.sharded_model.model
+            run = open_run(run_dir, step=run.step, overrides={"precision.policy": "fp32"})
+            model, params = run.sharded_model.model, with_stored_base(run_dir, run)
         said = write_merged(
             Path(folder),
             settings,
-            run.params,
+            params,
             run.model_state,
             model=model,
             origin=origin,

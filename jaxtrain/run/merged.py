@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.published import published_from
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.folders import empty_folder
 from jaxtrain.interop.packing import Packing
@@ -20,7 +21,12 @@ from jaxtrain.models.merge import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params, parameter_shapes
 from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.run.opened import OpenedRun
 from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.train.base import base_of
+from jaxtrain.train.given_params import paths_of
+from jaxtrain.train.start import restore_base
+from jaxtrain.train.state import merge_leaves
 
 _ROWS, _TOKENS = 4, 32
 # Sums of float32 in another order, as a share of the range of the logits: the tests of published models allow as much.
@@ -109,6 +115,32 @@ def write_merged(
         f"merged: logits differ by {difference:.1e} of their range from base and adapters (rounding to {written} "
         f"explains {bound:.1e}), and the adapters move them by {moved:.1e}{lost}"
     )
+
+
+def with_stored_base(run_dir: Path, run: OpenedRun) -> Params:
+    """The parameters of a run with adapters, with frozen floats as its base stores them.
+
+    Under bf16 and fp16 they are rounded when they are read, and the run was trained on those.
+
+    Args:
+        run_dir: directory of the run.
+        run: the same, opened under fp32; its own digests of the base are compared as it is read.
+    """
+    record, params = base_of(run.info), run.params
+    if record is None:
+        return params
+    wanted = {name: str(leaf.dtype) for name, leaf in paths_of(params).items()}
+    rounded = {name for name, found in record.digests.items() if found[0] != wanted.get(name, found[0])}
+    if not rounded:
+        return params
+    below = restore_base(
+        run.sharded_model,
+        replace(record, digests={}),  # without the dtypes of the digests it is read as it is stored
+        run_dir=run_dir,
+        only=lambda path: path in rounded,
+        moved_to=published_from(run.config.model),
+    )
+    return merge_leaves(below, params)
 
 
 def _base_params(params: Params, model: Model) -> Params:

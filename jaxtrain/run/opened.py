@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from jaxtrain.run.restored import Restored
     from jaxtrain.train.state import EvaluationState
 
-_DEFAULT_TOKENS = 200
-
 
 class OpenedRun:
     """A run, opened by `open_run`.
@@ -340,6 +338,10 @@ class OpenedRun:
         temperature: float = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
+        beams: int | None = None,
         seed: int = 0,
     ) -> Any:
         """Continues texts.
@@ -347,7 +349,9 @@ class OpenedRun:
         Args:
             prompts: a text, or a list of texts, which are continued in one batch.
             new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
-            temperature, top_k, top_p: see `Sampling`.
+            temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
+            stop: texts at which a continuation ends.
+            beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
             seed: of the random choices.
 
         Returns:
@@ -356,10 +360,10 @@ class OpenedRun:
         Raises:
             ConfigError: the run has no tokenizer, or an option is out of range.
         """
-        from jaxtrain.inference.generate import generate_text, room_for_new_tokens
+        from jaxtrain.inference.continued import continue_texts
         from jaxtrain.inference.sampling import Sampling
 
-        sampling = Sampling(temperature, top_k, top_p)
+        sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         model = self.sharded_model.model
         if model.decoder is None:
@@ -372,12 +376,8 @@ class OpenedRun:
                 f"{self.run_dir} has no tokenizer.json, so it cannot continue any text: it was not trained on text, or "
                 "the model that it was made of came without one"
             )
-        if new_tokens is None:
-            longest = max((max(len(tokenizer.encode(prompt)), 1) for prompt in listed), default=1)
-            new_tokens = max(1, min(_DEFAULT_TOKENS, room_for_new_tokens(model.decoder, longest)))
-        texts = generate_text(
-            self.sharded_model, self.params, tokenizer, listed, new_tokens=new_tokens, sampling=sampling, seed=seed
-        )
+        options = (self.sharded_model, self.params, tokenizer, listed)
+        texts = continue_texts(*options, new_tokens=new_tokens, sampling=sampling, seed=seed, stop=stop, beams=beams)
         return texts[0] if isinstance(prompts, str) else texts
 
     def plot(self, *names: str) -> "CurveFigure":

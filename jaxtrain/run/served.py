@@ -1,5 +1,6 @@
 """Opening what is asked: a run, a published folder or GGUF file, or an adapter with its base."""
 
+import fnmatch
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.saved_run import is_run
 from jaxtrain.data.chat.formats import files_beside, published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.server.served import Served
-from jaxtrain.interop.fresh import check_fits
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.fresh import check_fits, fresh_parts
+from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import is_published
+from jaxtrain.models.model import parameter_shapes
 from jaxtrain.published.config_file import tokenizer_origin
+from jaxtrain.published.entries import Entry
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.open_run import open_run
@@ -120,7 +124,6 @@ def _served_folder(
         words = [f"{_POLICY}=bf16_pure", *words]
     config = load_config(tree, overrides=words, origin="serve").config
     check_fits(config.model)
-    from jaxtrain.interop.fresh import fresh_parts
     from jaxtrain.run.restored import quantized_params
     from jaxtrain.train.assemble import build_sharded_model
     from jaxtrain.train.start import accept_start
@@ -134,19 +137,31 @@ def _served_folder(
     start = accept_start(
         str(path),
         None,
-        fresh_parts(config.model),
+        _left_out(path, config, model),
         sharded_model=model,
         trains=lambda path: False,
         adapter=None if adapter is None else str(adapter),
     )
     params = start.params
-    assert params is not None, "a published model has parameters"
+    if params is None or jax.tree.structure(params) != jax.tree.structure(model.abstract_params):
+        raise ConfigError(
+            f"{path} has no weights for the head that is asked for; leave model.head out, or train the head first"
+        )
     if quantize is not None:
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)
     return Served(
         name, model, params, start.model_state or {}, tokenizer, chat, _embeds(config), created=int(time.time())
     )
+
+
+def _left_out(path: Path, config: "Config", model: "ShardedModel") -> list[str]:
+    """Patterns of parameters that are not read, because another head is asked for than the published one."""
+    family, settings = published_family(str(path)), settings_in(str(path), published_settings(str(path)))
+    theirs = [row.path for row in family.tensors(settings) if isinstance(row, Entry)]
+    known = [*theirs, *parameter_shapes(model.model)]
+    # An embedding need not have parameters of its own.
+    return [one for one in fresh_parts(config.model) if any(fnmatch.fnmatchcase(path, one) for path in known)]
 
 
 def _base_of(adapter: Path) -> Path:

@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 LAYOUTS = ["parallel.data=8", "parallel.fsdp=8 parallel.max_replicated_fraction=1", "parallel.tensor=2"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.long) for one in LAYOUTS[1:])])
 def test_repeats_the_evaluation_of_the_run(cli, any_run, layout):
     final = json.loads((any_run / "run.json").read_text())["final"]
     answer = evaluate(cli, any_run, *layout.split())
@@ -39,7 +39,7 @@ def test_repeats_the_evaluation_of_the_run(cli, any_run, layout):
     assert {name: answer[name] for name in metrics} == pytest.approx(metrics, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("format", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("format", ["int8", pytest.param("int8_dynamic", marks=pytest.mark.long)])
 def test_quantized_layers_lose_little(cli, text_run, format):
     plain, quantized = evaluate(cli, text_run), evaluate(cli, text_run, "--quantize", format)
     assert plain["eval_loss"] != quantized["eval_loss"]

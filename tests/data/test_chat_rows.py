@@ -224,6 +224,23 @@ def test_pairs(form, tmp_path):
     assert (data.input_shape, data.units_per_row, data.counts["pairs"]) == ((2, 64), 128, 2)
 
 
+def test_a_scored_answer_ends_in_an_input(tmp_path):
+    """A text of L + 1 tokens fits where its last token is a target alone, and is one too long where it is scored."""
+    row = rows_of(opened(tmp_path, [PAIR], pairs=True))
+    count = int(np.flatnonzero(row["weights"][0].any(0))[-1]) + 2  # tokens of the longer answer
+    for task, length, counts in (("dpo", count - 1, (1, 0)), ("reward", count - 1, (0, 1)), ("reward", count, (1, 0))):
+        more = {"pairs": True, "too_long": "drop", "length": length, "task": task}
+        if counts[0]:
+            data = opened(tmp_path, [PAIR], **more)
+            assert (data.counts["pairs"], data.counts["dropped"]) == counts
+        else:
+            with pytest.raises(DataError, match="no conversation with an answer within"):
+                opened(tmp_path, [PAIR], **more)
+    scored = rows_of(opened(tmp_path, [PAIR], pairs=True, length=count, task="reward"))
+    longer = int(scored["weights"][0].sum(-1).argmax())
+    assert scored["inputs"][0][longer][-1] == scored["targets"][0][longer][-2] == row["targets"][0][longer][count - 2]
+
+
 def test_a_pair_is_left_out_as_a_whole(tmp_path):
     long = {**PAIR, "rejected": "n" * 100}
     assert opened(tmp_path, [PAIR, long, PAIR], pairs=True, too_long="drop").counts["dropped"] == 1

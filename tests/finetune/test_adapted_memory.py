@@ -64,15 +64,15 @@ def test_kernels_are_not_kept_and_inputs_are_kept_once(base: str | None) -> None
 
 
 def test_a_first_call_compiles_its_program_once() -> None:
-    model = jt.build_model({"kind": "mlp", "hidden_dims": [4], "num_classes": 2}, input_shape=(3,))
+    model = jt.build_model({"kind": "mlp", "hidden_dims": [4]}, input_shape=(3,), num_outputs=2)
     mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
     step = jt.make_train_step(model, jt.classification(), optax.sgd(0.1), mesh=mesh)
     state, rows = step.init(0), step.place({"inputs": np.ones((2, 3), np.float32), "targets": np.arange(2)})
-    compiled = []
+    compiled: list[float] = []
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event.endswith("backend_compile_duration"):
-            compiled.append(seconds)
+            compiled.append(duration_secs)
 
     jax.block_until_ready((state, rows))
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -1,5 +1,6 @@
 """Adapters of a model: what they train under every policy and optimizer, their dropout, merging, and users' models."""
 
+import functools
 from typing import Any
 
 import jax
@@ -85,16 +86,18 @@ def test_the_first_loss_is_the_bases_and_the_base_stays(name: str) -> None:
 
 
 def test_dropout_drops_inputs_of_adapters_in_training_alone() -> None:
-    params, _ = model().init(jax.random.key(0))
     adapted = jt.adapt(model(), lora=jt.LoraConfig(rank=4, dropout=0.5))
-    params, _ = adapted.init(jax.random.key(0))
+    params, _ = jax.jit(adapted.init)(jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf + 0.1 if path_name(path).endswith("lora_b") else leaf, params
     )
 
+    @functools.partial(jax.jit, static_argnames="train")
+    def apply(key: jax.Array | None, *, train: bool) -> jax.Array:
+        return adapted.apply(params, {}, BATCH["inputs"], key=key, train=train)[0]
+
     def outputs(key: int | None, *, train: bool) -> np.ndarray:
-        given = None if key is None else jax.random.key(key)
-        return np.asarray(adapted.apply(params, {}, BATCH["inputs"], key=given, train=train)[0])
+        return np.asarray(apply(None if key is None else jax.random.key(key), train=train))
 
     assert np.array_equal(outputs(1, train=False), outputs(None, train=True))
     assert np.array_equal(outputs(1, train=True), outputs(1, train=True))
@@ -105,14 +108,16 @@ def test_dropout_drops_inputs_of_adapters_in_training_alone() -> None:
 @pytest.mark.parametrize("base", [None, pytest.param("int8", marks=pytest.mark.long)])
 def test_merged_parameters_give_the_adapted_logits(base: str | None) -> None:
     adapted = jt.adapt(model(), lora=jt.LoraConfig(rank=4, rank_stabilised=True), base=base)
-    params, _ = adapted.init(jax.random.key(0))
+    params, _ = jax.jit(adapted.init)(jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf + 0.02 if path_name(path).endswith("lora_b") else leaf, params
     )
     merged = jt.merge_adapters(params, adapted)
-    assert jax.tree.structure(merged) == jax.tree.structure(model().init(jax.random.key(0))[0])
-    found, _ = model().apply(merged, {}, BATCH["inputs"], key=None, train=False)
-    expected, _ = adapted.apply(params, {}, BATCH["inputs"], key=None, train=False)
+    assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(model().init, jax.random.key(0))[0])
+    found, expected = (
+        jax.jit(lambda params, one=one: one.apply(params, {}, BATCH["inputs"], key=None, train=False)[0])(given)
+        for one, given in ((model(), merged), (adapted, params))
+    )
     # Sums of 64 products in float32 in another order, through two layers.
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

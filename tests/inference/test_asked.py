@@ -96,15 +96,16 @@ def test_greedy_continuations_are_known_as_such(asked, sharded, params):
 
 
 def test_a_text_is_the_sum_of_its_windows(asked, log_softmax):
-    for length in (0, 1, LENGTH, LENGTH + 1, 2 * LENGTH + 5):
-        ids = [97 + i % 26 for i in range(length)]
+    texts = [[97 + i % 26 for i in range(length)] for length in (0, 1, LENGTH, LENGTH + 1, 2 * LENGTH + 5)]
+    for ids, found in zip(texts, asked.score_texts([bytes(ids).decode() for ids in texts]), strict=True):
+        length = len(ids)
         row, expected, at = [NEWLINE, *ids], 0.0, 0
         while at < length:
             end = min(at + LENGTH, length)
             logs = log_softmax(row[max(0, end - LENGTH) : end])[-(end - at) :]
             expected += logs[np.arange(end - at), ids[at:end]].sum()
             at = end
-        assert asked.score_texts([bytes(ids).decode()])[0] == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_every_token_of_a_text_is_predicted_once_with_full_context_in_the_last_window():
@@ -207,7 +208,9 @@ def test_what_has_no_log_likelihood_is_one_line(asked):
     ("kind", "said"),
     [
         ({"kind": "mlp", "hidden_dims": [4]}, "does not predict the next token"),
-        ({"kind": "encoder_decoder", "num_layers": 1, "embed_dim": 16, "num_heads": 2}, "with an encoder"),
+        pytest.param(
+            {"kind": "encoder_decoder", "num_layers": 1, "embed_dim": 16, "num_heads": 2}, "with an encoder", marks=LONG
+        ),
     ],
     ids=["mlp", "encoder-decoder"],
 )

@@ -52,6 +52,9 @@ class CountingPrograms:
         chosen = self._chosen(np.array(tokens[-1:]), f"prefill {slot}")
         return chosen, chosen
 
+    def copy(self, source: int, target: int) -> None:
+        self.runs.append(f"copy {source} to {target}")
+
     def set_penalties(self, *_: Any) -> None:
         self.runs.append("penalties")
 
@@ -64,7 +67,11 @@ def request(first: int = 1, length: int = 1, new_tokens: int = 3, **given: Any) 
 def sharded_model() -> jt.ShardedModel:
     """A model of which nothing is computed."""
     model = jt.Model("counts", lambda key: ({}, {}), lambda params, state, inputs, *, key, train: (inputs, state))
-    decoder = Decoder(lambda *_: {}, lambda *_: (None, None), max_length=64)
+
+    def decode(*_: Any) -> Any:
+        raise AssertionError("nothing is computed")
+
+    decoder = Decoder(lambda *_: {}, decode, max_length=64)
     return jt.shard_model(dataclasses.replace(model, decoder=decoder), mesh=jt.make_mesh(devices=jax.devices()[:1]))
 
 
@@ -110,7 +117,7 @@ def test_a_stop_token_is_emitted_and_ends_the_answer(engine):
     assert ticket.finish_reason == "stop"
 
 
-def test_answers_go_on_while_a_long_prompt_is_read(monkeypatch):
+def test_answers_go_on_while_a_long_prompt_is_read():
     programs: Any = CountingPrograms(slots=2, chunk=4)
     waiting = Waiting(9)
     scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
@@ -121,6 +128,21 @@ def test_answers_go_on_while_a_long_prompt_is_read(monkeypatch):
     for _ in range(3):
         scheduler.step()
     assert programs.runs == ["prefill 1", "decode"] * 3
+
+
+def test_a_prompt_that_another_slot_has_read_is_copied():
+    """Of requests that come together too, as the several answers to one prompt do."""
+    programs: Any = CountingPrograms(slots=3, chunk=40)
+    waiting = Waiting(9)
+    scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
+    tickets = [Ticket(one) for one in (request(length=30), request(length=30), request(length=10))]
+    for ticket in tickets:
+        waiting.add(ticket)
+    while not scheduler.is_idle:
+        scheduler.step()
+    assert [run for run in programs.runs if run != "decode"] == ["prefill 0", "copy 0 to 1", "prefill 1", "prefill 2"]
+    assert [ticket.cached_tokens for ticket in tickets] == [0, 29, 0]  # less than 16 tokens are not worth a copy
+    assert scheduler.counters.cached_tokens == 29
 
 
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):

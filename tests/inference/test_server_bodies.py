@@ -1,4 +1,4 @@
-"""Bodies of requests: what they ask for, and one line where they ask for nothing that is served. No HTTP, no jax."""
+"""Bodies of requests: what they ask for, and one line where they ask for nothing that is served. No HTTP."""
 
 import json
 from typing import Any

@@ -130,9 +130,15 @@ class Built:
     run: Any
 
 
-@pytest.fixture(scope="module", params=MAKERS.values(), ids=MAKERS)
+# Further forms of models of which plain pytest runs another.
+LONG = ("resnet with bottlenecks", "mlp with dropout", "from_linen without state")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in MAKERS]
+)
 def built(request):
-    case = request.param()
+    case = MAKERS[request.param]()
     params, state = jax.jit(case.model.init)(jax.random.key(3, impl=FAST))
 
     def run(params, state, inputs, seed, train):

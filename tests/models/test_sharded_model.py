@@ -65,7 +65,14 @@ def test_it_knows_where_the_step_puts_its_parameters() -> None:
         assert leaf.sharding.spec == step.layout.parameters[path_name(path)].optimizer_state
 
 
-@pytest.mark.parametrize("degrees", [dict(data=1), dict(data=2, fsdp=2), dict(pipe=2, data=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        *(pytest.param(one, marks=pytest.mark.long) for one in (dict(data=1), dict(data=2, fsdp=2))),
+        dict(pipe=2, data=2),
+    ],
+    ids=str,
+)
 def test_it_evaluates_as_the_step_does(degrees: dict[str, int]) -> None:
     model, task = transformer(), jt.language_modeling()
     step = jt.make_train_step(model, task, optax.sgd(0.1), mesh=mesh(**degrees))

@@ -37,7 +37,7 @@ def test_scanned_and_unrolled_blocks_agree(remat: str, monkeypatch: pytest.Monke
             return total / weight, model_state
 
         step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        params, model_state = model.init(jax.random.key(0))
+        params, model_state = jax.jit(model.init)(jax.random.key(0))
         programs.append(step.lower(params, model_state).as_text())
         results.append(jax.device_get(step(params, model_state)))
     assert "stablehlo.while" in programs[0]

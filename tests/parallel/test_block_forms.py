@@ -42,7 +42,6 @@ LAYOUTS = {
     "context=2,data=2": layout(context=2, data=2),
     "pipe=2,context=2": layout(pipe=2, context=2),
 }
-PLAIN = ("sandwich", "pipe=2,tensor=2", "full")
 # The branch of local layers meets every axis; of the other forms, what shards their parameters and splits their stack.
 ROWS = {
     "sandwich": [*((row, "none") for row in LAYOUTS), ("pipe=2,tensor=2", "full"), ("fsdp=2,tensor=2", "dots")],
@@ -50,14 +49,13 @@ ROWS = {
     "post": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), ("context=2,data=2", "none")],
     "relative": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), ("data=2,zero=2", "none")],
 }
-PARAMETERS = [
-    pytest.param(form, row, remat, marks=() if (form, row, remat) == PLAIN else pytest.mark.long)
-    for form, rows in ROWS.items()
-    for row, remat in rows
-]
+# In plain pytest test_layouts.py proves layouts, and tests/models/test_block_settings.py what these settings compute.
 
 
-@pytest.mark.parametrize(("form", "row", "remat"), PARAMETERS)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("form", "row", "remat"), [(form, row, remat) for form, rows in ROWS.items() for row, remat in rows]
+)
 def test_layouts_give_the_numbers_of_one_device(form: str, row: str, remat: str) -> None:
     alone = reference(form, 4)
     outcome = run(form, LAYOUTS[row], 4, remat, start=alone.state)

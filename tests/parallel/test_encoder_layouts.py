@@ -127,10 +127,9 @@ def alone(name: str) -> tuple[Any, Any, np.ndarray]:
     return run(name, ONE)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [pytest.param(*case, marks=() if case == ("labels", "pipe=2") else pytest.mark.long) for case in CASES],
-)
+# In plain pytest tests/models/test_text_tasks.py proves an encoder on a mesh, and test_layouts.py pipelines.
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_every_mesh_gives_the_numbers_of_one_device(name: str, mesh: str) -> None:
     start, expected_params, expected = alone(name)
     _, params, losses = run(name, MESHES[mesh], "full" if "tensor" in mesh else "none", start)

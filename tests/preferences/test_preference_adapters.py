@@ -80,7 +80,7 @@ def test_only_factors_have_gradients_and_the_start_is_the_base():
     model = adapted()
     original = model.adapted.original
     step = step_of(model, jt.dpo())
-    params = jax.tree.map(jnp.array, original.init(jax.random.key(3))[0])
+    params = jax.tree.map(jnp.array, jax.jit(original.init)(jax.random.key(3))[0])
     state = step.init(0, params=params)
     rows = jt.ArrayRows({name: column for name, column in BATCH.items() if name != "reference"})
     known = jt.reference_rows(step, state, rows, batch_size=B)

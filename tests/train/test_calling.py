@@ -293,7 +293,7 @@ def test_a_model_of_models_is_sharded_as_its_parts_are():
             lambda a: a.sharding.spec, alone.abstract_params
         )
     tokens = np.arange(64).reshape(8, 8) % 16
-    params = both.model.init(jax.random.key(0))[0]
+    params = jax.jit(both.model.init)(jax.random.key(0))[0]
     apply = jax.jit(lambda params: both.apply(params, {}, {"teacher": tokens}, key=None, train=False)[0])
     found = apply(jax.device_put(params, jax.tree.map(lambda a: a.sharding, both.abstract_params)))
     wanted = part.apply(params["teacher"], {}, tokens, key=None, train=False)[0]

@@ -113,7 +113,7 @@ def test_mistakes_are_one_line():
     with pytest.raises(ConfigError, match=r"no quantized format 'int4'; known: int8, int8_dynamic"):
         quantize({}, model, "int4")
     transformer = make_step("bf16").model
-    params = transformer.init(jax.random.key(0))[0]
+    params = jax.jit(transformer.init)(jax.random.key(0))[0]
     with pytest.raises(
         ConfigError, match=r"is quantized already: give the floating-point parameters to get int8_dynamic$"
     ):

@@ -18,6 +18,12 @@ def engine(**changed: Any) -> jt.Engine:
     return jt.Engine(changed.pop("model", sharded()), changed.pop("params", {}), **changed)
 
 
+def closed() -> jt.Engine:
+    ended = engine()
+    ended.close()
+    return ended
+
+
 def request(**changed: Any) -> jt.Request:
     return jt.Request(**{"tokens": (1, 2), "new_tokens": 4, "sampling": jt.Sampling(), **changed})
 
@@ -40,6 +46,7 @@ ROWS = {
     ),
     "Engine.submit: a text": (lambda: engine().submit("hello"), "'hello'", "submit(Request("),
     "Engine.submit: before the start": (lambda: engine().submit(request()), "does not run", "call start() first"),
+    "Engine.submit: after the end": (lambda: closed().submit(request()), "is closed", "start another one"),
     "Request: a text": (lambda: request(tokens="hello"), "'hello'", "Request((72, 105)"),
     "Request: no tokens": (lambda: request(tokens=()), "is empty", "at least one token"),
     "Request: an id below 0": (lambda: request(tokens=(1, -1)), "not -1", "0 or more"),

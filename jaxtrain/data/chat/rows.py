@@ -59,7 +59,9 @@ class Fitted:
     dropped: int
 
 
-def fit(conversations: Iterable[MaskedTokens], *, length: int, too_long: str, together: int = 1) -> Fitted:
+def fit(
+    conversations: Iterable[MaskedTokens], *, length: int, too_long: str, together: int = 1, scored: bool = False
+) -> Fitted:
     """Cuts or drops what is too long.
 
     Args:
@@ -67,24 +69,26 @@ def fit(conversations: Iterable[MaskedTokens], *, length: int, too_long: str, to
         length: L.
         too_long: As `ChatData.too_long`.
         together: Neighbours that are left or dropped as one: 2 for pairs.
+        scored: Whether the last token must be an input too, so that a row has room for L tokens and not for L + 1.
 
     Raises:
         DataError: A conversation is too long and may be neither cut nor dropped, or both of a pair are equal.
     """
     kept: list[int] = []
     tokens: list[MaskedTokens] = []
+    most = length if scored else length + 1
     cut = dropped = 0
     group: list[tuple[MaskedTokens, bool]] = []
     for number, one in enumerate(conversations):
         # What follows the last token with a loss changes nothing: it needs no place in a row.
         count = int(np.flatnonzero(one.trained)[-1]) + 1 if one.trained.any() else len(one.ids)
-        over = count > length + 1
+        over = count > most
         if over and too_long == "error":
             raise DataError(
                 f"{one.where} has {count:,} tokens, but rows have {length:,}; raise data.sequence_length, or set "
                 "data.too_long=cut or data.too_long=drop"
             )
-        end = min(length + 1, count)
+        end = min(most, count)
         group.append((MaskedTokens(one.where, one.ids[:end], one.trained[:end]), over))
         if len(group) == together:
             same = together == 2 and np.array_equal(group[0][0].ids, group[1][0].ids)
@@ -217,7 +221,8 @@ class PairRows(Rows):
         store = self._store
         both = (2 * self._numbers[indices % len(self)][:, None] + np.arange(2)).reshape(-1)
         found = _filled(store, both)
-        # The last token is an input too where there is room: a reward model scores the token that ends an answer.
+        # The last token is an input too where there is room (`fit` makes it for `scored` ones): a reward model scores
+        # the token that ends an answer.
         has_room = np.flatnonzero(store.sizes[both] < store.length)
         found["inputs"][has_room, store.sizes[both[has_room]]] = store.ids[store.starts[both[has_room] + 1] - 1]
         return {name: column.reshape(len(indices), 2, -1) for name, column in found.items()}

@@ -62,7 +62,12 @@ class _Said:
 
 
 def open_chat(
-    config: ChatData, *, sequence_length: int, pairs: bool, reading: Mapping[str, Any] | None = None
+    config: ChatData,
+    *,
+    sequence_length: int,
+    pairs: bool,
+    scored: bool = False,
+    reading: Mapping[str, Any] | None = None,
 ) -> ChatRows:
     """Opens conversations, or pairs of answers.
 
@@ -70,6 +75,7 @@ def open_chat(
         config: Which ones.
         sequence_length: L.
         pairs: Whether rows are pairs of answers.
+        scored: Whether the last token of each answer is scored, and so must be an input.
         reading: `Data.reading` of what a model was trained on, whose template is used; None: that of the config.
 
     Returns:
@@ -90,7 +96,7 @@ def open_chat(
     template = compile_template(form, today=datetime.date.fromisoformat(config.date))
     encoder = chat_encoder(tokenizer)
     masked = masked_tokens(said.conversations, template, encoder, train_on=config.train_on)
-    fitted = fit(masked, length=sequence_length, too_long=config.too_long, together=2 if pairs else 1)
+    fitted = fit(masked, length=sequence_length, too_long=config.too_long, together=2 if pairs else 1, scored=scored)
     if not len(fitted.kept):
         raise DataError(
             f"{label_of(config)} has no conversation with an answer within {sequence_length:,} tokens; raise "

@@ -164,7 +164,7 @@ def open_data(
             return _text_data(config, length, task=task, reading=reading)
         case ChatData():
             length = row_length(config.sequence_length, sequence_length)
-            return _chat_data(config, length, pairs=gives_pairs(config, task), reading=reading)
+            return _chat_data(config, length, task=task, reading=reading)
         case SyntheticData():
             from jaxtrain.data.sources.synthetic import open_examples
 
@@ -323,11 +323,13 @@ def _text_data(
     )
 
 
-def _chat_data(config: ChatData, sequence_length: int, *, pairs: bool, reading: Mapping[str, Any] | None) -> Data:
+def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
     """The data of conversations or of pairs of answers."""
     from jaxtrain.data.chat.source import open_chat
 
-    found = open_chat(config, sequence_length=sequence_length, pairs=pairs, reading=reading)
+    pairs = gives_pairs(config, task)
+    scored = pairs and task == "reward"
+    found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
     return Data(
         train=found.train,
         validation=found.validation,

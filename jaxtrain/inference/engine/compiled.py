@@ -4,6 +4,7 @@ Shapes: S slots, W tokens fed to each (1, or 1 and a draft), C tokens of a chunk
 """
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.choose import RowSampling, row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout, fitting
-from jaxtrain.inference.engine.programs import Chosen, SlotState, decode_slots, prefill_chunk, set_penalties
+from jaxtrain.inference.engine.programs import Chosen, SlotState, copy_slot, decode_slots, prefill_chunk, set_penalties
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
@@ -83,7 +85,7 @@ class Programs:
         number, flag = np.int32(0), np.bool_(False)
         rows, row = _greedy(slots), _greedy(1)
         with sharded_model.context(), pool:
-            self._state = jax.jit(begin, out_shardings=placed)()
+            self._state = _allocated(jax.jit(begin, out_shardings=placed), slots=slots, length=length)
             decode = functools.partial(decode_slots, decoder=decoder)
             fed = (self.params, self._state)
             decodes = {
@@ -105,10 +107,12 @@ class Programs:
                 prefills[width] = compiled(read, fed, asked, (placed, replicated, replicated))
             table_V = np.zeros(self.vocab_size)
             given_tables = given(number, table_V.astype(np.int32), table_V.astype(np.float32))
+            copy = functools.partial(copy_slot, layout=layout)
+            copied = compiled(copy, (self._state,), given(number, number), placed)
             penalties = compiled(set_penalties, (self._state,), given_tables, placed)
         self._decode = {width: program.result() for width, program in decodes.items()}
         self._prefill = {width: program.result() for width, program in prefills.items()}
-        self._set_penalties = penalties.result()
+        self._set_penalties, self._copy = penalties.result(), copied.result()
 
     def decode(
         self,
@@ -163,6 +167,10 @@ class Programs:
         )
         return chosen, prompt
 
+    def copy(self, source: int, target: int) -> None:
+        """Run `copy_slot`."""
+        self._state = self._copy(self._state, np.int32(source), np.int32(target))
+
     def set_penalties(self, slot: int, prompt_counts_V: np.ndarray, bias_V: np.ndarray) -> None:
         """Run `set_penalties`."""
         self._state = self._set_penalties(self._state, np.int32(slot), prompt_counts_V, bias_V)
@@ -180,8 +188,25 @@ class Programs:
             jax.block_until_ready(
                 self.prefill(0, [0] * width, 0, row, is_last=False, wants_top=False, next_tokens=None)
             )
+        self.copy(0, 0)
         table_V = np.zeros(self.vocab_size)
         self.set_penalties(0, table_V.astype(np.int32), table_V.astype(np.float32))
+
+
+def _allocated(begin: Callable[[], SlotState], *, slots: int, length: int) -> SlotState:
+    """The first state of the slots.
+
+    Raises:
+        ConfigError: the devices have no room for it.
+    """
+    try:
+        return jax.block_until_ready(begin())
+    except jax.errors.JaxRuntimeError as error:
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(begin)))
+        raise ConfigError(
+            f"the cache of {slots} slots of {length} positions takes {size / 2**30:.1f} GiB, and the devices have "
+            "no room for it; use fewer slots, a smaller length or cache_dtype='int8'"
+        ) from error
 
 
 def _chunk_widths(chunk: int) -> set[int]:

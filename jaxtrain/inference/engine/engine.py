@@ -19,7 +19,7 @@ from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.given_state import check_not_donated
 
-_CACHE_DTYPES = ("float32", "bfloat16", "float16")
+_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _CLOSED = "the engine is closed; start another one"
 
 
@@ -37,10 +37,10 @@ class Engine:
         slots: rows of the cache: how many requests run at a time.
         length: positions of each row, for a prompt and its answer; None: all that the model has.
         chunk: tokens of a prompt that are read between two steps of the answers.
-        cache_dtype: float32, bfloat16 or float16, of keys and values; None: the model's compute dtype.
+        cache_dtype: float32, bfloat16, float16 or int8, of keys and values; None: the model's compute dtype.
         queue: how many requests may wait for a slot.
         speculate: longest draft by prompt lookup, verified in one step, for greedy requests without penalties; 0: none.
-        reuse_prefixes: whether a prompt that begins like the last text of a free slot keeps what that slot holds.
+        reuse_prefixes: whether a prompt that begins like the text of a slot keeps, or copies, what that slot holds.
 
     Raises:
         ConfigError: the model cannot generate or has an encoder, or a number is out of its range.
@@ -115,7 +115,7 @@ class Engine:
         """Compile the programs, run each once, and start the thread that serves requests.
 
         Raises:
-            ConfigError: it was started before.
+            ConfigError: it was started before, or the devices have no room for the cache.
         """
         if self._thread is not None or self._closing:
             raise ConfigError("this engine was started before; make another Engine")
@@ -156,8 +156,8 @@ class Engine:
         check_kind(
             request, Request, what="submit", takes="a Request", write="submit(Request((72, 105), 16, Sampling()))"
         )
-        if self._thread is None and not self._closing:
-            raise EngineDead("the engine does not run; call start() first")
+        if self._thread is None:
+            raise EngineDead(_CLOSED if self._closing else "the engine does not run; call start() first")
         self._check(request)
         ticket = Ticket(request, on_event, self._wake)
         with self._changed:

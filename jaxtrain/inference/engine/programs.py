@@ -178,6 +178,18 @@ def set_penalties(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array,
     )
 
 
+def copy_slot(state: SlotState, source: jax.Array, target: jax.Array, *, layout: CacheLayout) -> SlotState:
+    """Copy the keys and values of one slot to another.
+
+    Args:
+        state: of the slots.
+        source, target: indices, int32 [].
+        layout: of the cache.
+    """
+    cache = layout.put(state.cache, layout.take(state.cache, source), target)
+    return SlotState(cache, state.prompt_counts_SV, state.output_counts_SV, state.bias_SV)
+
+
 def _described(logits_RV: jax.Array, tokens_R: jax.Array, wants_top: jax.Array) -> Chosen:
     """What is reported of a token in each row; sorting out the alternatives is left out where nobody asked."""
     number = min(MOST_ALTERNATIVES, logits_RV.shape[-1])

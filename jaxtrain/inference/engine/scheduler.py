@@ -16,7 +16,7 @@ from jaxtrain.inference.engine.compiled import Programs
 from jaxtrain.inference.engine.drafts import accepted
 from jaxtrain.inference.engine.programs import Chosen
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request
-from jaxtrain.inference.engine.slots import Slot, slot_for
+from jaxtrain.inference.engine.slots import Slot, lender_for, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.sampling import Sampling
 
@@ -150,7 +150,7 @@ class Scheduler:
                 self._set_penalties(slot, request)
             if request.prompt_log_probabilities:
                 ticket.prompt_log_probabilities = [None]
-            self._count(prompt_tokens=len(request.tokens), cached_tokens=ticket.cached_tokens, slots_in_use=1)
+            self._count(prompt_tokens=len(request.tokens), slots_in_use=1)
 
     def _set_penalties(self, slot: Slot, request: Request) -> None:
         size, sampling = self._programs.vocab_size, request.sampling
@@ -164,6 +164,8 @@ class Scheduler:
     def _read(self, slot: Slot) -> None:
         """Read the next chunk of a slot's prompt; the last one gives the first token of the answer."""
         assert slot.ticket is not None
+        if slot.reuses:  # once, and not when it got the slot: those that came with it may have read the same since
+            self._reuse_prefix(slot)
         request, begin = slot.ticket.request, len(slot.cached)
         tokens = list(request.tokens[begin : begin + self._programs.chunk])
         end = begin + len(tokens)
@@ -185,6 +187,16 @@ class Scheduler:
             entries += [_emitted(given, index, request.top) for index in range(following)]
         if end == len(request.tokens):
             self._emit(slot, [_emitted(jax.device_get(chosen), 0, request.top)])
+
+    def _reuse_prefix(self, slot: Slot) -> None:
+        """Take over what another slot has of a prompt, where that is more than its own slot kept."""
+        assert slot.ticket is not None
+        lender, kept = lender_for(slot, self._slots)
+        if lender is not None:
+            self._programs.copy(lender.index, slot.index)
+            slot.borrow(kept)
+        slot.reuses = False
+        self._count(cached_tokens=slot.ticket.cached_tokens)
 
     def _write(self, writing: list[Slot]) -> None:
         """Give every answer its next token, or more where drafts are right."""

@@ -22,6 +22,7 @@ class Slot:
             so that a prompt that begins with them need not be read again.
         text: prompt and answer so far.
         emitted: tokens of the answer.
+        reuses: whether what the row, or another, has of the prompt is kept.
         drafts: an index of the text, for a request whose tokens may be drafted; None: they may not.
         order: number of the request that has the row, or had it last.
         has_bias: whether the biases of the row on the device may be other than zero.
@@ -33,6 +34,7 @@ class Slot:
         self.cached: list[int] = []
         self.text: list[int] = []
         self.emitted = 0
+        self.reuses = False
         self.drafts: Drafts | None = None
         self.order = 0
         self.has_bias = False
@@ -59,10 +61,20 @@ class Slot:
         tokens = ticket.request.tokens
         # The last token is read in any case: its logits choose the first of the answer.
         kept = min(shared_prefix(self.cached, tokens), len(tokens) - 1) if reuse else 0
-        self.ticket, self.order, self.emitted = ticket, order, 0
+        self.ticket, self.order, self.emitted, self.reuses = ticket, order, 0, reuse
         self.cached, self.text = self.cached[:kept], list(tokens)
         self.drafts = Drafts(tokens) if speculate else None
         ticket.cached_tokens = kept
+
+    def borrow(self, kept: int) -> None:
+        """Note that another row's keys and values of the first tokens of the prompt were copied to this one.
+
+        Args:
+            kept: how many tokens.
+        """
+        assert self.ticket is not None
+        self.cached = self.text[:kept]
+        self.ticket.cached_tokens = kept
 
     def release(self) -> None:
         """Free the row; its keys and values stay."""
@@ -75,6 +87,26 @@ def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
         if one != other:
             return index
     return min(len(first), len(second))
+
+
+def lender_for(slot: Slot, slots: Iterable[Slot]) -> tuple[Slot | None, int]:
+    """Find the row that has more of a prompt than the request's own row, by enough to be worth a copy.
+
+    Args:
+        slot: of the request, before its prompt is read.
+        slots: all rows, free or not.
+
+    Returns:
+        The row, or None, and how many tokens it has.
+    """
+    assert slot.ticket is not None
+    tokens = slot.ticket.request.tokens
+    best, most = None, len(slot.cached) + _WORTH_KEEPING - 1
+    for other in slots:
+        kept = min(shared_prefix(other.cached, tokens), len(tokens) - 1)
+        if other is not slot and kept > most:
+            best, most = other, kept
+    return best, most
 
 
 def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:

@@ -11,6 +11,7 @@ from jaxtrain.errors import ConfigError
 
 KEY_VARIABLE = "JAXTRAIN_API_KEY"
 _BACKLOG = 2048
+_LAST_PORT = 65_535
 # Files and sockets of a process; shells often allow 1,024, and every connection takes one.
 _WANTED_FILES = 65_536
 
@@ -57,6 +58,8 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
     Raises:
         ConfigError: the address is not of this machine, is taken, or is open to others without a key.
     """
+    if port > _LAST_PORT:
+        raise ConfigError(f"--port {port} is beyond the last one; use 1024 to {_LAST_PORT}, or 0 for one that is free")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions and /v1/chat/completions: their fields, and what they ask for. No jax here."""
+"""Bodies of /v1/completions and /v1/chat/completions: their fields, and what they ask for."""
 
 import secrets
 from collections.abc import Mapping

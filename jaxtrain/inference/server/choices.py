@@ -4,11 +4,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.server.call import Call, Prompt
 from jaxtrain.inference.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from jaxtrain.data import Tokenizer
 
 # What OpenAI reports for a probability of 0: JSON has no infinity.
 _LEAST = -9999.0
@@ -58,7 +61,7 @@ class TokenTexts:
         tokenizer: turns ids into text.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: "Tokenizer"):
         anchor = [int(i) for i in tokenizer.encode("a")]
         start = len(tokenizer.decode(anchor)) if anchor else 0
 
@@ -87,7 +90,7 @@ class Choice:
         finish_reason: why it ended; None: it has not.
     """
 
-    def __init__(self, call: Call, prompt: Prompt, tokenizer: Tokenizer, texts: TokenTexts):
+    def __init__(self, call: Call, prompt: Prompt, tokenizer: "Tokenizer", texts: TokenTexts):
         self._call, self._prompt, self._tokenizer, self._texts = call, prompt, tokenizer, texts
         self._stream = TextStream(tokenizer, stop=call.stop, stop_tokens=call.stop_tokens)
         # Where a token begins does not depend on text that is held back for a stop.

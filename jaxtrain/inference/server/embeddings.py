@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings and their answers. No jax here."""
+"""Bodies of /v1/embeddings and their answers."""
 
 import base64
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Texts, ids and conversations as prompts of the engine. No jax here."""
+"""Texts, ids and conversations as prompts of the engine."""
 
 import datetime
 from collections.abc import Sequence

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
-
 if TYPE_CHECKING:
+    from jaxtrain.data.chat.formats import ChatFormat
+    from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
     from jaxtrain.models.model import ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
 
@@ -30,7 +29,7 @@ class Served:
     sharded_model: "ShardedModel"
     params: "Params" = field(repr=False)
     model_state: "ModelState" = field(repr=False)
-    tokenizer: BpeTokenizer | ByteTokenizer
-    chat: ChatFormat | None
+    tokenizer: "BpeTokenizer | ByteTokenizer"
+    chat: "ChatFormat | None"
     embeds: bool
     created: int

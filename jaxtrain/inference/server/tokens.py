@@ -1,7 +1,4 @@
-"""What /tokenize, /detokenize and /tokenizer_info answer: a tokenizer over HTTP, as evaluation harnesses ask for it.
-
-No jax here.
-"""
+"""What /tokenize, /detokenize and /tokenizer_info answer: a tokenizer over HTTP, as evaluation harnesses ask for it."""
 
 from collections.abc import Mapping
 from typing import Any

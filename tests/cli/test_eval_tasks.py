@@ -1,0 +1,224 @@
+"""`jaxtrain eval --tasks`: tasks of lm-eval-harness, asked of a run from local files.
+
+The package lm-eval is the extra `harness`, which is not in `dev`; what needs it says so where it is left out. What it
+asks of a model is tested without it in tests/inference/test_asked.py.
+"""
+
+import importlib.util
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import jaxtrain as jt
+from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.errors import ConfigError
+from jaxtrain.inference.harness.asked import AskedModel
+from jaxtrain.inference.harness.scored import scored_windows
+from jaxtrain.inference.harness.tokens import task_tokens
+
+INSTALLED = importlib.util.find_spec("lm_eval") is not None
+
+
+def needs_lm_eval(test):
+    """Marks what runs where lm-eval is installed; its own warnings, and those of what it imports, are not ours."""
+    reason = "lm-eval is not installed: pip install 'jaxtrain[harness]'"
+    for mark in (pytest.mark.long, pytest.mark.skipif(not INSTALLED, reason=reason)):
+        test = mark(test)
+    return pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")(test)
+
+
+COLOURS = """
+task: colours
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {folder}/colours.jsonl}}}}
+output_type: multiple_choice
+validation_split: validation
+fewshot_split: validation
+doc_to_text: "The {{{{thing}}}} is"
+doc_to_choice: [red, green, blue]
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+metadata: {{version: 1.0}}
+"""
+TEXTS = """
+task: texts
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {folder}/colours.jsonl}}}}
+output_type: loglikelihood_rolling
+validation_split: validation
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: byte_perplexity}}]
+"""
+WORDS = """
+task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {folder}/colours.jsonl}}}}
+output_type: generate_until
+validation_split: validation
+doc_to_text: "The {{{{thing}}}} is"
+doc_to_target: "{{{{said}}}}"
+generation_kwargs: {{until: ["."], max_gen_toks: 4}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tasks", "a.yaml"], "--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'"),
+        (["--tasks", ","], "--tasks is empty; give a task file, or names with commas between them"),
+        (["--limit", "3"], "--limit is for --tasks; for held-out rows write evaluation.max_batches=N"),
+        (["--chat"], "--chat is for --tasks"),
+        (["--tasks", "a.yaml", "model.embed_dim=8"], "model.embed_dim=8 cannot change for a trained run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_asked_is_one_line(cli, text_run, monkeypatch, words, said):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "lm_eval" else found(name, *rest)
+    )
+    answer = cli("eval", str(text_run), *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, text_run):
+    """Three task files over one file of documents, and what the run says to them without the harness."""
+    folder = tmp_path_factory.mktemp("tasks")
+    run = jt.open_run(text_run)
+    asked = AskedModel(run.sharded_model, run.params, run.model_state, task_tokens(run.tokenizer, {}, None))
+    things = [f"thing number {i}" for i in range(5)]
+    answers = asked.answer([(f"The {thing} is", {"until": ".", "max_gen_toks": 4}) for thing in things], task="words")
+    # Three of five answers are those that the run gives.
+    documents = [
+        {
+            "thing": thing,
+            "answer": i % 3,
+            "text": f"A text of {thing}. " * (i + 1),
+            "said": answers[i] if i < 3 else "-",
+        }
+        for i, thing in enumerate(things)
+    ]
+    (folder / "colours.jsonl").write_text("".join(f"{json.dumps(document)}\n" for document in documents))
+    for name, text in (("colours", COLOURS), ("texts", TEXTS), ("words", WORDS)):
+        (folder / f"{name}.yaml").write_text(text.format(folder=folder))
+    pairs = [(f"The {thing} is", f" {choice}") for thing in things for choice in ("red", "green", "blue")]
+    scores = [score for score, _ in asked.score_continuations(pairs)]
+    best = [max(range(3), key=lambda k, i=i: scores[3 * i + k]) for i in range(5)]
+    texts = [document["text"] for document in documents]
+    total = sum(asked.score_texts(texts))
+    expected = {
+        "colours": sum(best[i] == i % 3 for i in range(5)) / 5,
+        "texts": math.exp(-total / sum(len(text.encode()) for text in texts)),
+        "words": 0.6,
+    }
+    return folder, expected
+
+
+@needs_lm_eval
+def test_the_three_kinds_of_tasks_give_what_the_model_says(cli, text_run, folder):
+    where, expected = folder
+    tasks = ",".join(f"{where}/{name}.yaml" for name in expected)
+    answer = cli("eval", str(text_run), "--tasks", tasks, "--json")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["step"] == 4
+    assert {row["task"]: row["value"] for row in found["tasks"]} == pytest.approx(expected, rel=1e-6)
+    assert {row["rows"] for row in found["tasks"]} == {5}
+    table = cli("eval", str(text_run), "--tasks", f"{where}/colours.yaml", "--limit", "2", "--shots", "1").out
+    header, row = table.splitlines()
+    assert header.split() == ["task", "version", "filter", "shots", "metric", "value", "stderr", "rows"]
+    assert row.split()[:5] == ["colours", "1", "none", "1", "acc"]
+    assert row.split()[-1] == "2"
+
+
+WRONG = {
+    "no such file": ("nothing.yaml", None, 2, "there is no such file"),
+    "data that is not there": ("lost.yaml", TEXTS.replace("colours.jsonl", "lost.jsonl"), 3, "lost.jsonl"),
+    "a field that no document has": ("field.yaml", WORDS.replace("{{{{thing}}}}", "{{{{thong}}}}"), 3, "thong"),
+    "settings that are not known": ("beams.yaml", WORDS.replace("max_gen_toks: 4", "num_beams: 4"), 2, "num_beams"),
+    "a kind of output that there is none of": ("kind.yaml", WORDS.replace("generate_until", "sing"), 3, "kind.yaml"),
+    "no YAML": ("broken.yaml", "task: [", 3, "broken.yaml"),
+}
+
+
+@needs_lm_eval
+@pytest.mark.parametrize(("name", "text", "code", "said"), WRONG.values(), ids=WRONG)
+def test_a_task_that_fails_is_one_line(cli, text_run, folder, name, text, code, said):
+    where, _ = folder
+    if text is not None:
+        (where / name).write_text(text.format(folder=where) if "{folder}" in text else text)
+    answer = cli("eval", str(text_run), "--tasks", str(where / name))
+    (line,) = [line for line in answer.err.splitlines() if line.startswith("jaxtrain: ")]
+    assert (answer.code, answer.out) == (code, "")
+    assert said in line
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("max_length", [1, 2, 4, 7])
+def test_windows_are_those_of_the_harness(max_length):
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    for length in range(20):
+        theirs = map(make_disjoint_window, get_rolling_token_windows(list(range(length)), 99, max_length, 1))
+        ours = scored_windows(range(length), prefix=99, max_length=max_length)
+        # The harness gives context and targets; the model reads both but the last token.
+        expected = [(tuple([*context, *targets][:-1]), tuple(targets)) for context, targets in theirs]
+        assert [(row.inputs, row.targets) for row in ours] == expected
+
+
+@needs_lm_eval
+def test_chats_are_written_by_the_template(text_run):
+    from jaxtrain.inference.harness.model import HarnessModel
+
+    run = jt.open_run(text_run)
+    tokenizer = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
+    form = ChatFormat(BUILT_IN["chatml"], "chatml", {}, (257,))
+    tokens = task_tokens(tokenizer, {}, form)
+    given = (run.sharded_model, run.params, run.model_state, tokens)
+    model = HarnessModel(*given, form=form)
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
+    assert model.apply_chat_template(chat[:1]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    started = model.apply_chat_template(chat, add_generation_prompt=False)
+    assert started == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nSo"
+    assert tokens.contexts([started])[0][:2] == [256, ord("u")]
+    assert tokens.stop == {257}
+    assert model.chat_template(True) == BUILT_IN["chatml"]
+    plain = HarnessModel(*given)
+    assert plain.chat_template(True) == ""
+    assert plain.tokenizer_name != model.tokenizer_name
+    with pytest.raises(ConfigError, match="leave --chat out"):
+        plain.apply_chat_template(chat)
+
+
+@needs_lm_eval
+def test_a_published_folder_needs_no_run(cli, folder, tmp_path):
+    where, _ = folder
+    source = Path(__file__).resolve().parents[1] / "interop" / "published" / "llama"
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(source / file, tmp_path)
+    words = ["<s>", "</s>", "The", "thing", "number", "is", "red", "green", "blue", "?"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    answer = cli("eval", str(tmp_path), "--tasks", f"{where}/colours.yaml", "--json")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["step"] is None
+    # The number of a thing is no word of the tokenizer: every question is the same, and so is its answer.
+    pretrained = jt.load_pretrained(tmp_path)
+    sharded = jt.shard_model(pretrained.model)
+    row = np.array([[2, 3, 4, 9, 5]], np.int32)
+    logits = sharded.model.apply(pretrained.read(sharded)[0], {}, row, key=None, train=False)[0]
+    best = int(logits[0, -1, 6:9].argmax())
+    assert found["tasks"][0]["value"] == sum(best == i % 3 for i in range(5)) / 5

@@ -1,0 +1,172 @@
+"""`jaxtrain serve`: a model over HTTP, from the command to the signal that ends it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import openai
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.data.chat.formats import BUILT_IN
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.inference.generate import generate_ids
+from jaxtrain.inference.server.app import build_app
+from jaxtrain.inference.server.embedder import Embedder
+from jaxtrain.inference.server.service import start_service
+from jaxtrain.run.served import open_served
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
+GROUP = {
+    "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 64,
+    "vocab_size": 258,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A published folder of a small transformer over bytes, which chats."""
+    model = jt.build_model(GROUP, input_shape=(64,))
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    found = jt.save_pretrained(tmp_path_factory.mktemp("served") / "tiny", params, model=GROUP)
+    TOKENIZER.save(found / "tokenizer.json")
+    (found / "chat_template.jinja").write_text(BUILT_IN["chatml"])
+    (found / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return found
+
+
+WRONG = {
+    "nothing there": (("{tmp}/none",), "is no run and no published folder"),
+    "a folder of something else": (("{tmp}",), "holds neither run.json nor config.json"),
+    "no tokenizer": (("{published}/smollm2",), "has no tokenizer.json"),
+    "an open address without a key": (("{tmp}", "--host", "0.0.0.0"), "can be reached from other machines"),
+    "an address of no machine": (("{tmp}", "--host", "no.such.name.invalid"), "use 127.0.0.1"),
+    "an empty key": (("{tmp}", "--api-key-file", "{tmp}/empty"), "holds no key"),
+    "a key file that is not there": (("{tmp}", "--api-key-file", "{tmp}/none"), "cannot be read"),
+    "a port that is taken": (("{tmp}", "--port", "{taken}"), "is in use; use another"),
+    "a port beyond all ports": (("{tmp}", "--port", "70000"), "is beyond the last one"),
+    "a step of what is no run": (("{published}/smollm2", "--step", "1"), "--step 1 is for runs"),
+    "a model that says nothing": (("{published}/vit_classification",), "has no tokenizer.json"),
+}
+# These take a model that can be served.
+WRONG_FOR_A_MODEL = {
+    "a key of the config": (("{folder}", "modle.head=1"), "unknown key"),
+    "a length beyond the model": (("{folder}", "--length", "65"), "64 positions"),
+    "a head without weights": (
+        ("{folder}", "model.head.kind=embedding", "model.head.pooling=last", "model.head.hidden=tanh"),
+        "no weights for",
+    ),
+    "an adapter that is none": (("{folder}", "--adapter", "{tmp}"), "adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
+def test_a_mistake_is_one_line_and_exit_2(cli, tmp_path, words, said):
+    assert_one_line(cli, tmp_path, words, said)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("words", "said"), WRONG_FOR_A_MODEL.values(), ids=WRONG_FOR_A_MODEL)
+def test_a_mistake_about_a_model_is_one_line_and_exit_2(cli, tmp_path, folder, words, said):
+    assert_one_line(cli, tmp_path, words, said, folder=folder)
+
+
+def assert_one_line(cli, tmp_path, words, said, **places):
+    (tmp_path / "empty").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places |= {"tmp": tmp_path, "published": ROOT / "tests" / "interop" / "published"}
+        places["taken"] = taken.getsockname()[1]
+        words = [word.format(**places) for word in words]
+        answer = cli("serve", *words, *(() if "--port" in words else ("--port", "0")))
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    return open_served(folder, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.mark.long
+def test_answers_are_those_of_the_model(opened):
+    """From a published folder over the engine and HTTP: greedy text is that of `generate_ids`."""
+    from starlette.testclient import TestClient
+
+    started = start_service(opened, slots=2, length=32, queue=4)
+    try:
+        with TestClient(build_app(started.service)) as client:
+            body = {"model": "tiny", "prompt": ["Hello", "A"], "max_tokens": 6, "temperature": 0, "logprobs": 1}
+            found = client.post("/v1/completions", json=body).json()
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi" * 8}]}
+            refused = client.post("/v1/chat/completions", json=chat).json()
+    finally:
+        started.close()
+    encoded = [np.array(list(text.encode()), np.int32) for text in body["prompt"]]
+    expected_BT = generate_ids(
+        opened.sharded_model, opened.params, encoded, new_tokens=6, sampling=jt.Sampling(temperature=0)
+    )
+    for choice, expected_T in zip(found["choices"], expected_BT, strict=True):
+        ended = np.flatnonzero(expected_T == 257)
+        kept = expected_T[: ended[0] if len(ended) else None]
+        assert choice["text"] == TOKENIZER.decode(kept.tolist())
+        assert [max(top, key=top.get) for top in choice["logprobs"]["top_logprobs"]] == choice["logprobs"]["tokens"]
+    assert "messages has 35 tokens and no room is left" in refused["error"]["message"]
+    assert started.service.engine is not None
+    assert started.service.engine.counters().compiled == 0
+
+
+@pytest.mark.long
+def test_embeddings_do_not_depend_on_padding_or_neighbours(folder):
+    """Of the same folder with another head: the mean of all tokens, of any length and in any batch."""
+    words = ["model.head.kind=embedding", "model.head.pooling=mean", "model.head.normalize=true", "model.causal=false"]
+    served = open_served(folder, overrides=words, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    assert served.embeds
+    embedder = Embedder(served, length=40)
+    embedder.start()
+    texts = [[1, 2, 3], list(range(20)), list(range(40)), [7], *([[9, 9]] * 8)]
+    together_ND = embedder(texts)
+    for ids, vector_D in zip(texts[:4], together_ND, strict=False):
+        # Rounding alone differs: rows are filled up to other lengths, and vectors have length 1.
+        np.testing.assert_allclose(embedder([ids])[0], vector_D, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(together_ND, axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_the_process_from_start_to_sigterm(folder, tmp_path):
+    """A key from a file, the real client, an answer that runs when the signal comes, and exit code 0."""
+    (tmp_path / "key").write_text("s3cret\n")
+    words = ["serve", str(folder), "--port", "0", "--slots", "2", "--api-key-file", str(tmp_path / "key")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain", *words, "--name", "mine"],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready.startswith("ready: http://127.0.0.1:"), process.communicate()
+        with openai.OpenAI(base_url=f"{ready.split()[1]}/v1", api_key="s3cret", max_retries=0) as client:
+            stream = client.completions.create(model="mine", prompt="a", max_tokens=60, stream=True)
+            pieces = [next(stream)]
+            process.send_signal(signal.SIGTERM)
+            pieces += list(stream)
+            assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "")
+        assert "finishing what runs" in err
+        assert "Traceback" not in err
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()

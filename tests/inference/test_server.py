@@ -1,0 +1,271 @@
+"""The server over HTTP with the real openai client, and what clients do wrong. The engine answers from a script."""
+
+import asyncio
+import socket
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted import END, LENGTH, ScriptedEngine, embed, service, serving
+
+from jaxtrain.inference.server.incoming import Limits
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def address(engine):
+    with serving(service(engine)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_models_are_listed(client):
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "jaxtrain"
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
+
+
+def test_completions_of_several_prompts(client):
+    """The scripted model repeats its prompt."""
+    found = client.completions.create(model="tiny", prompt=["ab", "xyz"], n=2, max_tokens=3)
+    assert [(one.index, one.text, one.finish_reason) for one in found.choices] == [
+        (0, "aba", "length"), (1, "aba", "length"), (2, "xyz", "length"), (3, "xyz", "length"),
+    ]  # fmt: skip
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (5, 12, 17)
+    assert found.choices[0].logprobs is None
+
+
+def test_harnesses_get_the_scores_of_a_prompt(client):
+    """As lm-eval-harness asks: ids, one more token that it drops, and the scores of all of them."""
+    found = client.completions.create(
+        model="tiny", prompt=[[97, 98], [97, END]], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
+    )
+    first, second = (one.logprobs for one in found.choices)
+    assert first.token_logprobs == [None, -1.0, -0.5]
+    assert first.top_logprobs == [None, {"b": -1.0}, {"a": -0.5}]
+    assert (first.tokens, first.text_offset) == (["a", "b", "a"], [0, 1, 2])
+    assert second.tokens == ["a", "<|im_end|>", "a"]
+    alone = client.completions.create(model="tiny", prompt=[97, 98], max_tokens=0, logprobs=0, echo=True)
+    assert (alone.choices[0].text, alone.choices[0].logprobs.token_logprobs) == ("ab", [None, -1.0])
+    assert alone.usage.completion_tokens == 0
+
+
+def test_chat_answers_with_scores(client):
+    found = client.chat.completions.create(
+        model="tiny", messages=HI, max_completion_tokens=2, n=2, logprobs=True, top_logprobs=1
+    )
+    for index, one in enumerate(found.choices):
+        assert (one.index, one.message.role, one.message.content) == (index, "assistant", "<|im_start|>u")
+        assert [(two.token, two.bytes, two.logprob) for two in one.logprobs.content][1] == ("u", [117], -0.5)
+        assert one.logprobs.content[1].top_logprobs[0].token == "u"
+
+
+def test_a_stream_gives_what_the_whole_answer_has(client):
+    asked: Any = {"model": "tiny", "prompt": "é🎉!", "max_tokens": 20, "seed": 1, "n": 2}
+    whole = client.completions.create(**asked)
+    texts, ended, usage = {0: "", 1: ""}, {}, None
+    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for one in chunk.choices:
+            # A part of a character would be U+FFFD; the prompt has none, and the last character is cut by the limit.
+            assert one.finish_reason is not None or "\ufffd" not in one.text
+            texts[one.index] += one.text
+            ended[one.index] = one.finish_reason
+    assert texts == {one.index: one.text for one in whole.choices}
+    assert ended == {0: "length", 1: "length"}
+    assert usage == whole.usage
+
+
+def test_a_streamed_chat_begins_with_the_role(client):
+    chunks = list(client.chat.completions.create(model="tiny", messages=HI, max_tokens=3, stream=True))
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "<|im_start|>us"
+
+
+def test_a_stop_ends_the_answer_and_frees_the_slot(client, engine):
+    found = client.completions.create(model="tiny", prompt="abcd", max_tokens=60, stop=["da"])
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("abc", "stop")
+    assert engine.tickets[-1].wait(10)
+
+
+STATUSES = {
+    "not JSON": ("POST", "/v1/completions", b"{", 400),
+    "invalid UTF-8": ("POST", "/v1/chat/completions", b'{"model": "\xff"}', 400),
+    "a missing field": ("POST", "/v1/completions", b"{}", 400),
+    "another model": ("POST", "/v1/completions", b'{"model": "gpt", "prompt": "a"}', 404),
+    "a prompt beyond the cache": ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "%s"}' % (b"a" * 99), 400),
+    "a body beyond the limit": ("POST", "/v1/completions", b'{"model": "%s"}' % (b"a" * 20_000), 413),
+    "no embeddings here": ("POST", "/v1/embeddings", b'{"model": "tiny", "input": "a"}', 404),
+    "an unknown path": ("GET", "/v2/models", b"", 404),
+    "another method": ("GET", "/v1/completions", b"", 405),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status"), STATUSES.values(), ids=STATUSES)
+def test_what_is_wrong_has_its_status_and_an_error_object(address, method, path, body, status):
+    answer = httpx.request(method, address + path, content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
+    assert "\n" not in error["message"]
+
+
+def test_ten_megabytes_are_refused_and_others_do_not_notice(address, client):
+    answer = httpx.post(f"{address}/v1/completions", json={"model": "tiny", "prompt": "a" * 10_000_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].text == "a"
+
+
+def test_a_body_that_never_ends_is_given_up(engine):
+    with serving(service(engine, limits=Limits(20_000, 0.1))) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert half.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_tokens_over_http(address):
+    def asked(path: str, body: Any) -> Any:
+        return httpx.post(address + path, json=body).json()
+
+    assert asked("/tokenize", {"prompt": "a<|im_end|>", "add_special_tokens": False}) == {
+        "tokens": [97, END], "count": 2, "max_model_len": LENGTH,
+    }  # fmt: skip
+    assert asked("/detokenize", {"tokens": [97, END]}) == {"prompt": "a<|im_end|>"}
+    assert "no token id" in asked("/detokenize", {"tokens": [999]})["error"]["message"]
+    info = httpx.get(f"{address}/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", None)
+    assert "im_start" in info["chat_template"]
+
+
+def test_health_and_metrics(address, client):
+    client.completions.create(model="tiny", prompt="a", max_tokens=1)
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+    assert values['jaxtrain_http_answers_total{path="/v1/completions",status="200"}'] >= 1
+    assert values["jaxtrain_compiled_total"] == 0
+    assert values["jaxtrain_slots"] == 8
+    assert values['jaxtrain_first_token_seconds_bucket{le="+Inf"}'] == values["jaxtrain_first_token_seconds_count"]
+
+
+def test_the_page_is_one_file(address):
+    page = httpx.get(address)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not [word for word in ("https://", "src=", "@import") if word in page.text]
+
+
+def test_a_full_queue_says_when_to_come_again():
+    slow = ScriptedEngine(seconds=0.05, most=2)
+    with (
+        serving(service(slow)) as address,
+        httpx.stream("POST", f"{address}/v1/completions", json=_slow()) as running,
+    ):
+        lines = running.iter_lines()
+        next(lines)  # it runs for as long as somebody reads it
+        answer = httpx.post(f"{address}/v1/completions", json=_slow(n=2))
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["type"] == "overloaded_error"
+        # The first of the two, which had a place, gave it back.
+        assert slow.tickets[1].wait(10)
+        assert slow.tickets[1].finish_reason == "cancelled"
+
+
+def _slow(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "a", "max_tokens": 60, "stream": True, **fields}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_leaves_frees_its_slots(stream):
+    slow = ScriptedEngine(seconds=0.05)
+    with serving(service(slow)) as address:
+        body = _slow(stream=stream, n=3)
+        if stream:
+            with httpx.stream("POST", f"{address}/v1/completions", json=body) as running:
+                next(running.iter_raw())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{address}/v1/completions", json=body, timeout=0.3)
+        assert all(ticket.wait(10) for ticket in slow.tickets)
+        assert [ticket.finish_reason for ticket in slow.tickets] == ["cancelled"] * 3
+        assert "jaxtrain_http_clients_left_total 1" in httpx.get(f"{address}/metrics").text
+
+
+def test_an_engine_that_fails_is_said_in_the_stream_and_by_a_status():
+    failing = ScriptedEngine(lambda request: [97, -1])
+    with (
+        serving(service(failing)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as one,
+    ):
+        with pytest.raises(openai.APIError, match="a step on its device failed"):
+            list(one.completions.create(model="tiny", prompt="a", stream=True))
+        with pytest.raises(openai.InternalServerError, match="a step on its device failed"):
+            one.completions.create(model="tiny", prompt="a")
+        failing.error = "the engine stopped"
+        assert httpx.get(f"{address}/health").status_code == 503
+
+
+def test_a_key_guards_all_but_health_and_the_page():
+    with serving(service(ScriptedEngine(), api_key="s3cret")) as address:
+        assert [httpx.get(address + path).status_code for path in ("/", "/health")] == [200, 200]
+        for path in ("/v1/models", "/metrics", "/tokenizer_info"):
+            answer = httpx.get(address + path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="other", max_retries=0) as one:
+            with pytest.raises(openai.AuthenticationError, match="another API key"):
+                one.models.list()
+            assert one.with_options(api_key="s3cret").models.list().data[0].id == "tiny"
+
+
+def test_embeddings():
+    with serving(service(None, embed=embed)) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as one:
+        for form in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
+            found = one.embeddings.create(model="tiny", input=["abc", "b"], **form)
+            assert [entry.embedding for entry in found.data] == [[3.0, 97.0], [1.0, 98.0]]
+            assert found.usage.prompt_tokens == 4
+        with pytest.raises(openai.BadRequestError, match="has 65 tokens, and the model takes 64"):
+            one.embeddings.create(model="tiny", input="a" * 65)
+        with pytest.raises(openai.NotFoundError, match="writes no text"):
+            one.completions.create(model="tiny", prompt="a")
+
+
+@pytest.mark.long
+def test_many_clients_get_their_own_answers(address):
+    """Each asks for a text of its own; the engine answers them in parallel."""
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> bool:
+        text = f"{number:03d}-"
+        stream = await client.completions.create(model="tiny", prompt=text, max_tokens=24, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream]) == text * 6
+
+    async def all_of_them() -> list[bool]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(64)))
+
+    assert all(asyncio.run(all_of_them()))
+
+
+@pytest.mark.long
+def test_hundreds_of_idle_connections_leave_room_for_others(address):
+    host, port = address.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(400)]
+    try:
+        assert httpx.get(f"{address}/health").status_code == 200
+    finally:
+        for one in idle:
+            one.close()
+    assert httpx.get(f"{address}/v1/models").json()["data"]
