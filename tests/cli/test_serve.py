@@ -73,6 +73,11 @@ def test_a_mistake_is_one_line_and_exit_2(cli, tmp_path, words, said):
     assert_one_line(cli, tmp_path, words, said)
 
 
+def test_a_missing_extra_is_named(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("jaxtrain.commands.serve._PACKAGES", ("starlette", "no_such_package"))
+    assert_one_line(cli, tmp_path, ("{tmp}",), "needs no_such_package: pip install 'jaxtrain[serve]'")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("words", "said"), WRONG_FOR_A_MODEL.values(), ids=WRONG_FOR_A_MODEL)
 def test_a_mistake_about_a_model_is_one_line_and_exit_2(cli, tmp_path, folder, words, said):
