@@ -39,7 +39,7 @@ def test_two_processes_train_as_one_and_go_on(tmp_path):
     def train(words, folder, *overrides):
         command = [sys.executable, "-m", "jaxtrain", *words, "--run-dir", folder, "parallel.fsdp=2", *overrides]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         rows = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
         return [row["loss"] for row in rows if "loss" in row]
