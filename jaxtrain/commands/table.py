@@ -4,7 +4,6 @@ import argparse
 
 from jaxtrain.commands.command import Command, count, number, step_number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
-from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
 from jaxtrain.commands.predict_arguments import predict, predict_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
@@ -45,6 +44,18 @@ def _train(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         emulate=arguments.emulate,
     )
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.eval_arguments import eval_arguments
+
+    eval_arguments(parser)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.eval_arguments import evaluate
+
+    return evaluate(arguments)
 
 
 def _sample_arguments(parser: argparse.ArgumentParser) -> None:
@@ -287,8 +298,8 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "evaluate a checkpoint of a run on held-out rows",
         "jaxtrain eval runs/first evaluation.max_batches=null",
-        eval_arguments,
-        evaluate,
+        _eval_arguments,
+        _eval,
     ),
     "sample": Command(
         "continue text with a checkpoint of a run",
