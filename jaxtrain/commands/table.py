@@ -2,9 +2,8 @@
 
 import argparse
 
-from jaxtrain.commands.command import Command, count, number, step_number
+from jaxtrain.commands.command import Command, count, number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
-from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
 from jaxtrain.commands.published_arguments import (
     export_arguments,
     export_published,
@@ -16,7 +15,6 @@ from jaxtrain.commands.shared_arguments import (
     add_emulate,
     add_json,
     add_overrides,
-    add_quantize,
     add_run,
     add_step,
 )
@@ -46,51 +44,28 @@ def _train(arguments: argparse.Namespace) -> int:
     )
 
 
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.eval_arguments import eval_arguments
+
+    eval_arguments(parser)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.eval_arguments import evaluate
+
+    return evaluate(arguments)
+
+
 def _sample_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
-    )
-    prompts.add_argument("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
-    parser.add_argument("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
-    parser.add_argument("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
-    parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
-    parser.add_argument("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
-    parser.add_argument("--min-p", type=number, metavar="P", help="only tokens of at least P times the best one")
-    parser.add_argument(
-        "--repetition-penalty", type=number, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not"
-    )
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; give it several times")
-    parser.add_argument("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
-    parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
-    add_json(parser)
+    from jaxtrain.commands.sample_arguments import sample_arguments
+
+    sample_arguments(parser)
 
 
 def _sample(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.sample import run_sample
+    from jaxtrain.commands.sample_arguments import sample
 
-    return run_sample(
-        arguments.run_dir,
-        prompts=arguments.prompt,
-        questions=arguments.chat,
-        new_tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        stop=arguments.stop or (),
-        beams=arguments.beams,
-        seed=arguments.seed,
-        quantize=arguments.quantize,
-        step=arguments.step,
-        emulate=arguments.emulate,
-        as_json=arguments.json,
-    )
+    return sample(arguments)
 
 
 def _predict_arguments(parser: argparse.ArgumentParser) -> None:
@@ -298,8 +273,8 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "evaluate a checkpoint of a run on held-out rows",
         "jaxtrain eval runs/first evaluation.max_batches=null",
-        eval_arguments,
-        evaluate,
+        _eval_arguments,
+        _eval,
     ),
     "sample": Command(
         "continue text with a checkpoint of a run",
