@@ -1,6 +1,6 @@
 """Every test process has 8 emulated CPU devices, and a compilation cache that the processes of one run share.
 
-Plain `pytest` leaves out the tests marked `long`; `pytest --all` runs them too. `--passed-elsewhere FILE` leaves out
+Plain `pytest` leaves out the tests marked `long`; `pytest --all` runs them too. `--passed-elsewhere=FILE` leaves out
 what another Python proved (`other_python.py`).
 """
 

@@ -5,7 +5,6 @@ import argparse
 from jaxtrain.commands.command import Command, count, number, step_number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
 from jaxtrain.commands.eval_arguments import eval_arguments, evaluate
-from jaxtrain.commands.predict_arguments import predict, predict_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
     export_published,
@@ -92,6 +91,18 @@ def _sample(arguments: argparse.Namespace) -> int:
         emulate=arguments.emulate,
         as_json=arguments.json,
     )
+
+
+def _predict_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.predict_arguments import predict_arguments
+
+    predict_arguments(parser)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.predict_arguments import predict
+
+    return predict(arguments)
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -299,8 +310,8 @@ COMMANDS: dict[str, Command] = {
     "predict": Command(
         "give the classes, numbers or embeddings of the rows of a file",
         "jaxtrain predict runs/first rows.csv --out classes.csv",
-        predict_arguments,
-        predict,
+        _predict_arguments,
+        _predict,
     ),
     "serve": Command(
         "answer the clients of OpenAI's interface over HTTP with a run or a published model",

@@ -39,7 +39,6 @@ def export_program(
     *,
     batch: int | None = None,
     step: int | None = None,
-    quantize: str | None = None,
 ) -> Path:
     """Write a checkpoint of a run as a portable program.
 
@@ -48,7 +47,6 @@ def export_program(
         folder: to make; it may exist if it is empty.
         batch: rows of a call; None: any number, or 1 where the model's program depends on it.
         step: step of the checkpoint; None: the newest intact one.
-        quantize: number format of the linear layers; None: the one in which they were trained.
 
     Returns:
         The folder.
@@ -63,7 +61,7 @@ def export_program(
     saved_config(run_dir)  # what is no run is said before jax starts
     distributed.start(compilation_cache=None)
     # On one device nothing is exchanged, and on a CPU every kernel is plain StableHLO.
-    run = open_run(run_dir, step=step, quantize=quantize, mesh=make_mesh(devices=jax.devices("cpu")[:1]))
+    run = open_run(run_dir, step=step, mesh=make_mesh(devices=jax.devices("cpu")[:1]))
     rows = _rows(run)
     program = make_program(run.sharded_model, run.params, run.model_state, rows, batch=batch)
     if program.reason is not None:

@@ -54,10 +54,27 @@ def test_a_batch_gives_each_prompt_its_own_text(cli, text_run):
     assert [json.loads(line)["text"] + "\n" for line in lines] == single
 
 
-@pytest.mark.parametrize("limit", [("--top-k", "1"), ("--top-p", "1e-6")], ids=["top-k", "top-p"])
+LIMITS = [("--top-k", "1"), ("--top-p", "1e-6"), ("--min-p", "1"), ("--beams", "1")]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=[limit[0].strip("-") for limit in LIMITS])
 def test_limits_down_to_one_token_are_greedy(cli, text_run, limit):
     words = ("-p", "ab", "-n", "8")
     assert sample(cli, text_run, *words, "--temperature", "1", *limit) == sample(cli, text_run, *words, *GREEDY)
+
+
+def test_a_text_ends_before_a_stop(cli, text_run):
+    words = ("-p", "ab", "-n", "8", *GREEDY)
+    whole = sample(cli, text_run, *words).removesuffix("\n")
+    stop = whole[4:6]
+    wanted = whole[: whole.index(stop, 2)]
+    assert sample(cli, text_run, *words, "--stop", "never there", "--stop", stop) == wanted + "\n"
+
+
+def test_beams_draw_nothing(cli, text_run):
+    answer = cli("sample", str(text_run), "-p", "ab", "--beams", "2", "--top-k", "3")
+    assert answer.code == 2
+    assert "leave those or beams out" in answer.err
 
 
 def test_other_checkpoint_other_text(cli, text_run):

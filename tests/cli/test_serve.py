@@ -73,6 +73,11 @@ def test_a_mistake_is_one_line_and_exit_2(cli, tmp_path, words, said):
     assert_one_line(cli, tmp_path, words, said)
 
 
+def test_a_missing_extra_is_named(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("jaxtrain.commands.serve._PACKAGES", ("starlette", "no_such_package"))
+    assert_one_line(cli, tmp_path, ("{tmp}",), "needs no_such_package: pip install 'jaxtrain[serve]'")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("words", "said"), WRONG_FOR_A_MODEL.values(), ids=WRONG_FOR_A_MODEL)
 def test_a_mistake_about_a_model_is_one_line_and_exit_2(cli, tmp_path, folder, words, said):
@@ -108,6 +113,8 @@ def test_answers_are_those_of_the_model(opened):
             found = client.post("/v1/completions", json=body).json()
             chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi" * 8}]}
             refused = client.post("/v1/chat/completions", json=chat).json()
+            scoring = {"model": "tiny", "prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 0}
+            scored = client.post("/v1/completions", json=scoring).json()
     finally:
         started.close()
     encoded = [np.array(list(text.encode()), np.int32) for text in body["prompt"]]
@@ -120,8 +127,48 @@ def test_answers_are_those_of_the_model(opened):
         assert choice["text"] == TOKENIZER.decode(kept.tolist())
         assert [max(top, key=top.get) for top in choice["logprobs"]["top_logprobs"]] == choice["logprobs"]["tokens"]
     assert "messages has 35 tokens and no room is left" in refused["error"]["message"]
+    model = opened.sharded_model
+    logits_BLV, _ = jax.jit(lambda params, tokens: model.apply(params, {}, tokens, key=None, train=False))(
+        opened.params, encoded[0][None]
+    )
+    logits_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
+    expected_L = logits_LV[np.arange(4), encoded[0][1:]]
+    # The prompt is read in chunks of another length, whose sums round otherwise.
+    np.testing.assert_allclose(scored["choices"][0]["logprobs"]["token_logprobs"][1:], expected_L, atol=1e-5)
     assert started.service.engine is not None
     assert started.service.engine.counters().compiled == 0
+
+
+def assert_equal_trees(first, second):
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.long
+def test_an_adapter_is_opened_over_its_base(folder, tmp_path):
+    """By its base, and by itself where it names a base that is here; its parameters are those of `load_adapter`."""
+    base = jt.load_pretrained(folder)
+    adapted = jt.adapt(base.model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
+    drawn, _ = jax.jit(adapted.init)(jax.random.key(1))
+    moved = jax.tree.map(lambda leaf: leaf + 0.01, drawn)  # a factor that begins at 0 would hide the other
+    adapter = jt.save_adapter(tmp_path / "adapter", moved, model=adapted, base=base)
+    _, expected = jt.load_adapter(adapter, base=base)
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    for served in (open_served(folder, adapter=adapter, mesh=mesh), open_served(adapter, mesh=mesh)):
+        assert_equal_trees(served.params, expected)
+        assert served.chat is not None
+
+
+@pytest.mark.long
+def test_a_run_is_opened_as_it_was_trained(text_run):
+    run = jt.open_run(text_run)
+    served = open_served(text_run)
+    assert (served.name, served.chat, served.embeds) == ("text", None, False)
+    assert_equal_trees(served.params, run.params)
+    assert served.sharded_model.mesh.shape["data"] == 8
+    small = open_served(text_run, quantize="int8", name="small", overrides=["parallel.tensor=2"])
+    assert (small.name, small.sharded_model.mesh.shape["tensor"]) == ("small", 2)
 
 
 @pytest.mark.long

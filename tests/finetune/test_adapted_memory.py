@@ -38,7 +38,9 @@ def stacked_by_the_forward_scan(step: jt.TrainStep) -> list[tuple[int, ...]]:
             params = equation.params
             is_stack = equation.primitive.name == "scan" and params["length"] == MODEL["num_layers"]
             if is_stack and not params["reverse"]:
-                found.extend(one.aval.shape[1:] for one in equation.outvars[params["num_carry"] :])
+                shapes = [one.aval.shape for one in equation.outvars]
+                # What the layers hand on has the batch first, which is of another size.
+                found.extend(shape[1:] for shape in shapes if shape[:1] == (MODEL["num_layers"],))
                 continue
             for inner in jax.tree.leaves(list(params.values())):
                 if isinstance(inner, ClosedJaxpr | Jaxpr):

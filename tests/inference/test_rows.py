@@ -114,7 +114,7 @@ def test_log_probabilities_are_those_of_the_forward_pass(sharded, params, greedy
     logits, _ = sharded.model.apply(params, {}, jnp.asarray(text), key=None, train=False)
     wanted = jax.nn.log_softmax(logits)[0, len(PROMPTS[0]) - 1 : -1]
     # float32: sums over keys in another order, of logits of up to about 10.
-    close = dict(rtol=0, atol=1e-4)
+    close: dict[str, Any] = dict(rtol=0, atol=1e-4)
     np.testing.assert_allclose(found.log_probabilities[0], wanted[np.arange(NEW), greedy[0]], **close)
     np.testing.assert_array_equal(found.top_ids[0], jnp.argsort(-wanted)[:, :3])
     np.testing.assert_allclose(found.top_log_probabilities[0, :, 0], wanted.max(-1), **close)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.models.shipped import block
 from jaxtrain.models.shipped.build import build_model
 
 # 40 tokens, and texts longer than any window and than what yarn was stretched from.
@@ -75,3 +76,23 @@ def test_a_prompt_has_logits_at_its_last_position_alone():
         generate = make_generator(one, new_tokens=2, sampling=Sampling(temperature=0))
         program = str(jax.make_jaxpr(generate)(params, tokens()[:, :PROMPT], LENGTHS, jax.random.key(0)))
         assert (shape in program) is has
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("relative", "local layers")])
+def test_a_long_cache_is_read_in_blocks_up_to_the_last_position(name, monkeypatch):
+    """Blocks of 5 in place of 256, the last of which overlaps the one before it."""
+    model, params = drawn(name)
+    whole, text = model.apply(params, {}, tokens(), key=None, train=False)[0], tokens()
+    monkeypatch.setattr(block, "BLOCK", 5)
+    decode, found = jax.jit(model.decoder.decode), []
+    for length in (PROMPT + NEW + 1, PROMPT + NEW + 3):
+        cache, parts = model.decoder.init_cache(2, length, jnp.float32), []
+        for part in (slice(0, 5), slice(5, 6), slice(6, 13), slice(13, 16)):
+            order = np.broadcast_to(np.arange(16, dtype=np.int32)[part], (2, part.stop - part.start))
+            logits, cache = decode(params, text[:, part], order, cache)
+            parts.append(logits)
+        found.append(np.concatenate(parts, 1))
+    # float32, the same sums over keys in another order.
+    np.testing.assert_allclose(found[0], whole, rtol=0, atol=1e-4 * np.ptp(whole))
+    # Positions behind a row's own add exact zeros, however many there are.
+    np.testing.assert_array_equal(found[0][:, :12], found[1][:, :12])

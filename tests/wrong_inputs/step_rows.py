@@ -85,6 +85,9 @@ ROWS = {
     "Sampling: a word": (lambda: jt.Sampling("hot"), "hot", "use 0 (greedy)"),
     "Sampling: top_p": (lambda: jt.Sampling(top_p=2), "top_p is 2", "up to 1"),
     "Sampling: top_k": (lambda: jt.Sampling(top_k=0), "top_k is 0", "1 or more"),
+    "Sampling: min_p": (lambda: jt.Sampling(min_p=2), "min_p is 2", "from 0 to 1"),
+    "Sampling: a penalty": (lambda: jt.Sampling(presence_penalty=3), "presence_penalty is 3", "from -2 to 2"),
+    "Sampling: a repetition": (lambda: jt.Sampling(repetition_penalty=0), "repetition_penalty is 0", "1: no penalty"),
     "TrainStep.init: a word": (lambda: given.step().init("a"), "'a'", "jax.random.key(0)"),
     "TrainStep.init: nothing": (lambda: given.step().init(None), "None", "jax.random.key(0)"),
     "TrainStep.init: other parameters": (
@@ -155,6 +158,8 @@ ROWS = {
     "generate_text: no tokens": (lambda: text_of(new_tokens=0), "new_tokens is 0", "1 or more"),
     "generate_text: a temperature": (lambda: text_of(sampling=0.8), "not 0.8", "Sampling(temperature=0.8)"),
     "generate_text: a seed of words": (lambda: text_of(seed="a"), "'a'", "seed=0"),
+    "generate_text: one stop": (lambda: text_of(stop="END"), "stop is 'END'", "['END']"),
+    "generate_text: a cache of words": (lambda: text_of(cache_dtype="tiny"), "'tiny'", "cache_dtype='bfloat16'"),
     "generate_text: a model": (
         lambda: jt.generate_text(given.text_model(), {}, None, ["a"], new_tokens=1, sampling=jt.Sampling()),
         "a Model",

@@ -238,9 +238,17 @@ def _call(
     outside = next((token for token, _ in fields["logit_bias"] if token >= reader.vocab_size), None)
     if outside is not None:
         raise wrong(outside, "a key of logit_bias", f"token ids from 0 to {reader.vocab_size - 1}")
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     try:
-        sampling = Sampling(**{name: fields[name] for name in names}, logit_bias=fields["logit_bias"])
+        sampling = Sampling(
+            fields["temperature"],
+            fields["top_k"],
+            fields["top_p"],
+            min_p=fields["min_p"],
+            repetition_penalty=fields["repetition_penalty"],
+            presence_penalty=fields["presence_penalty"],
+            frequency_penalty=fields["frequency_penalty"],
+            logit_bias=fields["logit_bias"],
+        )
     except ConfigError as error:
         raise RefusedError(400, str(error)) from None
     seed = fields["seed"]

@@ -1,6 +1,5 @@
 """What a body asks for, as the engine takes it. No jax here."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtrain.inference.engine.request import Request
@@ -102,8 +101,3 @@ def _room(call: Call, prompt: Prompt, length: int) -> int:
             code="context_length_exceeded",
         )
     return room
-
-
-def prompt_tokens(prompts: Sequence[Prompt]) -> int:
-    """How many tokens prompts have."""
-    return sum(len(prompt.tokens) for prompt in prompts)

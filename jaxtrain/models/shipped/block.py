@@ -22,7 +22,7 @@ from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
 from jaxtrain.ops.activation import gelu
-from jaxtrain.ops.attention.cached import cached_attention
+from jaxtrain.ops.attention.cached import BLOCK, CachedKeys, cached_attention, cached_attention_in_blocks
 from jaxtrain.ops.attention.reference import attention_mask
 from jaxtrain.ops.attention.relative import bias_at
 from jaxtrain.ops.attention.table import self_attention
@@ -131,19 +131,25 @@ class Attention(nnx.Module):
         bias_HW: jax.Array | None,
     ) -> jax.Array:
         """Attend to the positions of a cache, at or before each query's own."""
-        order_S = jnp.arange(cache.length)
-        (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = read_cache(cache, "key"), read_cache(cache, "value")
-        window = self._window(local, cache.length)
-        return cached_attention(
-            q_BLHK,
-            k_BGSK,
-            v_BGSK,
-            attention_mask(positions_BL, order_S[None], causal=True, window=window),
-            key_scale_BGS=key_scale_BGS,
-            value_scale_BGS=value_scale_BGS,
-            softcap=self.config.attention_softcap,
-            bias_BHTS=None if bias_HW is None else bias_at(bias_HW, positions_BL, order_S),
-        )
+        length, window = cache.length, self._window(local, cache.length)
+
+        def keys(first: jax.Array | int, size: int) -> CachedKeys:
+            start = jnp.minimum(first, length - size)  # the last block begins where it is whole
+            order_S = start + jnp.arange(size)
+            (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
+                read_cache(cache, name, start=start, size=size) for name in ("key", "value")
+            )
+            mask_BLS = attention_mask(positions_BL, order_S[None], causal=True, window=window) & (order_S >= first)
+            bias_BHLS = None if bias_HW is None else bias_at(bias_HW, positions_BL, order_S)
+            return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
+
+        softcap = self.config.attention_softcap
+        if length <= 2 * BLOCK:
+            return cached_attention(q_BLHK, keys(0, length), softcap=softcap)
+        # Rows beyond the cache are not in use: they do not make the others read all of it.
+        last = jnp.max(jnp.where(positions_BL < length, positions_BL, 0))
+        blocks = last // BLOCK + 1
+        return cached_attention_in_blocks(q_BLHK, lambda number: keys(number * BLOCK, BLOCK), blocks, softcap=softcap)
 
     def _attend(
         self,

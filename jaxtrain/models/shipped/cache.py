@@ -80,19 +80,26 @@ def write_cache(cache: LayerCache, key_BTGK: jax.Array, value_BTGK: jax.Array, p
     return LayerCache(arrays, cache.layer)
 
 
-def read_cache(cache: LayerCache, name: str) -> tuple[jax.Array, jax.Array | None]:
-    """The keys or values of the layer.
+def read_cache(
+    cache: LayerCache, name: str, *, start: jax.Array | int, size: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Some keys or values of the layer.
 
     Args:
         cache: of the layer that reads.
         name: "key" or "value".
+        start: first position.
+        size: number of positions, at most those from `start` on.
 
     Returns:
-        [B, G, S, K], and the scales float32 [B, G, S] that they are to be multiplied by; None: they have none.
+        [B, G, size, K], and the scales float32 [B, G, size] that they are to be multiplied by; None: they have none.
     """
 
-    def of_layer(name: str) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(cache.arrays[name], cache.layer, 0, keepdims=False)
+    def part(name: str) -> jax.Array:
+        whole, zero = cache.arrays[name], jnp.int32(0)
+        begin = [cache.layer, zero, zero, jnp.asarray(start, jnp.int32), zero][: whole.ndim]
+        sizes = (1, *whole.shape[1:3], size, *whole.shape[4:])
+        return jax.lax.dynamic_slice(whole, begin, sizes)[0]
 
     scale = f"{name}_scale"
-    return of_layer(name), of_layer(scale) if scale in cache.arrays else None
+    return part(name), part(scale) if scale in cache.arrays else None
