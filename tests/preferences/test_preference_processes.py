@@ -20,7 +20,7 @@ CONFIG = {
         "packing": False,
         "tokenizer": {"kind": "byte"},
     },
-    "optimizer": {"kind": "adamw", "learning_rate": 0.01},
+    "optimizer": {"kind": "adamw", "learning_rate": 0.01, "schedule": {"kind": "constant", "warmup_steps": 0}},
     "train": {"steps": 4, "global_batch_size": 4},
     "checkpoint": {"every": 2},
     "logging": {"every": 1, "report": False, "tensorboard": False},
