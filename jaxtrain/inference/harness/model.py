@@ -62,7 +62,7 @@ class HarnessModel(LM):
             requests: `args` of each are (context, continuation).
             disable_tqdm: of the interface; there is no bar.
         """
-        return self._asked.score_continuations([(context, text) for context, text in (one.args for one in requests)])
+        return self._asked.score_continuations([(one.args[0], one.args[1]) for one in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Scores whole texts, see `AskedModel.score_texts`.
@@ -81,7 +81,7 @@ class HarnessModel(LM):
             disable_tqdm: of the interface; there is no bar.
         """
         tasks = ", ".join(dict.fromkeys(str(one.task_name) for one in requests))
-        asked = [(context, settings) for context, settings in (one.args for one in requests)]
+        asked = [(one.args[0], one.args[1]) for one in requests]
         return self._asked.answer(asked, task=tasks)
 
     @property
