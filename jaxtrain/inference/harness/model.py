@@ -19,6 +19,12 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 
 
+def _pair(request: Instance) -> tuple[Any, Any]:
+    """Both arguments of a request."""
+    first, second = request.args  # pyright: ignore[reportAssignmentType] the harness declares tuples of any length
+    return first, second
+
+
 class HarnessModel(LM):
     """A trained model as lm-eval-harness takes it: `lm_eval.simple_evaluate(model=HarnessModel(...), tasks=[...])`.
 
@@ -62,7 +68,7 @@ class HarnessModel(LM):
             requests: `args` of each are (context, continuation).
             disable_tqdm: of the interface; there is no bar.
         """
-        return self._asked.score_continuations([(one.args[0], one.args[1]) for one in requests])
+        return self._asked.score_continuations([_pair(one) for one in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Scores whole texts, see `AskedModel.score_texts`.
@@ -81,8 +87,7 @@ class HarnessModel(LM):
             disable_tqdm: of the interface; there is no bar.
         """
         tasks = ", ".join(dict.fromkeys(str(one.task_name) for one in requests))
-        asked = [(one.args[0], one.args[1]) for one in requests]
-        return self._asked.answer(asked, task=tasks)
+        return self._asked.answer([_pair(one) for one in requests], task=tasks)
 
     @property
     def tokenizer_name(self) -> str:
