@@ -179,7 +179,9 @@ def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int)
 def _check_prompts(encoded: Sequence[np.ndarray], vocab_size: int | None) -> None:
     """Raise where there is nothing to continue, or an id that would be read as another one."""
     if not len(encoded) or not all(map(len, encoded)):
-        raise ConfigError("generation: a prompt without a token cannot be continued; give at least one prompt and token")
+        raise ConfigError(
+            "generation: a prompt without a token cannot be continued; give at least one prompt and token"
+        )
     smallest, largest = min(int(np.min(ids)) for ids in encoded), max(int(np.max(ids)) for ids in encoded)
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         outside = smallest if smallest < 0 else largest

@@ -1,16 +1,23 @@
 """Prompts that a model cannot read are refused, and not read as others."""
 
+import functools
+import io
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from scripted import CHAT, TOKENIZER
+from tokenizers import Tokenizer, models
 
 import jaxtrain as jt
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.commands.sample import _prompts
+from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.beam import beam_search
+from jaxtrain.inference.chat import answer_questions
+from jaxtrain.inference.continued import continue_texts
 from jaxtrain.inference.generate import generate_ids
 from jaxtrain.inference.server.embeddings import embedding_call
 from jaxtrain.inference.server.prompts import PromptReader
@@ -54,3 +61,27 @@ def test_a_text_to_embed_is_refused_too():
     for given in ("zz", [122]):
         with pytest.raises(RefusedError, match="input holds 122, which is no token id; use 0 to 99"):
             embedding_call({"model": "m", "input": given}, reader, served="m", length=8)
+
+
+CALLS = {
+    "text": functools.partial(jt.generate_text, new_tokens=2),
+    "default length": functools.partial(continue_texts, new_tokens=None, stop=(), beams=None),
+    "beams": functools.partial(continue_texts, new_tokens=None, stop=(), beams=2),
+    "chat": lambda model, params, tokenizer, texts, **options: answer_questions(
+        model, params, tokenizer, ChatFormat("{{ messages[0].content }}", "x", {}, (0,)), texts, new_tokens=2, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_halves_of_characters_are_one_line(opened, call):
+    """An argument of the command line that is not UTF-8 is such a text; the tokenizers library raises a TypeError."""
+    tokenizer = BpeTokenizer(Tokenizer(models.BPE({"a": 0}, [])))
+    with pytest.raises(ConfigError, match=r"the prompt 'a\\udcff' holds what is no character; give text in UTF-8"):
+        call(*opened, tokenizer, ["a\udcff"], sampling=GREEDY, seed=0)
+
+
+def test_standard_input_that_is_no_text_is_one_line(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    with pytest.raises(ConfigError, match="standard input is no text: byte 1 is not UTF-8"):
+        _prompts(None)
