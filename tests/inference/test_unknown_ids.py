@@ -43,11 +43,11 @@ def opened() -> Any:
 
 @pytest.mark.parametrize(("prompts", "said"), WRONG.values(), ids=WRONG)
 def test_no_prompt_is_read_as_another(opened, prompts, said):
-    encoded = [np.array(ids, np.int32) for ids in prompts]
+    (model, params), encoded = opened, [np.array(ids, np.int32) for ids in prompts]
     with pytest.raises(ConfigError, match=said):
-        generate_ids(*opened, encoded, new_tokens=2, sampling=GREEDY)
+        generate_ids(model, params, encoded, new_tokens=2, sampling=GREEDY)
     with pytest.raises(ConfigError, match=said):
-        beam_search(*opened, encoded, beams=2, new_tokens=2)
+        beam_search(model, params, encoded, beams=2, new_tokens=2)
 
 
 def test_a_text_of_another_tokenizer_is_refused(opened):
