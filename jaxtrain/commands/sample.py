@@ -99,6 +99,9 @@ def _prompts(given: Sequence[str] | None) -> Sequence[str]:
         return given
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("jaxtrain sample: no prompt; give -p TEXT, or text on standard input")
-    text = sys.stdin.read()
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no text: byte {error.start} is not UTF-8; give text in UTF-8") from None
     # The line end belongs to `echo`, not to the text.
     return [text.removesuffix("\n")]

@@ -104,7 +104,7 @@ def beam_search(
         takes = "a number from 0 to 10"
         raise ConfigError(refusal("beam_search: length_penalty", takes, length_penalty, "length_penalty=1.0"))
     decoder = decoder_of(sharded_model.model)
-    prompts_BP, lengths_B = padded_prompts(decoder, encoded, new_tokens)
+    prompts_BP, lengths_B = padded_prompts(sharded_model.model, encoded, new_tokens)
     form = _Form(beams, new_tokens, float(length_penalty), tuple(sorted(stop_tokens)))
     searches = _searches.setdefault(sharded_model, {})
     if form not in searches:

@@ -13,6 +13,7 @@ from jaxtrain.data.chat.templates import compile_template
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import generate_ids, room_for_new_tokens
+from jaxtrain.inference.prompts import check_characters
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
@@ -53,6 +54,7 @@ def answer_questions(
     decoder = sharded_model.model.decoder
     if decoder is None:
         raise ConfigError(f"model {sharded_model.model.name} does not generate text")
+    check_characters(tokenizer, questions)
     template = compile_template(form, today=datetime.date.today())
     texts = [prompt_text(template, [{"role": "user", "content": question}]) for question in questions]
     encoded = [found.ids for found in chat_encoder(tokenizer).encode(texts)]

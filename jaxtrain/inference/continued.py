@@ -8,7 +8,7 @@ from jaxtrain.inference.beam import beam_search
 from jaxtrain.inference.decoding import decoder_of
 from jaxtrain.inference.generate import generate_text
 from jaxtrain.inference.pieces import room_for_new_tokens
-from jaxtrain.inference.prompts import encode_prompts
+from jaxtrain.inference.prompts import check_characters, encode_prompts
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
@@ -48,6 +48,7 @@ def continue_texts(
         ConfigError: the model cannot generate, or an option is out of range or does not go with another.
     """
     decoder = decoder_of(sharded_model.model)
+    check_characters(tokenizer, prompts)
     if new_tokens is None:
         longest = max((max(len(tokenizer.encode(prompt)), 1) for prompt in prompts), default=1)
         new_tokens = max(1, min(_DEFAULT_TOKENS, room_for_new_tokens(decoder, longest)))

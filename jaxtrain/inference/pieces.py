@@ -25,7 +25,7 @@ from jaxtrain.inference.decoding import (
     start_function,
 )
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.models.model import Decoder, Params
+from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
 
@@ -92,7 +92,7 @@ def generation_pieces(
         ConfigError: as for `generate_ids`.
     """
     model = sharded_model.model
-    decoder, batch = decoder_of(model), len(encoded)
+    batch = len(encoded)
     if cache_dtype is not None:
         check_choice(cache_dtype, CACHE_DTYPES, what="generation: cache_dtype", write="cache_dtype='bfloat16'")
     samplings = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
@@ -102,7 +102,7 @@ def generation_pieces(
     for name, rows in (("sampling", samplings), ("seed", seeds)):
         if len(rows) != batch:
             raise ConfigError(f"{name} has {len(rows)} entries for {batch} prompts; give one per prompt or one alone")
-    prompts_BP, lengths_B = padded_prompts(decoder, encoded, new_tokens)
+    prompts_BP, lengths_B = padded_prompts(model, encoded, new_tokens)
     form = DecodingForm(new_tokens, top, any(one.counts_tokens for one in samplings), cache_dtype)
     rules = row_rules(samplings, seeds, stop_tokens, model)
     programs = _compiled(sharded_model, form)
@@ -156,12 +156,15 @@ def cast_params(sharded_model: ShardedModel, params: Params) -> Params:
     return cast(params)
 
 
-def padded_prompts(decoder: Decoder, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """The prompts in rows of one length int32 [B, P], and their own lengths int32 [B].
 
     Raises:
-        ConfigError: they exceed the model's positions, or do so with the new tokens.
+        ConfigError: there is none, one is empty or holds an id that the vocabulary does not have, or they exceed the
+            model's positions, or do so with the new tokens.
     """
+    decoder = decoder_of(model)
+    _check_prompts(encoded, model.vocab_size)
     longest = max(map(len, encoded))
     room, short = _room(decoder, longest, new_tokens), decoder.short_length
     if short is not None and longest + new_tokens <= short:
@@ -171,6 +174,21 @@ def padded_prompts(decoder: Decoder, encoded: Sequence[np.ndarray], new_tokens: 
     for row, ids in enumerate(encoded):
         prompts_BP[row, : len(ids)] = ids
     return prompts_BP, np.array([len(ids) for ids in encoded], np.int32)
+
+
+def _check_prompts(encoded: Sequence[np.ndarray], vocab_size: int | None) -> None:
+    """Raise where there is nothing to continue, or an id that would be read as another one."""
+    if not len(encoded) or not all(map(len, encoded)):
+        raise ConfigError(
+            "generation: a prompt without a token cannot be continued; give at least one prompt and token"
+        )
+    smallest, largest = min(int(np.min(ids)) for ids in encoded), max(int(np.max(ids)) for ids in encoded)
+    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+        outside = smallest if smallest < 0 else largest
+        raise ConfigError(
+            f"a prompt has token {outside}, but the model's vocabulary has {vocab_size}; use the tokenizer that it was "
+            "trained with"
+        )
 
 
 def _room(decoder: Decoder, longest: int, new_tokens: int) -> int:

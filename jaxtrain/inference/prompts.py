@@ -8,6 +8,8 @@ import numpy as np
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.special import NamedTokens, special_ids
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import decoder_of
 from jaxtrain.models.model import Model
 
@@ -55,8 +57,24 @@ class EncodedPrompts:
     end: int | None
 
 
+def check_characters(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+    """Check that a tokenizer can read texts: in Python they may hold halves of characters, as of bytes in arguments.
+
+    Raises:
+        ConfigError: one does. `ByteTokenizer` reads them.
+    """
+    for text in texts:
+        if not isinstance(tokenizer, ByteTokenizer) and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"the prompt {text[:30]!a} holds what is no character; give text in UTF-8")
+
+
 def encode_prompts(model: Model, tokenizer: Tokenizer, prompts: Sequence[str]) -> EncodedPrompts:
-    """Turn prompts into ids: an empty one becomes the end-of-text token, those for an encoder are framed."""
+    """Turn prompts into ids: an empty one becomes the end-of-text token, those for an encoder are framed.
+
+    Raises:
+        ConfigError: the model does not generate, or a prompt has halves of characters.
+    """
+    check_characters(tokenizer, prompts)
     encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
     start, given = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text, [ids.tolist() for ids in encoded]
     end = tokenizer.end_of_text

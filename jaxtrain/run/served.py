@@ -96,8 +96,9 @@ def _served_run(
     tokenizer = _checked_tokenizer(run.tokenizer, path)
     model, chat = run.sharded_model, format_of_run(run)
     _check_says_something(model, run.config, path)
+    longest = getattr(run.config.model, "max_sequence_length", None)
     return Served(
-        name, model, run.params, run.model_state, tokenizer, chat, _embeds(run.config), created=int(time.time())
+        name, model, run.params, run.model_state, tokenizer, chat, _embeds(run.config), int(time.time()), longest
     )
 
 
@@ -151,7 +152,7 @@ def _served_folder(
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)
     return Served(
-        name, model, params, start.model_state or {}, tokenizer, chat, _embeds(config), created=int(time.time())
+        name, model, params, start.model_state or {}, tokenizer, chat, _embeds(config), int(time.time()), length
     )
 
 

@@ -93,7 +93,7 @@ def _room(call: Call, prompt: Prompt, length: int) -> int:
     name, count = "messages" if call.is_chat else "prompt", len(prompt.tokens)
     room, wanted = length - count, max(1, call.new_tokens or 1)
     if room < wanted:
-        asked = "no room is left for an answer" if call.new_tokens is None else f"max_tokens is {call.new_tokens}"
+        asked = f"max_tokens is {call.new_tokens}" if call.new_tokens else "no room is left for a token after it"
         raise RefusedError(
             400,
             f"{name} has {count} tokens and {asked}, but prompt and answer together have {length} tokens here",

@@ -55,7 +55,9 @@ def embedding_call(
     for one in given:
         is_text = isinstance(one, str)
         ids = (
-            reader.encode(one, add_special_tokens=True) if is_text else list(reader.of_tokens(one, name="input").tokens)
+            reader.checked(reader.encode(one, add_special_tokens=True), "input")
+            if is_text
+            else reader.of_tokens(one, name="input").tokens
         )
         if not ids:
             raise RefusedError(400, "input holds an empty text; leave it out", param="input")
@@ -66,7 +68,7 @@ def embedding_call(
                 param="input",
                 code="context_length_exceeded",
             )
-        texts.append(ids)
+        texts.append(list(ids))
     return texts, fields["encoding_format"]
 
 

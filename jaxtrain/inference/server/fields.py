@@ -98,7 +98,10 @@ def wrong(value: Any, name: str, wanted: str) -> RefusedError:
 
 def shown(value: Any) -> str:
     """A value of a body in messages: JSON, short, and ASCII alone."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # lists so deep that they could just be read
+        text = "lists in lists"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -58,7 +58,7 @@ class PromptReader:
         ids = [*(self._begins if add_special_tokens else ()), *ids]
         # Something must stand before the first token; documents end with this one in training.
         ids = ids or [0 if self.tokenizer.end_of_text is None else self.tokenizer.end_of_text]
-        return Prompt(text, self._checked(ids, "prompt"))
+        return Prompt(text, self.checked(ids, "prompt"))
 
     def of_tokens(self, ids: Sequence[Any], *, name: str = "prompt") -> Prompt:
         """Ids that are to be continued.
@@ -68,7 +68,7 @@ class PromptReader:
         """
         if not ids:
             raise RefusedError(400, f"{name} holds a list without a token id; give at least one", param=name)
-        tokens = self._checked(ids, name)
+        tokens = self.checked(ids, name)
         return Prompt(self.tokenizer.decode(tokens), tokens)
 
     def of_messages(self, messages: list[dict[str, str]]) -> Prompt:
@@ -91,7 +91,7 @@ class PromptReader:
         ids = self.encode(text, add_special_tokens=False)
         if not ids:
             raise RefusedError(400, "the chat template makes an empty text of messages", param="messages")
-        return Prompt(text, self._checked(ids, "messages"))
+        return Prompt(text, self.checked(ids, "messages"))
 
     def _compiled(self, form: ChatFormat) -> Template:
         """The template of today: some write the date."""
@@ -100,7 +100,16 @@ class PromptReader:
             self._template = (today, compile_template(form, today=today))
         return self._template[1]
 
-    def _checked(self, ids: Sequence[Any], name: str) -> tuple[int, ...]:
+    def checked(self, ids: Sequence[Any], name: str) -> tuple[int, ...]:
+        """The ids, all of which the model has.
+
+        Args:
+            ids: of a text.
+            name: of the field that they come from.
+
+        Raises:
+            RefusedError: one is no id of the model.
+        """
         for one in ids:
             if not is_whole(one) or not 0 <= one < self.vocab_size:
                 raise RefusedError(

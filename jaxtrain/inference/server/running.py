@@ -97,6 +97,9 @@ class Running:
             if index not in open_choices:
                 continue  # what the engine had chosen before it read that the text came to a stop
             choice, ticket = self._choices[index], self._tickets[index]
+            reason = ticket.finish_reason
+            if event is None and reason not in ("stop", "length"):  # the scores of its prompt may not be whole
+                raise RefusedError(500, ticket.error or "the answer was broken off, because the server ends")
             if index not in begun:
                 begun.add(index)
                 first = choice.begin(ticket.prompt_log_probabilities)
@@ -106,10 +109,9 @@ class Running:
                 piece = choice.feed(event)
                 if choice.finish_reason is not None:
                     ticket.cancel("stop")
-            elif ticket.finish_reason in ("stop", "length"):
-                piece = choice.finish(ticket.finish_reason)
             else:
-                raise RefusedError(500, ticket.error or "the answer was broken off, because the server ends")
+                assert reason is not None
+                piece = choice.finish(reason)
             if choice.finish_reason is not None:
                 open_choices.discard(index)
             if not piece.is_empty:

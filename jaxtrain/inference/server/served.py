@@ -23,6 +23,7 @@ class Served:
         chat: how conversations are written; None: the model has no chat template.
         embeds: whether it gives an embedding per text, and no text.
         created: when it was opened, seconds since 1970.
+        max_length: positions that the model has; None: it does not say.
     """
 
     name: str
@@ -33,3 +34,4 @@ class Served:
     chat: "ChatFormat | None"
     embeds: bool
     created: int
+    max_length: int | None = None

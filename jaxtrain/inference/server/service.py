@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.server.app import Service
 from jaxtrain.inference.server.embedder import Embedder
@@ -40,7 +41,8 @@ def start_service(
     Args:
         served: from `open_served`.
         slots: requests that run at a time.
-        length: tokens of prompt and answer together; None: all that the model takes, up to 4,096.
+        length: tokens of prompt and answer together, or of a text to embed; None: all that the model takes, up to
+            4,096.
         queue: requests that may wait for a slot.
         speculate: see `Engine`.
         api_key: that clients must give; None: none.
@@ -52,7 +54,7 @@ def start_service(
     vocab_size = served.tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
     reader = PromptReader(served.tokenizer, served.chat, vocab_size=vocab_size)
     if served.embeds:
-        embedder = Embedder(served, length=length or _LONGEST)
+        embedder = Embedder(served, length=embedded_length(served, length))
         embedder.start()
         service = _service(served, reader, embed=embedder, length=embedder.length, queue=queue, api_key=api_key)
         return Started(service, lambda: None, f"embeddings of texts of up to {embedder.length} tokens")
@@ -65,6 +67,21 @@ def start_service(
     return Started(
         service, lambda: engine.close(drain=True), f"{slots} slots of {engine.length} tokens, {queue} may wait"
     )
+
+
+def embedded_length(served: Served, length: int | None) -> int:
+    """Tokens of the longest text that is embedded.
+
+    Raises:
+        ConfigError: more than the model has positions.
+    """
+    if length is None:
+        return _LONGEST if served.max_length is None else min(_LONGEST, served.max_length)
+    if served.max_length is not None and length > served.max_length:
+        raise ConfigError(
+            f"--length {length} exceeds the {served.max_length} positions of {served.name}; use at most those"
+        )
+    return length
 
 
 def _service(
