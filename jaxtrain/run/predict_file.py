@@ -97,6 +97,8 @@ def _kind(reader: RowReader) -> tuple[str, str | None]:
         head = reader.model.head_kind
         if head in _ELSEWHERE:
             raise ConfigError(f"the model of {reader.name} {_ELSEWHERE[head]}")
+        if reader.task == "reward":  # a score, whatever kind of head gives it
+            return "number", head
         return {"sequence": "class", "token": "words", "regression": "number", "embedding": "embedding"}[head], head
     if reader.task not in ("classification", "regression"):
         raise ConfigError(
@@ -155,8 +157,11 @@ def _class_names(names: Sequence[str] | None, num_classes: int) -> list[str]:
     """Names of the classes: those that are known, then their numbers."""
     if names is None or len(names) > num_classes:
         return [str(number) for number in range(num_classes)]
+    # A class may be called by a number, and a published config may give two classes one name.
+    known = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
     # A model may have more outputs than its data had classes.
-    return [*names, *(str(number) for number in range(len(names), num_classes))]
+    rest = (str(number) for number in range(len(names), num_classes))
+    return [*known, *(f"output {name}" if name in names else name for name in rest)]
 
 
 def _published_config(file: Path) -> Mapping[str, Any]:

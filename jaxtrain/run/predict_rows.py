@@ -90,6 +90,12 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
     if isinstance(data, ImageFolderData):
         files = _image_paths(path)
         return FileRows(centered_images(files, image_size=data.image_size), files=tuple(map(str, files)))
+    if reader.task == "reward":
+        # A text alone has neither the roles nor the end of an answer, and its score would mean nothing.
+        raise ConfigError(
+            f"{reader.name} scores chats, not the rows of a file such as {path}; jaxtrain.open_run(...).predict("
+            "{'tokens': tokens, 'segments': segments}) gives the scores of chats that the template has written"
+        )
     if head in ("token", "sequence", "regression", "embedding"):
         return _read_texts(reader, path, of_words=head == "token")
     raise ConfigError(

@@ -14,6 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.examples import split_examples
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.run.predict_file import predicted_rows
+from jaxtrain.run.predict_rows import RowReader
 from jaxtrain.run.trainer import run_config
 
 FEW_STEPS = {
@@ -274,6 +277,44 @@ def test_a_language_model_has_no_predictions(trained, tmp_path, cli):
     answer = cli("predict", str(tmp_path), "texts.txt")
     assert (answer.code, answer.out) == (2, "")
     assert "gives the next token; jaxtrain sample continues texts" in answer.err
+
+
+# Names that the data gave -> names of four outputs.
+NAMES = {
+    "fewer classes than outputs": (("ant", "bee"), ["ant", "bee", "2", "3"]),
+    "classes that are called by numbers": (("2", "3"), ["2", "3", "output 2", "output 3"]),
+    "two classes of one name": (("ant", "bee", "ant", "cat"), ["ant (0)", "bee", "ant (2)", "cat"]),
+}
+
+
+@pytest.mark.parametrize(("classes", "wanted"), NAMES.values(), ids=NAMES)
+def test_every_output_has_a_name_of_its_own(classes, wanted, tmp_path):
+    model = load_config({"task": "classification", "model": {"kind": "mlp", "hidden_dims": [8]}}).config.model
+    reader = RowReader("run", model, None, task="classification", classes=classes)
+    np.save(tmp_path / "rows.npy", np.zeros((4, 2)))
+    rows = predicted_rows(reader, lambda inputs: 9 * np.eye(4), tmp_path / "rows.npy", probabilities=True)
+    assert [row["class"] for row in rows] == wanted
+    assert [list(row["probabilities"]) for row in rows] == [wanted] * 4
+
+
+@pytest.mark.parametrize("head", ["regression", "sequence"])
+def test_a_reward_model_reads_no_texts_and_gives_scores(head, tmp_path):
+    """A text without its template would get a score that means nothing, and one class the probability 1."""
+    tree = {"task": "reward", "model": {**ENCODER, "head": {"kind": head, "num_labels": 1}}, "data": {"kind": "chat"}}
+    config = load_config(tree).config
+    reader = RowReader("run", config.model, None, data=config.data, task=config.task)
+    with pytest.raises(ConfigError, match="run scores chats, not the rows of a file"):
+        predicted_rows(reader, len, "texts.txt", probabilities=False)
+    np.save(tmp_path / "rows.npy", np.zeros((2, 16), np.int32))
+    scores = predicted_rows(reader, lambda inputs: np.ones((2, 1)), tmp_path / "rows.npy", probabilities=False)
+    assert scores == [{"row": 1, "number": 1.0}, {"row": 2, "number": 1.0}]
+
+
+def test_raw_bytes_are_no_numbers(trained, tmp_path):
+    """NumPy writes bfloat16 as such."""
+    np.save(tmp_path / "rows.npy", np.zeros((2, 2), "V2"))
+    with pytest.raises(DataError, match=r"not \|V2 values; write run.predict"):
+        jt.open_run(trained("table") / "run").predict_file(tmp_path / "rows.npy")
 
 
 PUBLISHED = Path(__file__).parent.parent / "interop" / "published"
