@@ -42,8 +42,8 @@ class Predictor:
         self._sharded_model, self._batch_axes, self._trained_on = sharded_model, batch_axes, trained_on
         shape = trained_on.get("input_shape")
         # A row of the data may be a pair, and a row of the model is one of the two.
-        is_pair = shape is not None and shape[:1] == [2] and batch_axes.get("inputs") == ("batch", None, "sequence")
-        self._input_shape = shape[1:] if is_pair else shape
+        has_pairs = batch_axes.get("inputs") == ("batch", None, "sequence")
+        self._input_shape = shape[1:] if shape and has_pairs else shape
         mesh = sharded_model.mesh
         options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
         # Replicated, so that every process has all rows.

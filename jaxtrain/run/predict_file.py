@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtrain.config import Config
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError
@@ -38,12 +39,15 @@ def run_reader(run_dir: Path, config: Config, info: Mapping[str, Any], tokenizer
     classes = (trained_on.get("reading") or {}).get("classes")
     if classes is None:
         classes = published_classes(_published_config(run_dir / FOLDER / "config.json"))
+    own = recorded_parts(info)
+    # The config of a run from Python holds defaults for the parts that were given.
+    is_own_task = own["task"] is not None and info.get("task_is_shipped") is not True
     return RowReader(
         str(run_dir),
-        config.model,
+        None if own["model"] is not None else config.model,
         tokenizer,
-        data=config.data,
-        task=config.task,
+        data=None if own["data"] is not None else config.data,
+        task=None if is_own_task else config.task,
         trained_on=trained_on,
         classes=None if classes is None else tuple(classes),
     )
@@ -78,7 +82,12 @@ def predicted_rows(
         raise ConfigError(f"{reader.name} gives {kind}s, which have no probabilities; leave --probabilities out")
     rows = read_rows(reader, path, head=head)
     outputs = outputs_of(rows.inputs)
-    outputs = outputs["logits"] if isinstance(outputs, Mapping) else outputs
+    outputs = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(outputs, np.ndarray):
+        raise ConfigError(
+            f"the model of {reader.name} gives several outputs and none is 'logits', so that nothing says which one is "
+            "the prediction; jaxtrain.open_run(...).predict(array) gives them as they are"
+        )
     return [
         {"row": number + 1, **({} if rows.files is None else {"file": rows.files[number]}), **found}
         for number, found in enumerate(_answers(reader, kind, rows, outputs, probabilities))

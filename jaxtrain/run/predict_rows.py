@@ -28,16 +28,16 @@ class RowReader:
 
     Attributes:
         name: Of the run or of the published model, in messages.
-        model: The model group of its config.
+        model: The model group of its config; None: the model came from Python.
         tokenizer: Makes its tokens; None: it has none.
-        data: The data group of a run; None: the model is no run's.
-        task: Of the run's config.
+        data: The data group of a run; None: the model is no run's, or the data came from Python.
+        task: Of the run's config; None: it came from Python, or the model is no run's.
         trained_on: The entry `data` of a run's `run.json`.
         classes: Names of the classes; None: nothing names them.
     """
 
     name: str
-    model: Group
+    model: Group | None
     tokenizer: Tokenizer | None
     data: Group | None = None
     task: Any = None

@@ -1,12 +1,15 @@
 """`jaxtrain predict` and `OpenedRun.predict_file`: rows read as in training, answers in their order, or one line."""
 
 import csv
+import dataclasses
 import io
 import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -308,6 +311,26 @@ def test_a_reward_model_reads_no_texts_and_gives_scores(head, tmp_path):
     np.save(tmp_path / "rows.npy", np.zeros((2, 16), np.int32))
     scores = predicted_rows(reader, lambda inputs: np.ones((2, 1)), tmp_path / "rows.npy", probabilities=False)
     assert scores == [{"row": 1, "number": 1.0}, {"row": 2, "number": 1.0}]
+
+
+def test_a_run_from_python_takes_arrays(tmp_path):
+    """Its config holds defaults for the parts that were given: a language model, and another task."""
+    model = jt.from_functions(lambda key: {"w": np.eye(3, dtype=np.float32)}, lambda params, x: x @ params["w"])
+    rows = {"inputs": np.eye(3, dtype=np.float32)[[2, 0, 1, 1]], "targets": np.zeros(4, np.int32)}
+    np.save(tmp_path / "rows.npy", rows["inputs"])
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    own = jt.Task.calling("own", lambda apply, batch, key: (apply(batch["inputs"])[:, 0], {}))
+    found = []
+    for task in (jt.classification(), own):
+        options = {"data": rows, "steps": 1, "batch_size": 4, "mesh": mesh, "logging": {"report": False}}
+        jt.fit(model, task, optax.sgd(0.0), run_dir=tmp_path / task.name, **options)
+        found.append(jt.open_run(tmp_path / task.name, model=model))
+    assert [row["class"] for row in found[0].predict_file(tmp_path / "rows.npy")] == ["2", "0", "1", "1"]
+    with pytest.raises(ConfigError, match="was trained with a task of its own"):
+        found[1].predict_file(tmp_path / "rows.npy")
+    several = dataclasses.replace(model, apply=lambda *given, **named: ((model.apply(*given, **named)[0],) * 2, {}))
+    with pytest.raises(ConfigError, match="gives several outputs and none is 'logits'"):
+        jt.open_run(tmp_path / "classification", model=several).predict_file(tmp_path / "rows.npy")
 
 
 def test_raw_bytes_are_no_numbers(trained, tmp_path):
