@@ -34,11 +34,14 @@ def run_reader(run_dir: Path, config: Config, info: Mapping[str, Any], tokenizer
         config: Its config.
         info: Content of its `run.json`.
         tokenizer: Its tokenizer.
+
+    Raises:
+        ConfigError: The run is of a published model that gives several classes per row.
     """
     trained_on = info.get("data") or {}
     classes = (trained_on.get("reading") or {}).get("classes")
-    if classes is None:
-        classes = published_classes(_published_config(run_dir / FOLDER / "config.json"))
+    if classes is None and config.task not in ("regression", "reward"):  # whose outputs are numbers
+        classes = published_classes(_published_config(run_dir / FOLDER / "config.json"), name=str(run_dir))
     own = recorded_parts(info)
     # The config of a run from Python holds defaults for the parts that were given.
     is_own_task = own["task"] is not None and info.get("task_is_shipped") is not True
@@ -177,8 +180,21 @@ def _published_config(file: Path) -> Mapping[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def published_classes(config: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Names of the classes in a published config.json; None: it names none."""
+def published_classes(config: Mapping[str, Any], *, name: str) -> tuple[str, ...] | None:
+    """Names of the classes in a published config.json; None: it names none.
+
+    Args:
+        config: Its content.
+        name: Of the model, for messages.
+
+    Raises:
+        ConfigError: A row may have several of them.
+    """
+    if config.get("problem_type") == "multi_label_classification":
+        raise ConfigError(
+            f"{name} gives each class a probability of its own (problem_type: multi_label_classification), and predict "
+            "gives one class per row; the sigmoid of the logits is that probability (jaxtrain.load_pretrained)"
+        )
     labels = config.get("id2label")
     if not isinstance(labels, Mapping):
         return None
