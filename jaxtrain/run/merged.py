@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def write_merged(
     max_shard_size: str,
     tokenizer: str | None,
     packing: Packing | None = None,
+    classes: Sequence[str] | None = None,
 ) -> str:
     """Writes the merged model as a published folder, if it gives the logits of the base with its adapters.
 
@@ -56,7 +57,7 @@ def write_merged(
         settings: Our model group, from `settings_of`.
         params, model_state: Of the adapted model.
         model: The adapted model.
-        origin, dtype, max_shard_size, tokenizer, packing: See `write_published`.
+        origin, dtype, max_shard_size, tokenizer, packing, classes: See `write_published`.
 
     Returns:
         A line for people: by how much the logits differ, and what rounding explains.
@@ -95,6 +96,7 @@ def write_merged(
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
             packing=packing,
+            classes=classes,
         )
         # What others will read: the files.
         opened = load_pretrained(partial)
