@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ def write_published(
     max_shard_size: str = "5GB",
     tokenizer: str | None = None,
     packing: Packing | None = None,
+    classes: Sequence[str] | None = None,
 ) -> Path:
     """Writes a published folder. Every process calls it, the main one writes.
 
@@ -96,6 +97,7 @@ def write_published(
         max_shard_size: Most bytes per file, as in "5GB" or "500MB".
         tokenizer: Text of a tokenizer.json, where the origin has none.
         packing: Which kernels are written in nf4; None: all that is written is in floats.
+        classes: Names of the first outputs, each row of one of them; None: those of the origin, where it has as many.
 
     Returns:
         The folder.
@@ -116,7 +118,7 @@ def write_published(
         tensors = plan_tensors(rows, {**dtypes, "": name})
         held = {False: parameters_by_path(params), True: by_path(model_state)}
         check_held(rows, held)
-        config = _config(theirs, family, settings) | {"torch_dtype": name, "dtype": name}
+        config = _named_classes(_config(theirs, family, settings), classes) | {"torch_dtype": name, "dtype": name}
         if packing is not None:
             packing = replace(packing, kept=KEPT.get(family.model_type, ()))
             has_head = "vocab_size" in settings and settings.get("head") is None
@@ -209,6 +211,17 @@ def _config(theirs: Mapping[str, Any], family: Family, settings: Mapping[str, An
     merged = {**theirs, **written}
     # Another form of a key that only the origin has (rope_scaling beside rope_parameters) may contradict ours.
     return merged if family.from_published(merged) == family.from_published(written) else written
+
+
+def _named_classes(config: dict[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
+    """The config.json with the classes that the model was trained on, which need not be those of its origin."""
+    labels = config.get("id2label")
+    if classes is None or not isinstance(labels, Mapping) or len(labels) < len(classes):
+        return config
+    names = [*classes, *(f"LABEL_{number}" for number in range(len(classes), len(labels)))]
+    said = {key: value for key, value in config.items() if key != "problem_type"}
+    numbered = {str(number): name for number, name in enumerate(names)}
+    return said | {"id2label": numbered, "label2id": {name: number for number, name in enumerate(names)}}
 
 
 def _write_files(

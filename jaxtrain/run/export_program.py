@@ -29,6 +29,7 @@ _MEANINGS = {
     "token": "logits of the classes of each token",
     "regression": "numbers",
     "embedding": "an embedding",
+    "reward": "the score of a text",
     "classification": "logits of the classes",
 }
 
@@ -99,6 +100,7 @@ def _about(run: "OpenedRun") -> dict[str, Any]:
     """What program.json says besides the program: whose it is, what the outputs mean, how inputs are made."""
     config, data = run.config, run.info.get("data") or {}
     head = config.model.head_kind if isinstance(config.model, TransformerConfig) else str(config.task)
+    head = "reward" if config.task == "reward" else head
     found: dict[str, Any] = {"run": run.run_dir.name, "step": run.step, "model": run.sharded_model.model.name}
     found["precision"] = run.sharded_model.policy.name
     found["outputs_are"] = _MEANINGS.get(head, "outputs of the model")

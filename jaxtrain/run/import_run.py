@@ -175,6 +175,7 @@ def export_run(
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
             packing=packing,
+            classes=run.classes,
         )
         print_remark(said)
         return Path(folder)
@@ -188,6 +189,7 @@ def export_run(
         max_shard_size=max_shard_size,
         tokenizer=tokenizer,
         packing=packing,
+        classes=run.classes,
     )
 
 

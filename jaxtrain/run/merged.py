@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from jaxtrain.models.model import Model, ModelState, Params, parameter_shapes
 from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.run.opened import OpenedRun
+from jaxtrain.runtime.files import move_folder
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.base import base_of
 from jaxtrain.train.given_params import paths_of
@@ -47,6 +48,7 @@ def write_merged(
     max_shard_size: str,
     tokenizer: str | None,
     packing: Packing | None = None,
+    classes: Sequence[str] | None = None,
 ) -> str:
     """Writes the merged model as a published folder, if it gives the logits of the base with its adapters.
 
@@ -55,7 +57,7 @@ def write_merged(
         settings: Our model group, from `settings_of`.
         params, model_state: Of the adapted model.
         model: The adapted model.
-        origin, dtype, max_shard_size, tokenizer, packing: See `write_published`.
+        origin, dtype, max_shard_size, tokenizer, packing, classes: See `write_published`.
 
     Returns:
         A line for people: by how much the logits differ, and what rounding explains.
@@ -80,7 +82,8 @@ def write_merged(
     without = _outputs(original, _base_params(params, model), model_state, inputs)
     merged = merge_adapters(params, model)
     _compare(adapted, _outputs(original, merged, model_state, inputs), written="float32", kernels=1)
-    partial = folder.with_name(f".{folder.name}.partial")
+    place = folder.resolve()  # the name of "." is that of the folder that it stands for
+    partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write_published(
@@ -93,6 +96,7 @@ def write_merged(
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
             packing=packing,
+            classes=classes,
         )
         # What others will read: the files.
         opened = load_pretrained(partial)
@@ -101,9 +105,7 @@ def write_merged(
         difference, bound = _difference(adapted, found), math.inf
         if packing is None:
             difference, bound = _compare(adapted, found, written=written, kernels=_num_kernels(model))
-        if folder.exists():
-            folder.rmdir()  # it is empty
-        partial.rename(folder)
+        move_folder(partial, place, last="config.json")
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     moved = float(np.abs(adapted - without).max()) / _width(adapted)

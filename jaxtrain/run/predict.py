@@ -40,6 +40,10 @@ class Predictor:
         compiler_options: Mapping[str, Value] | None = None,
     ) -> None:
         self._sharded_model, self._batch_axes, self._trained_on = sharded_model, batch_axes, trained_on
+        shape = trained_on.get("input_shape")
+        # A row of the data may be a pair, and a row of the model is one of the two.
+        has_pairs = batch_axes.get("inputs") == ("batch", None, "sequence")
+        self._input_shape = shape[1:] if shape and has_pairs else shape
         mesh = sharded_model.mesh
         options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
         # Replicated, so that every process has all rows.
@@ -103,7 +107,8 @@ class Predictor:
             return inputs
         arrays = jax.tree.map(_as_array, inputs, is_leaf=lambda leaf: isinstance(leaf, list))
         leaves = jax.tree.leaves(arrays)
-        if not leaves or any(leaf.dtype.kind not in "biufV" for leaf in leaves):
+        # bfloat16 is of the kind of raw bytes, which are what a .npy file of it holds.
+        if not leaves or any(leaf.dtype.kind not in "biufV" or leaf.dtype.type is np.void for leaf in leaves):
             shown = f"{leaves[0].dtype} values" if leaves else "nothing"
             raise DataError(
                 f"predict takes an array [rows, ...] or a tree of them, not {shown}; "
@@ -119,7 +124,7 @@ class Predictor:
         Raises:
             DataError: a single row, floats in place of ids, or other columns than those of the run's table.
         """
-        shape, dtype = self._trained_on.get("input_shape"), self._trained_on.get("input_dtype")
+        shape, dtype = self._input_shape, self._trained_on.get("input_dtype")
         rows = _shown([None, *(["..."] if shape is None else shape)])
         if list(inputs.shape) == shape or not inputs.ndim:
             raise DataError(f"predict takes rows {rows}, not a single one {list(inputs.shape)}; write inputs[None]")
@@ -187,7 +192,7 @@ class Predictor:
     def _misfit(self, spec: Any, error: Exception) -> str:
         leaves = jax.tree.leaves(spec)
         given = ", ".join(f"{_shown([None, *leaf.shape[1:]])} {leaf.dtype}" for leaf in leaves)
-        shape, dtype = self._trained_on.get("input_shape"), self._trained_on.get("input_dtype")
+        shape, dtype = self._input_shape, self._trained_on.get("input_dtype")
         wanted = "" if shape is None or dtype is None else f"; the run was trained on {_shown([None, *shape])} {dtype}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         return f"inputs {given} do not fit the model {self._sharded_model.model.name}{wanted} ({reason})"

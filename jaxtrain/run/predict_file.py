@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtrain.config import Config
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError
@@ -33,17 +34,23 @@ def run_reader(run_dir: Path, config: Config, info: Mapping[str, Any], tokenizer
         config: Its config.
         info: Content of its `run.json`.
         tokenizer: Its tokenizer.
+
+    Raises:
+        ConfigError: The run is of a published model that gives several classes per row.
     """
     trained_on = info.get("data") or {}
     classes = (trained_on.get("reading") or {}).get("classes")
-    if classes is None:
-        classes = published_classes(_published_config(run_dir / FOLDER / "config.json"))
+    if classes is None and config.task not in ("regression", "reward"):  # whose outputs are numbers
+        classes = published_classes(_published_config(run_dir / FOLDER / "config.json"), name=str(run_dir))
+    own = recorded_parts(info)
+    # The config of a run from Python holds defaults for the parts that were given.
+    is_own_task = own["task"] is not None and info.get("task_is_shipped") is not True
     return RowReader(
         str(run_dir),
-        config.model,
+        None if own["model"] is not None else config.model,
         tokenizer,
-        data=config.data,
-        task=config.task,
+        data=None if own["data"] is not None else config.data,
+        task=None if is_own_task else config.task,
         trained_on=trained_on,
         classes=None if classes is None else tuple(classes),
     )
@@ -78,7 +85,12 @@ def predicted_rows(
         raise ConfigError(f"{reader.name} gives {kind}s, which have no probabilities; leave --probabilities out")
     rows = read_rows(reader, path, head=head)
     outputs = outputs_of(rows.inputs)
-    outputs = outputs["logits"] if isinstance(outputs, Mapping) else outputs
+    outputs = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(outputs, np.ndarray):
+        raise ConfigError(
+            f"the model of {reader.name} gives several outputs and none is 'logits', so that nothing says which one is "
+            "the prediction; jaxtrain.open_run(...).predict(array) gives them as they are"
+        )
     return [
         {"row": number + 1, **({} if rows.files is None else {"file": rows.files[number]}), **found}
         for number, found in enumerate(_answers(reader, kind, rows, outputs, probabilities))
@@ -97,6 +109,8 @@ def _kind(reader: RowReader) -> tuple[str, str | None]:
         head = reader.model.head_kind
         if head in _ELSEWHERE:
             raise ConfigError(f"the model of {reader.name} {_ELSEWHERE[head]}")
+        if reader.task == "reward":  # a score, whatever kind of head gives it
+            return "number", head
         return {"sequence": "class", "token": "words", "regression": "number", "embedding": "embedding"}[head], head
     if reader.task not in ("classification", "regression"):
         raise ConfigError(
@@ -155,16 +169,32 @@ def _class_names(names: Sequence[str] | None, num_classes: int) -> list[str]:
     """Names of the classes: those that are known, then their numbers."""
     if names is None or len(names) > num_classes:
         return [str(number) for number in range(num_classes)]
+    # A class may be called by a number, and a published config may give two classes one name.
+    known = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
     # A model may have more outputs than its data had classes.
-    return [*names, *(str(number) for number in range(len(names), num_classes))]
+    rest = (str(number) for number in range(len(names), num_classes))
+    return [*known, *(f"output {name}" if name in names else name for name in rest)]
 
 
 def _published_config(file: Path) -> Mapping[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def published_classes(config: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Names of the classes in a published config.json; None: it names none."""
+def published_classes(config: Mapping[str, Any], *, name: str) -> tuple[str, ...] | None:
+    """Names of the classes in a published config.json; None: it names none.
+
+    Args:
+        config: Its content.
+        name: Of the model, for messages.
+
+    Raises:
+        ConfigError: A row may have several of them.
+    """
+    if config.get("problem_type") == "multi_label_classification":
+        raise ConfigError(
+            f"{name} gives each class a probability of its own (problem_type: multi_label_classification), and predict "
+            "gives one class per row; the sigmoid of the logits is that probability (jaxtrain.load_pretrained)"
+        )
     labels = config.get("id2label")
     if not isinstance(labels, Mapping):
         return None

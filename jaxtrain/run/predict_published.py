@@ -29,7 +29,8 @@ def predict_published(
         probabilities: Whether classes come with the probability of each.
 
     Raises:
-        ConfigError: The family is unknown, or its model gives something else, such as the next token.
+        ConfigError: The family is unknown, or its model gives something else, such as the next token or
+            several classes.
         CheckpointError: The files of the model are missing or damaged.
         DataError: The file or a row of it is not what the model reads.
     """
@@ -42,7 +43,7 @@ def predict_published(
         None if tokenizer is None else load_tokenizer(tokenizer),
         # A model of images has classes; how pixels become its numbers is not in its config.
         task=None if isinstance(pretrained.config, TransformerConfig) else "classification",
-        classes=published_classes(config),
+        classes=published_classes(config, name=str(path)),
     )
 
     def outputs_of(inputs: Any) -> Any:

@@ -28,16 +28,16 @@ class RowReader:
 
     Attributes:
         name: Of the run or of the published model, in messages.
-        model: The model group of its config.
+        model: The model group of its config; None: the model came from Python.
         tokenizer: Makes its tokens; None: it has none.
-        data: The data group of a run; None: the model is no run's.
-        task: Of the run's config.
+        data: The data group of a run; None: the model is no run's, or the data came from Python.
+        task: Of the run's config; None: it came from Python, or the model is no run's.
         trained_on: The entry `data` of a run's `run.json`.
         classes: Names of the classes; None: nothing names them.
     """
 
     name: str
-    model: Group
+    model: Group | None
     tokenizer: Tokenizer | None
     data: Group | None = None
     task: Any = None
@@ -90,6 +90,12 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
     if isinstance(data, ImageFolderData):
         files = _image_paths(path)
         return FileRows(centered_images(files, image_size=data.image_size), files=tuple(map(str, files)))
+    if reader.task == "reward":
+        # A text alone has neither the roles nor the end of an answer, and its score would mean nothing.
+        raise ConfigError(
+            f"{reader.name} scores chats, not the rows of a file such as {path}; jaxtrain.open_run(...).predict("
+            "{'tokens': tokens, 'segments': segments}) gives the scores of chats that the template has written"
+        )
     if head in ("token", "sequence", "regression", "embedding"):
         return _read_texts(reader, path, of_words=head == "token")
     raise ConfigError(

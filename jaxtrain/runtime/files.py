@@ -48,6 +48,21 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def move_folder(partial: Path, place: Path, *, last: str) -> None:
+    """Gives a folder that is written whole its name.
+
+    Args:
+        partial: The folder, beside `place`.
+        place: Its name; an empty folder that is there stays the one that it is, because somebody may be in it.
+        last: Name of the file that tells readers that a folder is whole, which comes last.
+    """
+    if not place.exists():
+        partial.rename(place)
+        return
+    for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
+        file.replace(place / file.name)
+
+
 def strict_json(value: Any) -> Any:
     """Returns a value in types of strict JSON: NaN and infinities, which JSON does not have, become None.
 

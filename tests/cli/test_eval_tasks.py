@@ -4,6 +4,7 @@ The package lm-eval is the extra `harness`, which is not in `dev`; what needs it
 asks of a model is tested without it in tests/inference/test_asked.py.
 """
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import jaxtrain as jt
 from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.harness.asked import AskedModel
 from jaxtrain.inference.harness.scored import scored_windows
 from jaxtrain.inference.harness.tokens import task_tokens
@@ -194,6 +195,9 @@ def test_chats_are_written_by_the_template(text_run):
     assert tokens.contexts([started])[0][:2] == [256, ord("u")]
     assert tokens.stop == {257}
     assert model.chat_template(True) == BUILT_IN["chatml"]
+    loud = dataclasses.replace(form, source="{% for one in messages %}{{ one['content'] | upper }}{% endfor %}")
+    with pytest.raises(DataError, match="writes the beginning of an answer, 'So', in other words"):
+        HarnessModel(*given, form=loud).apply_chat_template(chat, add_generation_prompt=False)
     plain = HarnessModel(*given)
     assert plain.chat_template(True) == ""
     assert plain.tokenizer_name != model.tokenizer_name

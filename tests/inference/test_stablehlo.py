@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jax import export
 
 import jaxtrain as jt
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.stablehlo.folder import FILES, write_program
 from jaxtrain.inference.stablehlo.program import make_program
 from jaxtrain.inference.stablehlo.read import read_weights
@@ -112,6 +114,19 @@ def test_outputs_are_those_of_the_model(kind, tmp_path):
     (found,) = run_alone(tmp_path / "out", inputs).values()
     # The same operations, compiled in another process: sums of float32 in another order at most.
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_program_may_stand_in_the_current_folder(tmp_path, monkeypatch):
+    model, rows = sharded("mlp")
+    params, model_state = jax.jit(model.init)(jax.random.key(0))
+    program = make_program(model, params, model_state, rows, batch=1)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write_program(Path("."), program, about={})
+    assert sorted(file.name for file in Path.cwd().iterdir()) == sorted(FILES)
+    with pytest.raises(ConfigError, match=r"read\.py/out cannot be made"):
+        write_program(Path("read.py/out"), program, about={})
+    assert [file.name for file in tmp_path.iterdir()] == ["here"]
 
 
 def custom_calls(exported):

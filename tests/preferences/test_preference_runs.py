@@ -88,6 +88,12 @@ def test_the_first_loss_is_ln_2_and_the_file_is_by_row(whole):
     )
 
 
+def test_a_row_of_the_model_is_one_answer_of_a_pair(whole):
+    """Two rows have the shape of one pair."""
+    run = jt.open_run(whole[0], model=bigrams())
+    np.testing.assert_array_equal(run.predict(DATA["inputs"][:2, 0]), table(whole[1])[DATA["inputs"][:2, 0]])
+
+
 def test_a_resumed_run_reads_the_file_and_equals_the_whole_one_bit_for_bit(whole, half):
     kept = (half / "reference.npz").read_bytes()
     result = fit(half)

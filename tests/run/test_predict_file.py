@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.examples import split_examples
+from jaxtrain.errors import DataError
 from jaxtrain.run.trainer import run_config
 
 FEW_STEPS = {
@@ -276,6 +277,13 @@ def test_a_language_model_has_no_predictions(trained, tmp_path, cli):
     assert "gives the next token; jaxtrain sample continues texts" in answer.err
 
 
+def test_raw_bytes_are_no_numbers(trained, tmp_path):
+    """NumPy writes bfloat16 as such."""
+    np.save(tmp_path / "rows.npy", np.zeros((2, 2), "V2"))
+    with pytest.raises(DataError, match=r"not \|V2 values; write run.predict"):
+        jt.open_run(trained("table") / "run").predict_file(tmp_path / "rows.npy")
+
+
 PUBLISHED = Path(__file__).parent.parent / "interop" / "published"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "three", "four"]
 
@@ -337,3 +345,12 @@ def test_options_of_runs_are_refused_for_published_models(cli):
     answer = cli("predict", str(PUBLISHED / "bert_sequence"), "texts.txt", "--step", "3")
     assert (answer.code, answer.out) == (2, "")
     assert "--step 3 is for runs" in answer.err
+
+
+def test_several_classes_per_row_are_refused(published, cli):
+    """Their probabilities do not sum to 1."""
+    config = published("bert_sequence") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"problem_type": "multi_label_classification"}))
+    answer = cli("predict", str(config.parent), "texts.txt")
+    assert (answer.code, answer.out) == (2, "")
+    assert "gives each class a probability of its own (problem_type: multi_label_classification)" in answer.err

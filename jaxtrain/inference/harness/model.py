@@ -12,7 +12,7 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from jaxtrain.data.chat.formats import ChatFormat
 from jaxtrain.data.chat.templates import compile_template, render
 from jaxtrain.data.tokenizer import tokenizer_sha256
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.harness.asked import AskedModel
 from jaxtrain.inference.harness.tokens import TaskTokens
 from jaxtrain.models.model import ModelState, Params
@@ -110,7 +110,7 @@ class HarnessModel(LM):
 
         Raises:
             ConfigError: the model has no template, or it fails.
-            DataError: the template refuses the messages.
+            DataError: the template refuses the messages, or writes the beginning of an answer in other words.
         """
         if self._template is None:
             raise ConfigError("the model has no chat template; leave --chat out")
@@ -118,5 +118,8 @@ class HarnessModel(LM):
         text = render(self._template, chat_history, prompt=add_generation_prompt, where=where).text
         if add_generation_prompt:
             return text
-        said = chat_history[-1]["content"].strip()
-        return text[: text.rindex(said) + len(said)]
+        said = (chat_history[-1]["content"] or "").strip()
+        end = text.rfind(said)
+        if end < 0:
+            raise DataError(f"{where}: the template writes the beginning of an answer, {said[:40]!r}, in other words")
+        return text[: end + len(said)]

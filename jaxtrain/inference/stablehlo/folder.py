@@ -17,7 +17,7 @@ from jaxtrain import __version__
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.stablehlo.program import BATCH, PLATFORMS, Program
 from jaxtrain.published.safetensors import DTYPES, write_safetensors
-from jaxtrain.runtime.files import strict_json
+from jaxtrain.runtime.files import move_folder, strict_json
 
 FILES = ("forward.bin", "weights.safetensors", "program.json", "read.py")
 # What StableHLO promises: openxla/stablehlo, docs/compatibility.md.
@@ -52,7 +52,7 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
         about: further entries of program.json: what the outputs mean, and how inputs are made.
 
     Raises:
-        ConfigError: the folder is not empty, or a weight has a dtype that safetensors does not hold.
+        ConfigError: the folder is not empty or cannot be made, or a weight has a dtype that safetensors does not hold.
     """
     check_folder(folder)
     weights = {name: np.asarray(leaf) for name, leaf in program.weights.items()}
@@ -61,9 +61,12 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
             raise ConfigError(
                 f"the weight {name} is {array.dtype}, which safetensors does not hold; export it unquantized"
             )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir()
+    place = folder.resolve()  # the name of "." is that of the folder that it stands for
+    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
     try:
         (partial / "forward.bin").write_bytes(program.exported.serialize(vjp_order=0))
         shapes = {name: (array.shape, array.dtype) for name, array in weights.items()}
@@ -72,7 +75,7 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
         text = json.dumps(strict_json(described), indent=2, ensure_ascii=False, allow_nan=False)
         (partial / "program.json").write_text(text + "\n", encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("read.py"), partial / "read.py")
-        partial.replace(folder)
+        move_folder(partial, place, last="program.json")
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
