@@ -28,6 +28,7 @@ class TextStream:
         tokenizer: turns ids into text.
         stop: strings at which the text ends; they are not part of it.
         stop_tokens: ids at which it ends.
+        hidden: ids that are left out, such as those of special tokens; the text is that of the others.
 
     Attributes:
         stopped: whether a stop string or a stop token was met; what follows it is not given out.
@@ -43,10 +44,17 @@ class TextStream:
         (['', 'é', '', ''], 'EN')
     """
 
-    def __init__(self, tokenizer: Codec, *, stop: Sequence[str] = (), stop_tokens: Collection[int] = ()):
+    def __init__(
+        self,
+        tokenizer: Codec,
+        *,
+        stop: Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
+        hidden: Collection[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._stop = checked_stops(stop)
-        self._stop_tokens = frozenset(stop_tokens)
+        self._stop_tokens, self._hidden = frozenset(stop_tokens), frozenset(hidden)
         # Before it, the first token of a text would lose its space in the tokenizers that write "▁word".
         self._anchor = [int(i) for i in tokenizer.encode("a")]
         self._anchor_length = len(tokenizer.decode(self._anchor)) if self._anchor else 0
@@ -68,6 +76,8 @@ class TextStream:
             rest = self.finish()
             self.stopped = True
             return rest
+        if token in self._hidden:
+            return ""
         self._tokens.append(int(token))
         decoded = self._decoded()
         certain = len(decoded) - _incomplete(decoded)

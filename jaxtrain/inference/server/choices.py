@@ -92,9 +92,9 @@ class Choice:
 
     def __init__(self, call: Call, prompt: Prompt, tokenizer: "Tokenizer", texts: TokenTexts):
         self._call, self._prompt, self._tokenizer, self._texts = call, prompt, tokenizer, texts
-        self._stream = TextStream(tokenizer, stop=call.stop, stop_tokens=call.stop_tokens)
+        self._stream = TextStream(tokenizer, stop=call.stop, stop_tokens=call.stop_tokens, hidden=call.hidden)
         # Where a token begins does not depend on text that is held back for a stop.
-        self._places = TextStream(tokenizer)
+        self._places = TextStream(tokenizer, hidden=call.hidden)
         self._begin = len(prompt.text) if call.echo else 0
         self._waiting: list[Scored] = []
         self.num_tokens = 0

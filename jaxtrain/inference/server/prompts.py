@@ -28,12 +28,14 @@ class PromptReader:
     Attributes:
         tokenizer, chat, vocab_size: as given.
         stop_tokens: ids at which the model stops.
+        special_tokens: text of each special token -> its id.
     """
 
     def __init__(self, tokenizer: BpeTokenizer | ByteTokenizer, chat: ChatFormat | None, *, vocab_size: int):
         self.tokenizer, self.chat, self.vocab_size = tokenizer, chat, vocab_size
         end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         self.stop_tokens = frozenset([*end, *(() if chat is None else chat.stop)])
+        self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
         self._encoder = chat_encoder(tokenizer)
         self._begins, self._ends = _around(tokenizer)
         self._template: tuple[datetime.date, Template] | None = None
