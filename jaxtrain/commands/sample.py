@@ -6,12 +6,17 @@ from collections.abc import Sequence
 
 from jaxtrain.commands.output import print_text
 from jaxtrain.commands.own_code import own_code
+from jaxtrain.commands.sample_print import gathered, print_scores, print_stream, scores_json
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.run.answers import run_answers
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
+from jaxtrain.run.written import Writing, write_answers, write_continuations
 from jaxtrain.runtime import distributed
+
+# Tokens between two looks for a stop, for which the host waits.
+_PIECE = 16
 
 
 def run_sample(
@@ -32,8 +37,11 @@ def run_sample(
     step: int | None,
     emulate: int | None,
     as_json: bool,
+    stream: bool = False,
+    logprobs: int | None = None,
+    special_tokens: bool = False,
 ) -> int:
-    """Print each prompt with its continuation.
+    """Print each prompt with its continuation: as it is written on a terminal, elsewhere when it is done.
 
     Several prompts are one batch, and an empty line separates the texts.
 
@@ -53,7 +61,10 @@ def run_sample(
         quantize: number format of the linear layers; None: the one in which they were trained.
         step: step of the checkpoint; None: the newest intact one.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
-        as_json: whether one JSON object per prompt is printed, with `prompt` and `text`.
+        as_json: whether one JSON object per prompt is printed, with `prompt` and `text` (and `logprobs`).
+        stream: whether text is printed as it is written also where nobody watches.
+        logprobs: alternatives that are reported per new token with their log-probabilities; None: none are.
+        special_tokens: whether the special tokens that the model writes are shown.
 
     Returns:
         The exit code 0.
@@ -62,18 +73,24 @@ def run_sample(
         ConfigError: there is no prompt, or an option is out of range.
     """
     config = saved_config(run_dir).config
-    prompts = _prompts(prompts) if questions is None else questions
+    if stream and as_json:
+        raise ConfigError("jaxtrain sample: --json prints whole objects and --stream pieces of text; leave one out")
+    if beams is not None and (stream or logprobs is not None):
+        raise ConfigError("jaxtrain sample: --beams finds whole texts; leave --stream and --logprobs out")
+    if logprobs is not None and logprobs > MOST_ALTERNATIVES:
+        raise ConfigError(f"jaxtrain sample: --logprobs {logprobs} is too many; at most {MOST_ALTERNATIVES} are shown")
+    if questions is not None and (beams is not None or stop):
+        raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
+    texts = _prompts(prompts) if questions is None else questions
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     run = open_run(run_dir, step=step, quantize=quantize)
+    is_main = distributed.is_main_process()
+    sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
+    as_written = stream or (sys.stdout.isatty() and not as_json and beams is None)
     with own_code(config):
-        if questions is not None:
-            if beams is not None or stop:
-                raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
-            sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
-            texts = run_answers(run, questions, new_tokens=new_tokens, sampling=sampling, seed=seed)
-        else:
-            texts = run.sample(
-                prompts,
+        if beams is not None:
+            found = run.sample(
+                texts,
                 new_tokens=new_tokens,
                 temperature=temperature,
                 top_k=top_k,
@@ -83,14 +100,29 @@ def run_sample(
                 stop=stop,
                 beams=beams,
                 seed=seed,
+                skip_special_tokens=not special_tokens,
             )
-    if not distributed.is_main_process():
-        return 0
-    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        if as_json:
-            print_text(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+            scores = [[] for _ in found]
         else:
-            print_text(("\n" if index else "") + text)
+            # Without a stop nobody looks before the end.
+            piece = 1 if as_written else (_PIECE if stop else None)
+            writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
+            write = write_continuations if questions is None else write_answers
+            written = write(run, texts, writing)
+            if as_written and is_main:
+                print_stream(written, len(texts), scored=logprobs is not None)
+                return 0
+            found, scores = gathered(written, len(texts))
+    if not is_main:
+        return 0
+    for index, (prompt, text, scored) in enumerate(zip(texts, found, scores, strict=True)):
+        if as_json:
+            more = {} if logprobs is None else {"logprobs": scores_json(scored)}
+            print_text(json.dumps({"prompt": prompt, "text": text, **more}, ensure_ascii=False))
+            continue
+        print_text(("\n" if index else "") + text)
+        if logprobs is not None:
+            print_scores(scored)
     return 0
 
 

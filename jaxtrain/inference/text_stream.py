@@ -1,5 +1,6 @@
 """Text of tokens as they come: whole characters, up to a stop. No jax here."""
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -110,6 +111,28 @@ class TextStream:
             self._held, text = text[len(text) - held :], text[: len(text) - held]
         self.text += text
         return text
+
+
+class TokenTexts:
+    """The text of single tokens, as a continuation: a space before a word stays.
+
+    Args:
+        tokenizer: turns ids into text.
+    """
+
+    def __init__(self, tokenizer: Codec):
+        anchor = [int(i) for i in tokenizer.encode("a")]
+        start = len(tokenizer.decode(anchor)) if anchor else 0
+
+        @functools.lru_cache(maxsize=65_536)
+        def text(token: int) -> str:
+            return tokenizer.decode([*anchor, token])[start:]
+
+        self._text = text
+
+    def __call__(self, token: int) -> str:
+        """The text of a token."""
+        return self._text(token)
 
 
 def checked_stops(stop: Any) -> tuple[str, ...]:

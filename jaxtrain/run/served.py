@@ -23,6 +23,7 @@ from jaxtrain.published.entries import Entry
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.open_run import open_run
+from jaxtrain.run.special import special_of_folder, special_of_run
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
 
@@ -98,7 +99,16 @@ def _served_run(
     _check_says_something(model, run.config, path)
     longest = getattr(run.config.model, "max_sequence_length", None)
     return Served(
-        name, model, run.params, run.model_state, tokenizer, chat, _embeds(run.config), int(time.time()), longest
+        name,
+        model,
+        run.params,
+        run.model_state,
+        tokenizer,
+        chat,
+        _embeds(run.config),
+        int(time.time()),
+        longest,
+        special_of_run(run.info, run.run_dir, tokenizer),
     )
 
 
@@ -152,7 +162,16 @@ def _served_folder(
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)
     return Served(
-        name, model, params, start.model_state or {}, tokenizer, chat, _embeds(config), int(time.time()), length
+        name,
+        model,
+        params,
+        start.model_state or {},
+        tokenizer,
+        chat,
+        _embeds(config),
+        int(time.time()),
+        length,
+        special_of_folder(file, tokenizer),
     )
 
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from jaxtrain.inference.server.answers import chunk, first_chunk, last_chunk, new_envelope, whole_answer
 from jaxtrain.inference.server.bodies import chat_call, completion_call
 from jaxtrain.inference.server.call import Call, engine_requests
-from jaxtrain.inference.server.choices import Piece, TokenTexts
+from jaxtrain.inference.server.choices import Piece
 from jaxtrain.inference.server.embeddings import embedding_answer, embedding_call
 from jaxtrain.inference.server.fields import parse_body
 from jaxtrain.inference.server.incoming import GoneError, Limits, read_body, while_there
@@ -29,6 +29,7 @@ from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.refused import RefusedError
 from jaxtrain.inference.server.running import Asked, Running
 from jaxtrain.inference.server.tokens import detokenize, tokenize, tokenizer_info
+from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.runtime.remarks import print_remark
 
 _LIMITS = Limits()

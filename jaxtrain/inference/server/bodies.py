@@ -139,7 +139,7 @@ _COMPLETION = {
     "max_tokens": Field(whole(0), _COMPLETION_TOKENS),
     "logprobs": Field(whole(0, _MOST_ALTERNATIVES)),
     "echo": Field(flag, False),
-    "add_special_tokens": Field(flag, True),
+    "add_special_tokens": Field(flag),
     "best_of": Field(unsupported(1, instead="ask for n answers and choose yourself")),
     "suffix": Field(unsupported("", instead="give the text before the gap alone")),
 }

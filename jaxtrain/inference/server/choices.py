@@ -1,6 +1,5 @@
 """One answer as it grows: tokens of the engine become pieces of text with their log-probabilities. No jax here."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.server.call import Call, Prompt
-from jaxtrain.inference.text_stream import TextStream
+from jaxtrain.inference.text_stream import TextStream, TokenTexts
 
 if TYPE_CHECKING:
     from jaxtrain.data import Tokenizer
@@ -52,28 +51,6 @@ class Piece:
     def is_empty(self) -> bool:
         """Whether it says nothing."""
         return not self.text and not self.scored and self.finish_reason is None
-
-
-class TokenTexts:
-    """The text of single tokens, as a continuation: a space before a word stays.
-
-    Args:
-        tokenizer: turns ids into text.
-    """
-
-    def __init__(self, tokenizer: "Tokenizer"):
-        anchor = [int(i) for i in tokenizer.encode("a")]
-        start = len(tokenizer.decode(anchor)) if anchor else 0
-
-        @functools.lru_cache(maxsize=65_536)
-        def text(token: int) -> str:
-            return tokenizer.decode([*anchor, token])[start:]
-
-        self._text = text
-
-    def __call__(self, token: int) -> str:
-        """The text of a token."""
-        return self._text(token)
 
 
 class Choice:

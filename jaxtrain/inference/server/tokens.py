@@ -57,8 +57,8 @@ def tokenizer_info(reader: PromptReader) -> dict[str, Any]:
     if end is not None:
         named["eos_token"] = reader.tokenizer.decode([end])
     chat = reader.chat
-    if chat is not None:
-        named |= {name: token for name, token in chat.tokens.items() if name in named}
+    for known in (reader.special.named, {} if chat is None else chat.tokens):
+        named |= {name: token for name, token in known.items() if name in named}
     return {
         "tokenizer_class": "jaxtrain",
         **named,
