@@ -105,7 +105,7 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
         )
     if head in ("token", "sequence", "regression", "embedding"):
         return _read_texts(reader, path, of_words=head == "token")
-    if reader.data is None and reader.task == "classification" and (path.is_dir() or is_image_file(path)):
+    if not reader.trained_on and reader.task == "classification" and (path.is_dir() or is_image_file(path)):
         raise ConfigError(
             f"{reader.name} has no {PROCESSOR_FILE}, so that nothing says how an image becomes numbers; fetch it with "
             "the model, or give a .npy file of an array"
