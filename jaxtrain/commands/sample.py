@@ -1,4 +1,4 @@
-"""`jaxtrain sample`: text from a checkpoint, printed alone on standard output."""
+"""`jaxtrain sample`: text from a checkpoint or a published model, printed alone on standard output."""
 
 import json
 import sys
@@ -7,12 +7,24 @@ from collections.abc import Sequence
 from jaxtrain.commands.output import print_text
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.commands.sample_print import gathered, print_scores, print_stream, scores_json
+from jaxtrain.config import Config
+from jaxtrain.config.local_path import local_path
+from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.interop.weights import is_published
+from jaxtrain.published.peft import is_adapter_folder
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
-from jaxtrain.run.written import Writing, write_answers, write_continuations
+from jaxtrain.run.written import (
+    Writing,
+    search_continuations,
+    write_answers,
+    write_continuations,
+    writer_of_folder,
+    writer_of_run,
+)
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.
@@ -46,7 +58,7 @@ def run_sample(
     Several prompts are one batch, and an empty line separates the texts.
 
     Args:
-        run_dir: directory of the run.
+        run_dir: directory of the run; or a published folder, a GGUF file, or an adapter that names its base.
         prompts: texts to continue; None: standard input is one prompt.
         questions: texts that the model answers by its chat template, in place of prompts; answers alone are printed.
         new_tokens: tokens to add to each prompt; None: 200, or as many as the model has positions for.
@@ -59,7 +71,7 @@ def run_sample(
         beams: beginnings that are followed for the most likely text; None: tokens are drawn one by one.
         seed: of the random choices.
         quantize: number format of the linear layers; None: the one in which they were trained.
-        step: step of the checkpoint; None: the newest intact one.
+        step: step of the checkpoint of a run; None: the newest intact one.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
         as_json: whether one JSON object per prompt is printed, with `prompt` and `text` (and `logprobs`).
         stream: whether text is printed as it is written also where nobody watches.
@@ -72,7 +84,6 @@ def run_sample(
     Raises:
         ConfigError: there is no prompt, or an option is out of range.
     """
-    config = saved_config(run_dir).config
     if stream and as_json:
         raise ConfigError("jaxtrain sample: --json prints whole objects and --stream pieces of text; leave one out")
     if beams is not None and (stream or logprobs is not None):
@@ -81,34 +92,28 @@ def run_sample(
         raise ConfigError(f"jaxtrain sample: --logprobs {logprobs} is too many; at most {MOST_ALTERNATIVES} are shown")
     if questions is not None and (beams is not None or stop):
         raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
+    # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
+    path = local_path(run_dir, what="run or published folder")
+    is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
+    config = Config() if is_folder else saved_config(run_dir).config
     texts = _prompts(prompts) if questions is None else questions
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
-    run = open_run(run_dir, step=step, quantize=quantize)
     is_main = distributed.is_main_process()
     sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
     as_written = stream or (sys.stdout.isatty() and not as_json and beams is None)
+    # Without a stop nobody looks before the end.
+    piece = 1 if as_written else (_PIECE if stop else None)
+    writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
     with own_code(config):
-        if beams is not None:
-            found = run.sample(
-                texts,
-                new_tokens=new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                stop=stop,
-                beams=beams,
-                seed=seed,
-                skip_special_tokens=not special_tokens,
-            )
-            scores = [[] for _ in found]
+        if is_folder:
+            writer = writer_of_folder(run_dir, answers=questions is not None, quantize=quantize, step=step)
         else:
-            # Without a stop nobody looks before the end.
-            piece = 1 if as_written else (_PIECE if stop else None)
-            writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
+            writer = writer_of_run(open_run(run_dir, step=step, quantize=quantize), answers=questions is not None)
+        if beams is not None:
+            found, scores = search_continuations(writer, texts, writing, beams=beams), [[] for _ in texts]
+        else:
             write = write_continuations if questions is None else write_answers
-            written = write(run, texts, writing)
+            written = write(writer, texts, writing)
             if as_written and is_main:
                 print_stream(written, len(texts), scored=logprobs is not None)
                 return 0

@@ -3,12 +3,12 @@
 import argparse
 
 from jaxtrain.commands.command import count, number, step_number
-from jaxtrain.commands.shared_arguments import add_emulate, add_json, add_quantize, add_run, add_step
+from jaxtrain.commands.shared_arguments import add_emulate, add_json, add_quantize, add_step
 
 
 def sample_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain sample`."""
-    add_run(parser)
+    parser.add_argument("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"

@@ -46,6 +46,7 @@ def open_served(
     mesh: "Mesh | None" = None,
     overrides: Iterable[str] = (),
     name: str | None = None,
+    encoder_decoders: bool = False,
 ) -> Served:
     """Opens a model to be asked, with its parameters on their mesh; no train step and no optimizer is built.
 
@@ -59,6 +60,8 @@ def open_served(
         mesh: from `make_mesh`; None: all devices on the `data` axis, unless overrides say otherwise.
         overrides: settings as on the command line ("parallel.tensor=8", "model.head.kind=embedding").
         name: what clients call the model; None: the last part of the path.
+        encoder_decoders: whether a published model that reads its prompt with an encoder is opened too, which the
+            server cannot batch.
 
     Raises:
         ConfigError: there is nothing to serve at the path, it has no tokenizer, or an argument does not fit it.
@@ -87,7 +90,9 @@ def open_served(
         raise ConfigError(
             f"{path} {there}; give runs/<name>, a folder with config.json and safetensors, or a GGUF file"
         )
-    return _served_folder(path, words, adapter=adapter, quantize=quantize, mesh=mesh, name=name)
+    return _served_folder(
+        path, words, adapter=adapter, quantize=quantize, mesh=mesh, name=name, encoder_decoders=encoder_decoders
+    )
 
 
 def _served_run(
@@ -120,6 +125,7 @@ def _served_folder(
     quantize: str | None,
     mesh: "Mesh | None",
     name: str,
+    encoder_decoders: bool,
 ) -> Served:
     tree: dict[str, Any] = {"model": {"from": str(path)}, "optimizer": {"kind": "sgd", "momentum": 0.0}}
     if adapter is not None:
@@ -144,7 +150,8 @@ def _served_folder(
     if length is None:
         raise ConfigError(f"{path} is no model of texts; serve one that reads and writes texts")
     model = build_sharded_model(config, input_shape=(length,), mesh=mesh)
-    _check_says_something(model, config, path)
+    if not encoder_decoders or model.model.decoder is None:
+        _check_says_something(model, config, path)
     start = accept_start(
         str(path),
         None,

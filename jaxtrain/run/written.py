@@ -1,20 +1,48 @@
-"""Texts of a saved run as they are written: continuations of prompts, and answers to questions."""
+"""Texts of a run or of a published model as they are written: continuations of prompts, and answers to questions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from jaxtrain.data import Tokenizer
+from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.chat import encode_questions
-from jaxtrain.inference.continued import default_new_tokens
+from jaxtrain.inference.continued import continue_texts, default_new_tokens
 from jaxtrain.inference.decoding import decoder_of
 from jaxtrain.inference.prompts import encode_prompts, special_tokens
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.inference.written import Written, write_texts
+from jaxtrain.models.model import Params
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.run.answers import run_chat_format
 from jaxtrain.run.opened import OpenedRun
+from jaxtrain.run.served import open_served
 from jaxtrain.run.special import special_of_run
 
 # Tokens of an answer where nobody says how many.
 _ANSWER_TOKENS = 200
+_INSTEAD = "use -p TEXT to continue a text"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What writes texts.
+
+    Attributes:
+        sharded_model: has a decoder.
+        params: on its mesh; also quantized.
+        tokenizer: between texts and ids.
+        special: what is known of the special tokens.
+        chat: how conversations are written; None: it does not answer questions.
+    """
+
+    sharded_model: ShardedModel
+    params: Params
+    tokenizer: Tokenizer
+    special: SpecialTokens
+    chat: ChatFormat | None
 
 
 @dataclass(frozen=True)
@@ -40,17 +68,77 @@ class Writing:
     piece: int | None = 1
 
 
-def write_continuations(run: OpenedRun, prompts: Sequence[str], writing: Writing) -> Iterator[Written]:
+def writer_of_run(run: OpenedRun, *, answers: bool) -> Writer:
+    """What writes the texts of a run.
+
+    Args:
+        run: opened.
+        answers: whether it is to answer questions.
+
+    Raises:
+        ConfigError: the run does not generate text, or has no chat template to answer by.
+    """
+    chat = run_chat_format(run, instead=_INSTEAD) if answers else None
+    model, params, tokenizer = run.writer
+    return Writer(model, params, tokenizer, special_of_run(run.info, run.run_dir, tokenizer), chat)
+
+
+def writer_of_folder(path: str | Path, *, answers: bool, quantize: str | None, step: int | None) -> Writer:
+    """What writes the texts of a published folder, a GGUF file, or an adapter that names its base.
+
+    Args:
+        path: of it.
+        answers: whether it is to answer questions.
+        quantize: number format of linear layers; None: as they are.
+        step: refused, because only runs have several.
+
+    Raises:
+        ConfigError: there is nothing to open, it has no tokenizer or writes no text, or has no chat template.
+        CheckpointError: its files are missing or damaged.
+    """
+    served = open_served(path, quantize=quantize, step=step, encoder_decoders=True)
+    if served.embeds:
+        raise ConfigError(f"{path} gives embeddings and no text; use jaxtrain predict or jaxtrain serve")
+    if answers and served.chat is None:
+        raise ConfigError(f"{path} has no chat template; {_INSTEAD}")
+    return Writer(served.sharded_model, served.params, served.tokenizer, served.special, served.chat)
+
+
+def search_continuations(writer: Writer, prompts: Sequence[str], writing: Writing, *, beams: int) -> list[str]:
+    """Find the most likely texts, all at once.
+
+    Args:
+        writer: of the texts.
+        prompts: that begin them.
+        writing: how; the options that draw tokens are refused.
+        beams: beginnings that are followed.
+
+    Raises:
+        ConfigError: an option is out of range or does not go with beams.
+    """
+    return continue_texts(
+        writer.sharded_model,
+        writer.params,
+        writer.tokenizer,
+        prompts,
+        new_tokens=writing.new_tokens,
+        sampling=writing.sampling,
+        seed=writing.seed,
+        stop=writing.stop,
+        beams=beams,
+        special=writer.special,
+        skip_special_tokens=writing.skip_special_tokens,
+    )
+
+
+def write_continuations(writer: Writer, prompts: Sequence[str], writing: Writing) -> Iterator[Written]:
     """Continue texts in one batch; each prompt is the first that its row gives out.
 
     Raises:
-        ConfigError: the run does not generate text, or an option is out of range.
+        ConfigError: the model does not generate text, or an option is out of range.
     """
-    model, params, tokenizer = run.writer
-    if not prompts:
-        return
-    special = special_of_run(run.info, run.run_dir, tokenizer)
-    encoded = encode_prompts(model.model, tokenizer, prompts, add_special_tokens=special.added)
+    model, tokenizer = writer.sharded_model, writer.tokenizer
+    encoded = encode_prompts(model.model, tokenizer, prompts, add_special_tokens=writer.special.added)
     new_tokens = writing.new_tokens
     if new_tokens is None:
         new_tokens = default_new_tokens(decoder_of(model.model), encoded)
@@ -59,14 +147,14 @@ def write_continuations(run: OpenedRun, prompts: Sequence[str], writing: Writing
             yield Written(row, tokenizer.decode(given))
     yield from write_texts(
         model,
-        params,
+        writer.params,
         tokenizer,
         encoded.tokens,
         new_tokens=new_tokens,
         sampling=writing.sampling,
         seed=writing.seed,
         stop=writing.stop,
-        stop_tokens={*special.stop, *(() if encoded.end is None else (encoded.end,))},
+        stop_tokens={*writer.special.stop, *(() if encoded.end is None else (encoded.end,))},
         hidden=special_tokens(tokenizer) if writing.skip_special_tokens else (),
         begins=not any(encoded.given),
         top=_top(writing, model.model.vocab_size),
@@ -74,31 +162,35 @@ def write_continuations(run: OpenedRun, prompts: Sequence[str], writing: Writing
     )
 
 
-def write_answers(run: OpenedRun, questions: Sequence[str], writing: Writing) -> Iterator[Written]:
+def write_answers(writer: Writer, questions: Sequence[str], writing: Writing) -> Iterator[Written]:
     """Answer questions in one batch, each a conversation of its own.
 
+    Args:
+        writer: that was opened to answer.
+        questions: what the user says.
+        writing: how.
+
     Raises:
-        ConfigError: the run has no chat template, or the model cannot generate.
+        ConfigError: the model cannot generate, or a question exceeds its positions.
         DataError: the template refuses a question.
     """
-    form = run_chat_format(run, instead="use -p TEXT to continue a text")
-    encoded, room = encode_questions(run.sharded_model, run.tokenizer, form, questions)
-    tokenizer = run.tokenizer
-    assert tokenizer is not None
+    assert writer.chat is not None
+    model, tokenizer = writer.sharded_model, writer.tokenizer
+    encoded, room = encode_questions(model, tokenizer, writer.chat, questions)
     wanted = _ANSWER_TOKENS if writing.new_tokens is None else writing.new_tokens
     yield from write_texts(
-        run.sharded_model,
-        run.params,
+        model,
+        writer.params,
         tokenizer,
         encoded,
         new_tokens=max(1, min(wanted, room)),
         sampling=writing.sampling,
         seed=writing.seed,
         stop=writing.stop,
-        stop_tokens=form.stop,
+        stop_tokens=writer.chat.stop,
         hidden=special_tokens(tokenizer) if writing.skip_special_tokens else (),
         begins=True,
-        top=_top(writing, run.sharded_model.model.vocab_size),
+        top=_top(writing, model.model.vocab_size),
         piece=writing.piece,
     )
 
