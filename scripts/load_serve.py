@@ -36,6 +36,8 @@ NAME, LENGTH, TOKENS, PROMPTS = "tiny", 192, 24, 128
 # Bytes of every size of prompt up to this one.
 LONGEST_PROMPT = 120
 CONNECTIONS = 1000
+# Of each client, also in a run of seconds.
+LEAST_ASKED = 3
 # Longer than any answer takes on a loaded machine; what comes later counts as lost.
 LOST_SECONDS = 120
 # From the end of the first fifth to the end of the run: a cache of Python objects may still fill up.
@@ -96,12 +98,13 @@ def _answer(tokens: list[int], stops: frozenset[int]) -> str:
 
 
 def good_client(address: str, answers: dict[str, dict[str, str]], end: float, seed: int) -> Counts:
-    """Ask until the end of the run, and compare every answer."""
+    """Ask until the end of the run, three times at least, and compare every answer."""
     import openai
 
-    drawn, counts = random.Random(seed), Counts()
+    drawn, counts, asked = random.Random(seed), Counts(), 0
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LOST_SECONDS) as client:
-        while time.monotonic() < end:
+        while asked < LEAST_ASKED or time.monotonic() < end:
+            asked += 1
             kind = drawn.choice(("completion", "chat"))
             prompt, streamed = drawn.choice(list(answers[kind])), drawn.random() < 0.5
             try:
@@ -179,7 +182,7 @@ def wrong_bodies(address: str, answers: dict[str, dict[str, str]], end: float, s
     }
     counts = Counts()
     with httpx.Client(base_url=address, timeout=LOST_SECONDS) as client:
-        while time.monotonic() < end:
+        while not counts or time.monotonic() < end:
             for what, (path, content, status) in table.items():
                 answer = client.post(path, content=content)
                 counts[f"refused: {what}"] += 1
@@ -334,7 +337,7 @@ def judge(found: dict[str, Any], minutes: float) -> list[str]:
 
 def main() -> int:
     """Run it and say what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)

@@ -93,7 +93,7 @@ def evaluate_tasks(
             form = None
         elif form is None:
             raise ConfigError(f"{path} has no chat template; leave --chat out to ask in plain text")
-        adds = not is_run(path) or special_of_run(read_run(path), Path(path), tokenizer).added
+        adds = not is_run(Path(path)) or special_of_run(read_run(path), Path(path), tokenizer).added
         tokens = task_tokens(tokenizer, _published_files(Path(path)), form, add_special_tokens=adds)
 
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]

@@ -48,7 +48,8 @@ def process_image(file: Path, processing: ImageProcessing) -> np.ndarray:
         # The longer edge is rounded down, as transformers does it.
         wanted = (edge, int(edge * height / width)) if width == shorter else (int(edge * width / height), edge)
     else:
-        wanted = (width, height) if processing.size is None else processing.size[::-1]
+        tall, wide = processing.size or (height, width)
+        wanted = (wide, tall)
     if wanted != image.size:
         image = image.resize(wanted, Image.Resampling(processing.resample))
     if processing.crop is not None:
