@@ -86,9 +86,9 @@ def test_texts_of_several_windows_are_those_of_full_passes(kind, monkeypatch):
 def test_a_ring_of_8_bits_and_one_of_beams_write_what_whole_caches_write(kind):
     """int8 rounds each position by itself, so that both caches hold the same numbers."""
     sharded, params = drawn(**KINDS[kind])
-    for options in (dict(cache_dtype="int8"), dict(cache_dtype="bfloat16")):
+    for dtype in ("int8", "bfloat16"):
         found, wanted = (
-            generate_ids(one, params, PROMPTS, new_tokens=NEW, sampling=GREEDY, **options)
+            generate_ids(one, params, PROMPTS, new_tokens=NEW, sampling=GREEDY, cache_dtype=dtype)
             for one in (sharded, without_rings(sharded))
         )
         np.testing.assert_array_equal(found, wanted)
@@ -184,8 +184,8 @@ def test_a_row_lends_only_what_its_rings_hold():
         assert kept_prefix(slot, [*text[:shared], 99]) == (kept if end + 9 <= 16 + max(kept - 7, 0) else 0)
 
 
-# Bytes of a cached row of 32,768 positions in bfloat16 that an engine with chunks of 128 writes: layers, twice (keys and
-# values), heads, numbers of a head, 2 bytes.
+# Bytes of a cached row of 32,768 positions in bfloat16 that an engine with chunks of 128 writes: layers, keys and
+# values, heads, numbers of a head, 2 bytes.
 WINDOWED_7B, WHOLE_7B = 32 * 2 * 8 * 128 * 2 * (4096 + 127), 32 * 2 * 8 * 128 * 2 * 32768
 ROW_BYTES = {
     "mistral_7b_v0.1": (WINDOWED_7B, WHOLE_7B),

@@ -135,31 +135,37 @@ def prefill_chunk(
         layout: of its cache.
 
     Returns:
-        The state; what follows the chunk, [1], of which only that of a prompt's last chunk means something; and what
-        is reported of `next_tokens_C`, [C], zeros where the request did not ask.
+        The state; what follows the chunk, [1], zeros where the prompt goes on; and what is reported of
+        `next_tokens_C`, [C], zeros where the request did not ask.
     """
     own, order_C = layout.take(state.cache, slot), jnp.arange(tokens_C.shape[0], dtype=jnp.int32)
     positions_1C = jnp.where(order_C < count, begin + order_C, NOWHERE)[None]
     logits, own = _deferred(params, tokens_C[None], positions_1C, own, decoder)
     cache = layout.put(state.cache, own, slot)
-    last_1V = logits(count - 1, 1)
     one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
-    chosen_1 = choose_rows(
-        last_1V,
-        row,
-        (begin + count)[None],
-        prompt_counts_SV=one(state.prompt_counts_SV),
-        output_counts_SV=one(state.output_counts_SV),
-        bias_SV=one(state.bias_SV),
-    )
-    counts_SV = state.output_counts_SV.at[slot, chosen_1[0]].add(is_last.astype(jnp.int32))
+    vocabulary = state.bias_SV.shape[-1]
+
+    def following() -> Chosen:
+        last_1V = logits(count - 1, 1)
+        chosen_1 = choose_rows(
+            last_1V,
+            row,
+            (begin + count)[None],
+            prompt_counts_SV=one(state.prompt_counts_SV),
+            output_counts_SV=one(state.output_counts_SV),
+            bias_SV=one(state.bias_SV),
+        )
+        return _described(last_1V, chosen_1, wants_top)
+
+    chosen = jax.lax.cond(is_last, following, lambda: _nothing(jnp.zeros(1, jnp.int32), vocabulary))
+    counts_SV = state.output_counts_SV.at[slot, chosen.tokens[0]].add(is_last.astype(jnp.int32))
     prompt = jax.lax.cond(
         wants_prompt,
         lambda: _described(logits(0, len(tokens_C)), next_tokens_C, wants_top),
-        lambda: _nothing(next_tokens_C, last_1V.shape[-1]),
+        lambda: _nothing(next_tokens_C, vocabulary),
     )
     state = SlotState(cache, state.prompt_counts_SV, counts_SV, state.bias_SV)
-    return state, _described(last_1V, chosen_1, wants_top), prompt
+    return state, chosen, prompt
 
 
 def _deferred(
