@@ -38,8 +38,8 @@ def expert_load(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
 def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
     """Sum weight times output over the experts of each token, on whichever device the experts are.
 
-    No token is dropped: where tokens are sharded over `expert` they are exchanged in as many rounds as the routing needs
-    (`rounds.py`), one where it is even.
+    No token is dropped: where tokens are sharded over `expert` they are exchanged in as many rounds as the routing
+    needs (`rounds.py`), one where it is even.
 
     Args:
         x_BLD: tokens, sharded over "batch" and "sequence".

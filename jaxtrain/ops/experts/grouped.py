@@ -6,7 +6,6 @@ Shapes: R rows, I input and O output features, E experts.
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from jaxtrain.layout.manual import vary_alike
 from jaxtrain.layout.sharding import platform
