@@ -56,9 +56,7 @@ def main() -> None:
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     steps, states = {}, {}
     for name, config in models.items():
-        model = build_model(
-            config, input_shape=(arguments.length,), vocab_size=2048, remat=Remat(arguments.remat)
-        )
+        model = build_model(config, input_shape=(arguments.length,), vocab_size=2048, remat=Remat(arguments.remat))
         steps[name] = make_train_step(model, language_modeling(), optax.adamw(1e-3))
         steps[name].compile(batch)
         states[name] = steps[name].init(0)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.experts.grouped import grouped_matmul
 from jaxtrain.ops.experts.places import Places, collect, pair_values, spread
+from jaxtrain.remat.policy import EXPERT_PRODUCTS
 
 
 class Kernels(NamedTuple):
@@ -126,11 +127,14 @@ def sort_pairs(ids_NK: jax.Array, num_experts: int, num_rows: int) -> tuple[Plac
 
 def multiply_rows(x_RD: jax.Array, group_sizes_E: jax.Array, kernels: Kernels) -> jax.Array:
     """Apply to each row the expert whose group it is in: [R, D], and anything in rows beyond the groups."""
+
+    def multiply(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+        return checkpoint_name(grouped_matmul(rows, kernel, group_sizes_E), EXPERT_PRODUCTS)
+
     with jax.named_scope("experts"):
-        gate_RF = None if kernels.gate is None else grouped_matmul(x_RD, kernels.gate, group_sizes_E)
-        up_RF = grouped_matmul(x_RD, kernels.up, group_sizes_E)
-        h_RF = checkpoint_name(_activate(up_RF, gate_RF), "mlp_hidden")
-        return grouped_matmul(h_RF, kernels.down, group_sizes_E)
+        gate_RF = None if kernels.gate is None else multiply(x_RD, kernels.gate)
+        h_RF = checkpoint_name(_activate(multiply(x_RD, kernels.up), gate_RF), "mlp_hidden")
+        return multiply(h_RF, kernels.down)
 
 
 def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernels: Kernels) -> jax.Array:
