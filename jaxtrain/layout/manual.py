@@ -137,6 +137,11 @@ def vary_like(array: jax.Array, other: jax.Array) -> jax.Array:
     return _vary(array, jax.typeof(other).manual_axis_type.varying)
 
 
+def manual_type(array: jax.Array) -> Any:
+    """What jax knows of the manual mesh axes of an array, for the shape of a kernel's result like it."""
+    return jax.typeof(array).manual_axis_type
+
+
 def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
     missing = tuple(sorted(axes - jax.typeof(array).manual_axis_type.varying))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

@@ -3,12 +3,15 @@
 Shapes: R rows, I input and O output features, E experts.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 
 from jaxtrain.layout.manual import vary_alike
 from jaxtrain.layout.sharding import platform
+from jaxtrain.ops.experts import triton
 from jaxtrain.ops.experts.blocks import block_kernel_gradients, block_products
 from jaxtrain.ops.experts.rows import block_rows
 
@@ -30,29 +33,62 @@ def grouped_matmul(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: ja
     where = platform()
     if where == "tpu":
         return jax.lax.ragged_dot(rows_RI, kernels_EIO, group_sizes_E)
-    block = min(block_rows("cpu", rows_RI.shape[0], kernels_EIO.shape[0]), rows_RI.shape[0])
-    return _by_blocks(block, *vary_alike(rows_RI, kernels_EIO, group_sizes_E))
+    tiled = where == "gpu" and triton.refusal(rows_RI.shape[0], *kernels_EIO.shape[1:]) is None
+    return multiply_groups(TILED if tiled else BLOCKED, rows_RI, kernels_EIO, group_sizes_E)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to multiply groups of rows.
+
+    Attributes:
+        products: (rows [R, I], kernels, group sizes, whether kernels are transposed) -> [R, O].
+        kernel_gradients: (rows [R, I], gradients [R, O], group sizes) -> float32 [E, I, O].
+    """
+
+    products: Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
+    kernel_gradients: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _block(rows: jax.Array, group_sizes_E: jax.Array) -> int:
+    return block_rows("cpu", rows.shape[0], group_sizes_E.size)
+
+
+BLOCKED = Form(
+    lambda rows, kernels, sizes, transposed: block_products(
+        rows, kernels, sizes, block=_block(rows, sizes), transposed=transposed
+    ),
+    lambda rows, gradient, sizes: block_kernel_gradients(rows, gradient, sizes, block=_block(rows, sizes)),
+)
+TILED = Form(
+    lambda rows, kernels, sizes, transposed: triton.tile_products(rows, kernels, sizes, transposed=transposed),
+    lambda rows, gradient, sizes: triton.tile_kernel_gradients(rows, gradient, sizes),
+)
+
+
+def multiply_groups(form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+    """`grouped_matmul` in a form, with the gradients of that form."""
+    return _multiply(form, *vary_alike(rows_RI, kernels_EIO, group_sizes_E))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_blocks(block: int, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
-    return block_products(rows_RI, kernels_EIO, group_sizes_E, block=block)
+def _multiply(form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+    return form.products(rows_RI, kernels_EIO, group_sizes_E, False)
 
 
-def _by_blocks_forward(
-    block: int, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array
+def _multiply_forward(
+    form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    y_RO = block_products(rows_RI, kernels_EIO, group_sizes_E, block=block)
-    return y_RO, (rows_RI, kernels_EIO, group_sizes_E)
+    return form.products(rows_RI, kernels_EIO, group_sizes_E, False), (rows_RI, kernels_EIO, group_sizes_E)
 
 
-def _by_blocks_backward(
-    block: int, saved: tuple[jax.Array, jax.Array, jax.Array], gradient_RO: jax.Array
+def _multiply_backward(
+    form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], gradient_RO: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     rows_RI, kernels_EIO, group_sizes_E = saved
-    rows_gradient = block_products(gradient_RO, kernels_EIO, group_sizes_E, block=block, transposed=True)
-    kernels_gradient = block_kernel_gradients(rows_RI, gradient_RO, group_sizes_E, block=block)
+    rows_gradient = form.products(gradient_RO, kernels_EIO, group_sizes_E, True)
+    kernels_gradient = form.kernel_gradients(rows_RI, gradient_RO, group_sizes_E)
     return rows_gradient, kernels_gradient.astype(kernels_EIO.dtype), None
 
 
-_by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.layout.manual import vary_alike, vary_like
-from jaxtrain.ops.experts.compute import Kernels, combine, count_tokens, multiply_rows, sort_pairs
-from jaxtrain.ops.experts.places import Places, collect, spread
+from jaxtrain.ops.experts.compute import Kernels, count_tokens, multiply_rows, sort_pairs
+from jaxtrain.ops.experts.places import Places, collect, pair_values, spread
 from jaxtrain.ops.experts.rows import is_one_round, round_rows
 
 
@@ -104,13 +104,15 @@ def _round(
         places = Places(pair_R, jnp.where(is_sent_NK, queues.shard_NK * capacity + turn_NK, pair_R.size))
         local_R = queues.local_NK.reshape(-1).at[pair_R].get(mode="fill", fill_value=num_local)
         x_RD, local_R = exchange(spread(x_ND, places)), exchange(local_R)
+        # Weights meet the rows where the experts are, so that their gradients need no row that came back.
+        weights_R = exchange(pair_values(weights_NK, places))
         # The rows of one device come sorted by expert, those of all devices do not.
         sorted_places, group_sizes_E = sort_pairs(local_R[:, None], num_local, local_R.size)
         x_RD = spread(x_RD, sorted_places)
     y_RD = multiply_rows(x_RD, group_sizes_E, kernels)
     with jax.named_scope("return"):
-        y_RD = exchange(collect(y_RD, sorted_places).astype(x_ND.dtype))
-    return combine(y_RD, weights_NK, places)
+        y_RD = collect(y_RD, sorted_places) * weights_R[:, None]
+        return collect(exchange(y_RD.astype(x_ND.dtype)), places)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
