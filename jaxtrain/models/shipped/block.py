@@ -13,11 +13,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.layout.sharding import constrain, current_layout
+from jaxtrain.layout.sharding import constrain, current_layout, platform
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout
 from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
-from jaxtrain.models.shipped.cache import LayerCache, read_cache, write_cache
+from jaxtrain.models.shipped.cache import LayerCache, read_cache, unrolled_on, write_cache
 from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
@@ -134,7 +134,8 @@ class Attention(nnx.Module):
         length, window = cache.length, self._window(local, cache.length)
 
         def keys(first: jax.Array | int, size: int) -> CachedKeys:
-            start = jnp.minimum(first, length - size)  # the last block begins where it is whole
+            # The last block begins where it is whole.
+            start = first if isinstance(first, int) else jnp.minimum(first, length - size)
             order_S = start + jnp.arange(size)
             (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
                 read_cache(cache, name, start=start, size=size) for name in ("key", "value")
@@ -144,7 +145,8 @@ class Attention(nnx.Module):
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
 
         softcap = self.config.attention_softcap
-        if length <= 2 * BLOCK:
+        # Where layers are written out, a loop over blocks would copy each, and a GPU waits at every turn of a loop.
+        if length <= 2 * BLOCK or platform() in unrolled_on(q_BLHK.shape[1]):
             return cached_attention(q_BLHK, keys(0, length), softcap=softcap)
         # Rows beyond the cache are not in use: they do not make the others read all of it.
         last = jnp.max(jnp.where(positions_BL < length, positions_BL, 0))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxtrain.layout.sharding import constrain
@@ -17,6 +18,12 @@ from jaxtrain.precision.quantized import round_to_int8
 
 # `key` and `value` [N, B, G, S, K]; of int8 also `key_scale` and `value_scale`, float32 [N, B, G, S].
 Cache = dict[str, jax.Array]
+
+# Where the layers of a decode step are written out, with kernels that are constant slices of their stack: XLA copies
+# what a loop slices before a GPU multiplies it, so that every weight would be read, written and read again.
+UNROLLED_ON = ("gpu",)
+# New tokens of a row in a decode step, with a draft; more are a part of a prompt, whose products take longer than that.
+_MOST_DECODED = 16
 
 _AXES = (None, "batch", "activation_kv_heads", None, None)
 
@@ -28,16 +35,25 @@ class LayerCache:
 
     Attributes:
         arrays: of all layers.
-        layer: int32 [], index of the layer.
+        layer: int32 [], index of the layer; a NumPy integer where layers are written out.
     """
 
     arrays: Cache
-    layer: jax.Array
+    layer: jax.Array | np.integer
 
     @property
     def length(self) -> int:
         """Positions of the cache: S."""
         return self.arrays["key"].shape[3]
+
+
+def unrolled_on(new_tokens: int) -> tuple[str, ...]:
+    """The platforms on which layers are written out instead of scanned.
+
+    Args:
+        new_tokens: T, of each row.
+    """
+    return UNROLLED_ON if new_tokens <= _MOST_DECODED else ()
 
 
 def init_cache(num_layers: int, batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike) -> Cache:
@@ -97,6 +113,9 @@ def read_cache(
 
     def part(name: str) -> jax.Array:
         whole, zero = cache.arrays[name], jnp.int32(0)
+        if isinstance(cache.layer, np.integer) and isinstance(start, int):
+            # A constant slice, which becomes a part of the product that reads it.
+            return whole[int(cache.layer), :, :, start : start + size]
         begin = [cache.layer, zero, zero, jnp.asarray(start, jnp.int32), zero][: whole.ndim]
         sizes = (1, *whole.shape[1:3], size, *whole.shape[4:])
         return jax.lax.dynamic_slice(whole, begin, sizes)[0]

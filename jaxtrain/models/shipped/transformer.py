@@ -23,7 +23,7 @@ from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.block import RESIDUAL, Block, block_norm
-from jaxtrain.models.shipped.cache import Cache, LayerCache
+from jaxtrain.models.shipped.cache import Cache, LayerCache, unrolled_on
 from jaxtrain.models.shipped.cache import init_cache as make_cache
 from jaxtrain.models.shipped.heads import (
     HeadInputs,
@@ -159,9 +159,17 @@ class Transformer(nnx.Module):
             return (x_BTD, own.arrays), None
 
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
-        per_layer = (jnp.arange(self.config.num_layers), locals_N)
-        blocks, carry = self.blocks, (x_BTD, cache)
-        (x_BTD, cache), _ = scan_stack(blocks, call, carry, path="blocks", remat=Remat(), per_layer=per_layer)
+        # NumPy's, so that the index of a layer is a constant where layers are written out.
+        per_layer = (np.arange(self.config.num_layers, dtype=np.int32), locals_N)
+        (x_BTD, cache), _ = scan_stack(
+            self.blocks,
+            call,
+            (x_BTD, cache),
+            path="blocks",
+            remat=Remat(),
+            per_layer=per_layer,
+            unroll_on=unrolled_on(tokens_BT.shape[1]),
+        )
         if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
             x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())
