@@ -1,7 +1,7 @@
 """Bytes that one decode step of a model reads and writes per device, by the compilers of hardware that is not here.
 
-    python scripts/decode_bytes.py [--targets h100:1x8,v5e:2x4] [--size llama3.1_8b] [--layers N] [--weights bf16,int8,nf4]
-        [--caches bf16,int8] [--slots 8] [--length 2048] [--json FILE]
+    python scripts/decode_bytes.py [--targets h100:1x8,v5e:2x4] [--size llama3.1_8b] [--layers N]
+        [--weights bf16,int8,nf4] [--caches bf16,int8] [--slots 8] [--length 2048] [--json FILE]
 
 The step is the engine's: every slot is fed one token, over `tensor` = all devices, in bfloat16. Nothing is allocated.
 It takes the compilers (pip install 'jaxtrain[aot,aot-tpu]') and, per row, 20 seconds to some minutes.
@@ -37,7 +37,6 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.quantize import quantize
-from jaxtrain.models.shard import shard_model
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.ops.attention.cached import BLOCK
@@ -46,6 +45,7 @@ from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.nf4 import Nf4Kernel
 from jaxtrain.runtime.compiler_options import out_of_cache
 from jaxtrain.runtime.decoding_options import decoding_options
+from jaxtrain.train.parallelism import shard_model
 
 
 def place(leaf: jax.ShapeDtypeStruct, mesh: Mesh, *entries: Any) -> jax.ShapeDtypeStruct:
@@ -111,7 +111,8 @@ def measure(
     sharded = shard_model(model, mesh=mesh, policy="bf16_pure")
     params = sharded.abstract_params if weights == "bf16" else quantized_shapes(sharded, weights)
     decoder, vocabulary = model.decoder, model.vocab_size
-    assert decoder is not None and vocabulary is not None
+    assert decoder is not None
+    assert vocabulary is not None
     dtype = {"bf16": jnp.bfloat16, "int8": jnp.int8}[cache]
     layout = cache_layout(decoder, sharded.layout, slots=slots, length=length, dtype=dtype)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -129,9 +130,7 @@ def measure(
 
     rows = row_sampling([Sampling(temperature=0)] * slots, [0] * slots)
     fed = (np.zeros((slots, 1), np.int32), np.zeros(slots, np.int32), np.zeros(slots, bool), rows, np.bool_(False))
-    step = jax.jit(
-        functools.partial(decode_slots, decoder=decoder), donate_argnums=1, out_shardings=(placed, whole)
-    )
+    step = jax.jit(functools.partial(decode_slots, decoder=decoder), donate_argnums=1, out_shardings=(placed, whole))
     with sharded.context():
         state = shapes(jax.eval_shape(begin), placed)
         lowered = step.lower(params, state, *jax.tree.map(lambda leaf: shapes(leaf, whole), fed))
@@ -178,7 +177,7 @@ def main() -> None:
     cut = {} if arguments.layers is None else {"num_layers": arguments.layers}
     config = TransformerConfig.model_validate({"size": arguments.size, **cut})
     found = []
-    print(f"{'target':9} {'weights':7} {'cache':5} {'weights':>8} {'cache':>7} {'needed':>8} {'moved':>8} ratio    XLA (MB)")
+    print("target    weights cache  weights   cache   needed    moved ratio    XLA (MB per device)")
     for target in arguments.targets.split(","):
         for weights in arguments.weights.split(","):
             for cache in arguments.caches.split(","):

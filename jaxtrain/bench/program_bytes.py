@@ -1,7 +1,7 @@
 """How many bytes of its memory a compiled program reads and writes, counted instruction by instruction. No jax here.
 
-XLA's own figure (`cost_analysis()["bytes accessed"]`) is none for a GPU, and for a TPU it counts the body of a loop once,
-however often it runs, and every branch of a condition.
+XLA's own figure (`cost_analysis()["bytes accessed"]`) is none for a GPU, and for a TPU it counts the body of a loop
+once, however often it runs, and every branch of a condition.
 """
 
 import math
@@ -18,7 +18,8 @@ _NAME = re.compile(r"%([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 _SLICES = ("dynamic-slice", "slice")
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # operand that holds the new numbers; operand 0 is changed in place
+# Operand that holds the new numbers; operand 0 is changed in place.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _SAME = ("bitcast", "reshape", "get-tuple-element")
 # Of a fusion inside a fusion: its result is its operand, in tiles of another size.
 _ALIAS = "output_to_operand_aliasing={{}: (0, {})}"
@@ -147,9 +148,7 @@ def _called(instruction: Instruction, key: str) -> str:
     return found[1]
 
 
-def _count(
-    computations: dict[str, Computation], name: str, unknown_trips: int, runs: int, found: list[Moved]
-) -> float:
+def _count(computations: dict[str, Computation], name: str, unknown_trips: int, runs: int, found: list[Moved]) -> float:
     """Bytes of one run of a computation; appends its instructions, each with all `runs` of it."""
     computation, total = computations[name], 0.0
     for key, one in computation.items():
@@ -196,9 +195,7 @@ def _branches(condition: Instruction) -> list[str]:
     return [_called(condition, f"{which}_computation") for which in ("true", "false")]
 
 
-def _moved(
-    one: Instruction, types: list[str], computation: Computation, computations: dict[str, Computation]
-) -> float:
+def _moved(one: Instruction, types: list[str], computation: Computation, computations: dict[str, Computation]) -> float:
     """Bytes that one run of an instruction reads and writes."""
     result = _size(one.type, everywhere=True)
     if one.operation == "fusion":
