@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from jaxtrain.runtime.files import strict_json
 
 
-def print_text(text: str) -> None:
-    """Print a text; characters that the stream's encoding lacks become escapes instead of an error."""
+def print_text(text: str, *, end: str = "\n", flush: bool = False) -> None:
+    """Print a text; characters that the stream's encoding lacks become escapes instead of an error.
+
+    Args:
+        text: to print.
+        end: what follows it.
+        flush: whether readers get it at once.
+    """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    print(text.encode(encoding, errors="backslashreplace").decode(encoding), end=end, flush=flush)
 
 
 def print_json(value: object) -> None:

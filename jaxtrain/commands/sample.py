@@ -1,4 +1,4 @@
-"""`jaxtrain sample`: text from a checkpoint, printed alone on standard output."""
+"""`jaxtrain sample`: text from a checkpoint or a published model, printed alone on standard output."""
 
 import json
 import sys
@@ -6,12 +6,29 @@ from collections.abc import Sequence
 
 from jaxtrain.commands.output import print_text
 from jaxtrain.commands.own_code import own_code
+from jaxtrain.commands.sample_print import gathered, print_scores, print_stream, scores_json
+from jaxtrain.config import Config
+from jaxtrain.config.local_path import local_path
+from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.run.answers import run_answers
+from jaxtrain.interop.weights import is_published
+from jaxtrain.published.peft import is_adapter_folder
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
+from jaxtrain.run.written import (
+    Writing,
+    search_continuations,
+    write_answers,
+    write_continuations,
+    writer_of_folder,
+    writer_of_run,
+)
 from jaxtrain.runtime import distributed
+
+# Tokens between two looks for a stop, for which the host waits.
+_PIECE = 16
 
 
 def run_sample(
@@ -32,13 +49,16 @@ def run_sample(
     step: int | None,
     emulate: int | None,
     as_json: bool,
+    stream: bool = False,
+    logprobs: int | None = None,
+    special_tokens: bool = False,
 ) -> int:
-    """Print each prompt with its continuation.
+    """Print each prompt with its continuation: as it is written on a terminal, elsewhere when it is done.
 
     Several prompts are one batch, and an empty line separates the texts.
 
     Args:
-        run_dir: directory of the run.
+        run_dir: directory of the run; or a published folder, a GGUF file, or an adapter that names its base.
         prompts: texts to continue; None: standard input is one prompt.
         questions: texts that the model answers by its chat template, in place of prompts; answers alone are printed.
         new_tokens: tokens to add to each prompt; None: 200, or as many as the model has positions for.
@@ -51,9 +71,12 @@ def run_sample(
         beams: beginnings that are followed for the most likely text; None: tokens are drawn one by one.
         seed: of the random choices.
         quantize: number format of the linear layers; None: the one in which they were trained.
-        step: step of the checkpoint; None: the newest intact one.
+        step: step of the checkpoint of a run; None: the newest intact one.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
-        as_json: whether one JSON object per prompt is printed, with `prompt` and `text`.
+        as_json: whether one JSON object per prompt is printed, with `prompt` and `text` (and `logprobs`).
+        stream: whether text is printed as it is written also where nobody watches.
+        logprobs: alternatives that are reported per new token with their log-probabilities; None: none are.
+        special_tokens: whether the special tokens that the model writes are shown.
 
     Returns:
         The exit code 0.
@@ -61,36 +84,50 @@ def run_sample(
     Raises:
         ConfigError: there is no prompt, or an option is out of range.
     """
-    config = saved_config(run_dir).config
-    prompts = _prompts(prompts) if questions is None else questions
+    if stream and as_json:
+        raise ConfigError("jaxtrain sample: --json prints whole objects and --stream pieces of text; leave one out")
+    if beams is not None and (stream or logprobs is not None):
+        raise ConfigError("jaxtrain sample: --beams finds whole texts; leave --stream and --logprobs out")
+    if logprobs is not None and logprobs > MOST_ALTERNATIVES:
+        raise ConfigError(f"jaxtrain sample: --logprobs {logprobs} is too many; at most {MOST_ALTERNATIVES} are shown")
+    if questions is not None and (beams is not None or stop):
+        raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
+    # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
+    path = local_path(run_dir, what="run or published folder")
+    is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
+    config = Config() if is_folder else saved_config(run_dir).config
+    texts = _prompts(prompts) if questions is None else questions
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
-    run = open_run(run_dir, step=step, quantize=quantize)
+    is_main = distributed.is_main_process()
+    sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
+    as_written = stream or (sys.stdout.isatty() and not as_json and beams is None)
+    # Without a stop nobody looks before the end.
+    piece = 1 if as_written else (_PIECE if stop else None)
+    writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
     with own_code(config):
-        if questions is not None:
-            if beams is not None or stop:
-                raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
-            sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
-            texts = run_answers(run, questions, new_tokens=new_tokens, sampling=sampling, seed=seed)
+        if is_folder:
+            writer = writer_of_folder(run_dir, answers=questions is not None, quantize=quantize, step=step)
         else:
-            texts = run.sample(
-                prompts,
-                new_tokens=new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                stop=stop,
-                beams=beams,
-                seed=seed,
-            )
-    if not distributed.is_main_process():
+            writer = writer_of_run(open_run(run_dir, step=step, quantize=quantize), answers=questions is not None)
+        if beams is not None:
+            found, scores = search_continuations(writer, texts, writing, beams=beams), [[] for _ in texts]
+        else:
+            write = write_continuations if questions is None else write_answers
+            written = write(writer, texts, writing)
+            if as_written and is_main:
+                print_stream(written, len(texts), scored=logprobs is not None)
+                return 0
+            found, scores = gathered(written, len(texts))
+    if not is_main:
         return 0
-    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+    for index, (prompt, text, scored) in enumerate(zip(texts, found, scores, strict=True)):
         if as_json:
-            print_text(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
-        else:
-            print_text(("\n" if index else "") + text)
+            more = {} if logprobs is None else {"logprobs": scores_json(scored)}
+            print_text(json.dumps({"prompt": prompt, "text": text, **more}, ensure_ascii=False))
+            continue
+        print_text(("\n" if index else "") + text)
+        if logprobs is not None:
+            print_scores(scored)
     return 0
 
 

@@ -3,12 +3,12 @@
 import argparse
 
 from jaxtrain.commands.command import count, number, step_number
-from jaxtrain.commands.shared_arguments import add_emulate, add_json, add_quantize, add_run, add_step
+from jaxtrain.commands.shared_arguments import add_emulate, add_json, add_quantize, add_step
 
 
 def sample_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain sample`."""
-    add_run(parser)
+    parser.add_argument("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
@@ -25,6 +25,18 @@ def sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; give it several times")
     parser.add_argument("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
     parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
+    parser.add_argument(
+        "--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal"
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=step_number,
+        nargs="?",
+        const=0,
+        metavar="K",
+        help="log-probability of each new token, and of the K likeliest ones in its place",
+    )
+    parser.add_argument("--special-tokens", action="store_true", help="show the special tokens that the model writes")
     add_quantize(parser)
     add_step(parser)
     add_emulate(parser)
@@ -52,4 +64,7 @@ def sample(arguments: argparse.Namespace) -> int:
         step=arguments.step,
         emulate=arguments.emulate,
         as_json=arguments.json,
+        stream=arguments.stream,
+        logprobs=arguments.logprobs,
+        special_tokens=arguments.special_tokens,
     )

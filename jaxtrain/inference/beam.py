@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.decoding import decoder_of, read_prompts
+from jaxtrain.inference.decoding import decoder_of, prompt_cache, read_prompts
 from jaxtrain.inference.pieces import cast_params, padded_prompts
 from jaxtrain.inference.sampling import is_number
 from jaxtrain.models.model import Decoder, Params
@@ -154,6 +154,11 @@ def _search_function(sharded_model: ShardedModel, decoder: Decoder, form: _Form)
             parent_BN = jnp.take_along_axis(parent_BK, picked_BN, axis=1)
             return running, ended, (jnp.arange(batch)[:, None] * form.beams + parent_BN).reshape(-1)
 
+        def made(rows: int) -> Any:
+            if decoder.encode is not None:
+                return decoder.init_cache(rows, 1 + last, dtype)
+            return prompt_cache(decoder, rows, prompts_MP.shape[1], new_tokens=last, cache_dtype=dtype)
+
         def _length(count: Any) -> jax.Array:
             return jnp.asarray(count, jnp.float32) ** form.length_penalty
 
@@ -168,10 +173,10 @@ def _search_function(sharded_model: ShardedModel, decoder: Decoder, form: _Form)
             last_M1 = jax.lax.dynamic_slice_in_dim(running.tokens, at - 1, 1, axis=2).reshape(-1, 1)
             logits_M1V, cache = decoder.decode(params, last_M1, (lengths_M + at - 1)[:, None], cache)
             running, ended, rows_M = extend(running, ended, logits_M1V[:, 0], at)
-            return at + 1, running, ended, _with_rows(cache, rows_M, decoder, last, dtype)
+            return at + 1, running, ended, _with_rows(cache, rows_M, made)
 
         running, ended, rows_M = extend(running, empty, logits_MV, 0)
-        cache = _with_rows(cache, rows_M, decoder, last, dtype)
+        cache = _with_rows(cache, rows_M, made)
         at, running, ended, _ = jax.lax.while_loop(goes_on, step, (jnp.int32(1), running, ended, cache))
         # Those that are cut off count as they are; where the search ended before, they cannot win.
         cut_off = jnp.where(at == last, running.scores / _length(last), -jnp.inf)
@@ -180,12 +185,12 @@ def _search_function(sharded_model: ShardedModel, decoder: Decoder, form: _Form)
     return search
 
 
-def _with_rows(cache: Any, rows_M: jax.Array, decoder: Decoder, length: int, dtype: Any) -> Any:
+def _with_rows(cache: Any, rows_M: jax.Array, made: Callable[[int], Any]) -> Any:
     """The cache with its rows taken from others; what an encoder wrote is the same for all beams of a prompt."""
 
     def shapes(rows: int) -> dict[str, tuple[int, ...]]:
-        made = jax.eval_shape(lambda: decoder.init_cache(rows, length, dtype))
-        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: made(rows)))
+        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
 
     # Shapes alone say which dim counts rows, so that a decoder may arrange its cache as it likes.
     one, two = shapes(1), shapes(2)

@@ -17,6 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.choose import RowSampling, bias_rows, choose_rows, log_probabilities_of, row_sampling
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Decoder, Model, Params
+from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.precision.policy import Policy, cast_floats
 
 
@@ -153,7 +154,7 @@ def read_prompts(
         prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
         longest, lengths_B = 1, jnp.ones_like(lengths_B)
     else:
-        cache = decoder.init_cache(batch, longest + new_tokens, cache_dtype)
+        cache = prompt_cache(decoder, batch, longest, new_tokens=new_tokens, cache_dtype=cache_dtype)
     if decoder.prefill is not None:
         logits_BV, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
         return logits_BV, cache, prompts_BP, lengths_B
@@ -161,6 +162,23 @@ def read_prompts(
     logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
     logits_BV = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
     return logits_BV, cache, prompts_BP, lengths_B
+
+
+def prompt_cache(decoder: Decoder, batch: int, longest: int, *, new_tokens: int, cache_dtype: DTypeLike) -> Any:
+    """The empty cache of texts, of a decoder without an encoder.
+
+    Args:
+        decoder: of the model.
+        batch: B.
+        longest: P.
+        new_tokens: T.
+        cache_dtype: of keys and values.
+    """
+    length = longest + new_tokens
+    # `decode` alone would write the padding too, over what a ring keeps.
+    if decoder.prefill is None or decoder.windows is None:
+        return decoder.init_cache(batch, length, cache_dtype)
+    return make_cache(decoder, batch, length, cache_dtype, chunk=min(longest, decoder.windows.chunk))
 
 
 def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh | None) -> Advance:

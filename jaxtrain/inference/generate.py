@@ -20,7 +20,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import DecodingForm, advance_function, decoder_of, row_rules, start_function
 from jaxtrain.inference.pieces import Generated, generation_pieces
 from jaxtrain.inference.pieces import room_for_new_tokens as room_for_new_tokens
-from jaxtrain.inference.prompts import encode_prompts
+from jaxtrain.inference.prompts import encode_prompts, special_tokens
 from jaxtrain.inference.sampling import Sampling, is_number
 from jaxtrain.inference.text_stream import TextStream, checked_stops
 from jaxtrain.models.model import Model, Params
@@ -82,6 +82,9 @@ def generate_text(
     sampling: Sampling | Sequence[Sampling],
     seed: int | Sequence[int] = 0,
     stop: Sequence[str] = (),
+    stop_tokens: Collection[int] = (),
+    add_special_tokens: bool = True,
+    skip_special_tokens: bool = True,
     cache_dtype: str | None = None,
 ) -> list[str]:
     """Continue prompts, or write the outputs of a model that reads them with an encoder.
@@ -99,6 +102,10 @@ def generate_text(
         sampling: how tokens are chosen, of all prompts or one per prompt.
         seed: of the random choices: row r has seed + r; or a list of one per prompt.
         stop: texts at which a continuation ends; they are not part of it.
+        stop_tokens: ids that end it beside the tokenizer's end of text; they are not part of it.
+        add_special_tokens: whether what the tokenizer's file puts before a text (a beginning of text) is put before
+            each prompt. Published models are trained so; a run on plain text is not.
+        skip_special_tokens: whether special tokens that the model writes are left out of the text.
         cache_dtype: of keys and values: float32, bfloat16, float16 or int8; None: the compute dtype.
 
     Returns:
@@ -128,7 +135,9 @@ def generate_text(
     check_not_donated(params)
     if not len(prompts):
         return []
-    encoded = encode_prompts(sharded_model.model, tokenizer, prompts)
+    encoded = encode_prompts(sharded_model.model, tokenizer, prompts, add_special_tokens=add_special_tokens)
+    ends = {*stop_tokens, *(() if encoded.end is None else (encoded.end,))}
+    hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
     ended_B, texts = np.zeros(len(prompts), bool), [""] * len(prompts)
     for found in generation_pieces(
         sharded_model,
@@ -137,14 +146,15 @@ def generate_text(
         new_tokens=new_tokens,
         sampling=sampling,
         seed=seed,
-        stop_tokens=() if encoded.end is None else (encoded.end,),
+        stop_tokens=ends,
         cache_dtype=cache_dtype,
         piece=_PIECE if stop else None,
         ended_B=ended_B,
     ):
         for row in np.flatnonzero(~ended_B):
             new = found.tokens[row, : found.counts[row]].tolist()
-            new = new[: new.index(encoded.end)] if encoded.end in new else new
+            end = next((place for place, token in enumerate(new) if token in ends), len(new))
+            new = [token for token in new[:end] if token not in hidden]
             texts[row], ended_B[row] = _until_stop(tokenizer, encoded.given[row], new, stop)
     return texts
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.special import NamedTokens, special_ids
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import decoder_of
 from jaxtrain.models.model import Model
@@ -57,6 +57,27 @@ class EncodedPrompts:
     end: int | None
 
 
+def leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special tokens that the tokenizer's file puts before a text: a beginning of text, or none."""
+    before, _ = tokens_around(tokenizer)
+    return before
+
+
+def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens that the tokenizer's file puts before a text, and those after it."""
+    if not isinstance(tokenizer, BpeTokenizer):
+        return (), ()
+    entries = [entry for entry, _ in tokenizer.frame(pair=False)]
+    place = entries.index("first") if "first" in entries else 0
+    before, after = entries[:place], entries[place + 1 :]
+    return tuple(one for one in before if isinstance(one, int)), tuple(one for one in after if isinstance(one, int))
+
+
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that no text has, as far as the tokenizer says."""
+    return frozenset(tokenizer.special_ids() if isinstance(tokenizer, NamedTokens) else ())
+
+
 def check_characters(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
     """Check that a tokenizer can read texts: in Python they may hold halves of characters, as of bytes in arguments.
 
@@ -68,8 +89,17 @@ def check_characters(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
             raise ConfigError(f"the prompt {text[:30]!a} holds what is no character; give text in UTF-8")
 
 
-def encode_prompts(model: Model, tokenizer: Tokenizer, prompts: Sequence[str]) -> EncodedPrompts:
+def encode_prompts(
+    model: Model, tokenizer: Tokenizer, prompts: Sequence[str], *, add_special_tokens: bool = True
+) -> EncodedPrompts:
     """Turn prompts into ids: an empty one becomes the end-of-text token, those for an encoder are framed.
+
+    Args:
+        model: has a decoder.
+        tokenizer: turns texts into ids.
+        prompts: the texts.
+        add_special_tokens: whether what the tokenizer's file puts before a text is added; those for an encoder are
+            always framed.
 
     Raises:
         ConfigError: the model does not generate, or a prompt has halves of characters.
@@ -82,4 +112,7 @@ def encode_prompts(model: Model, tokenizer: Tokenizer, prompts: Sequence[str]) -
         framing = encoder_prompts(tokenizer)
         encoded, end = [np.asarray(framing.framed(ids), np.int32) for ids in given], framing.end
         given = [[] for _ in given]
+    elif add_special_tokens:
+        leading = leading_tokens(tokenizer)
+        encoded = [np.array([*leading, *ids], np.int32) for ids in given]
     return EncodedPrompts([ids if len(ids) else np.array([start], np.int32) for ids in encoded], given, end)

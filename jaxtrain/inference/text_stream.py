@@ -1,5 +1,6 @@
 """Text of tokens as they come: whole characters, up to a stop. No jax here."""
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ class TextStream:
         tokenizer: turns ids into text.
         stop: strings at which the text ends; they are not part of it.
         stop_tokens: ids at which it ends.
+        hidden: ids that are left out, such as those of special tokens; the text is that of the others.
 
     Attributes:
         stopped: whether a stop string or a stop token was met; what follows it is not given out.
@@ -43,10 +45,17 @@ class TextStream:
         (['', 'é', '', ''], 'EN')
     """
 
-    def __init__(self, tokenizer: Codec, *, stop: Sequence[str] = (), stop_tokens: Collection[int] = ()):
+    def __init__(
+        self,
+        tokenizer: Codec,
+        *,
+        stop: Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
+        hidden: Collection[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._stop = checked_stops(stop)
-        self._stop_tokens = frozenset(stop_tokens)
+        self._stop_tokens, self._hidden = frozenset(stop_tokens), frozenset(hidden)
         # Before it, the first token of a text would lose its space in the tokenizers that write "▁word".
         self._anchor = [int(i) for i in tokenizer.encode("a")]
         self._anchor_length = len(tokenizer.decode(self._anchor)) if self._anchor else 0
@@ -68,6 +77,8 @@ class TextStream:
             rest = self.finish()
             self.stopped = True
             return rest
+        if token in self._hidden:
+            return ""
         self._tokens.append(int(token))
         decoded = self._decoded()
         certain = len(decoded) - _incomplete(decoded)
@@ -100,6 +111,28 @@ class TextStream:
             self._held, text = text[len(text) - held :], text[: len(text) - held]
         self.text += text
         return text
+
+
+class TokenTexts:
+    """The text of single tokens, as a continuation: a space before a word stays.
+
+    Args:
+        tokenizer: turns ids into text.
+    """
+
+    def __init__(self, tokenizer: Codec):
+        anchor = [int(i) for i in tokenizer.encode("a")]
+        start = len(tokenizer.decode(anchor)) if anchor else 0
+
+        @functools.lru_cache(maxsize=65_536)
+        def text(token: int) -> str:
+            return tokenizer.decode([*anchor, token])[start:]
+
+        self._text = text
+
+    def __call__(self, token: int) -> str:
+        """The text of a token."""
+        return self._text(token)
 
 
 def checked_stops(stop: Any) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Folders that are written for other tools. No jax here."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,44 @@ def empty_folder(folder: Path) -> Iterator[None]:
     yield
 
 
-def make_folder(folder: Path) -> None:
-    """Makes a folder; raises ConfigError where the file system refuses."""
+def partial_of(folder: Path) -> Path:
+    """Where a folder is written until it is whole: beside it, so that it is renamed in one move."""
+    place = folder.resolve()
+    return place.with_name(f".{place.name}.partial")
+
+
+@contextlib.contextmanager
+def partial_folder(folder: Path) -> Iterator[None]:
+    """Makes the folder that is written into, and removes it where `name_folder` did not rename it.
+
+    Raises:
+        ConfigError: The folder that is asked for is not empty, or the file system refuses.
+    """
+    check_empty(folder)
+    partial = partial_of(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # What an export that was killed has left.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
+    try:
+        yield
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def name_folder(folder: Path, *, last: str) -> None:
+    """Gives what was written beside a folder its name.
+
+    Args:
+        folder: That was asked for.
+        last: The file that says that a folder is whole.
+    """
+    partial, place = partial_of(folder), folder.resolve()
+    if place.exists():
+        # An empty folder stays the one that it is (somebody may be in it).
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
+            file.replace(place / file.name)
+    else:
+        partial.rename(place)

@@ -16,7 +16,7 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.base_digest import base_digests, check_base, write_base_digests
-from jaxtrain.interop.folders import empty_folder, make_folder
+from jaxtrain.interop.folders import empty_folder, name_folder, partial_folder, partial_of
 from jaxtrain.interop.gather import on_main_host
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.pretrained import Pretrained, load_pretrained
@@ -302,13 +302,15 @@ def _write_files(
 ) -> Iterator[None]:
     """Writes the files of an adapter on entering."""
     written = written_adapter(rows, factors, whole, config)
-    make_folder(folder)
-    shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
-    write_safetensors(folder / WEIGHTS, shapes, written.tensors.items())
-    for name, text in base_files.items():
-        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    if digests:
-        write_base_digests(folder, digests)
-    # Last: a folder with this file is whole.
-    write_json_atomic(folder / CONFIG, config_json(written.config, fan_in_fan_out=written.fan_in_fan_out))
+    # An export that is killed leaves nothing that looks like an adapter, and may be tried again.
+    with partial_folder(folder):
+        partial = partial_of(folder)
+        shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
+        write_safetensors(partial / WEIGHTS, shapes, written.tensors.items())
+        for name, text in base_files.items():
+            (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        if digests:
+            write_base_digests(partial, digests)
+        write_json_atomic(partial / CONFIG, config_json(written.config, fan_in_fan_out=written.fan_in_fan_out))
+        name_folder(folder, last=CONFIG)
     yield

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError, ConfigError, UserError
-from jaxtrain.interop.folders import check_empty
+from jaxtrain.interop.folders import name_folder, partial_folder, partial_of
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.packing import KEPT, Packing, config_of
 from jaxtrain.interop.settings import family_for
@@ -113,7 +112,7 @@ def write_published(
     name, dtypes = _dtype_name(dtype, origin), {} if dtype or origin is None else origin.dtypes
     main = is_main_process()
     # Only the main process looks: when another one comes here, it may have written the folder already.
-    with on_main_process(_partial_folder(folder), does="make the folder"):
+    with on_main_process(partial_folder(folder), does="make the folder"):
         rows = family.tensors(settings)
         tensors = plan_tensors(rows, {**dtypes, "": name})
         held = {False: parameters_by_path(params), True: by_path(model_state)}
@@ -126,7 +125,7 @@ def write_published(
             tensors = packed_tensors(tensors, held[False], packing)
         check_floats(tensors, held[False])
         shards = in_files(tensors, most)
-        partial, failure = _partial(folder), None
+        partial, failure = partial_of(folder), None
         for file, names in shards.items():
             here = {one: tensors[one] for one in names}
             parts = gathered(here, held)
@@ -145,29 +144,6 @@ def write_published(
     return folder
 
 
-def _partial(folder: Path) -> Path:
-    """Where a folder is written until it is whole: beside it, so that it is renamed in one move."""
-    place = folder.resolve()
-    return place.with_name(f".{place.name}.partial")
-
-
-@contextlib.contextmanager
-def _partial_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder that is written into, and removes it where it was not renamed."""
-    check_empty(folder)
-    partial = _partial(folder)
-    try:
-        # What an export that was killed has left.
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
-    try:
-        yield
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def _finished(
     folder: Path,
@@ -182,15 +158,9 @@ def _finished(
     """Writes what stands beside the tensors and gives the folder its name; or raises why tensors were not written."""
     if failure is not None:
         raise failure
-    partial, place = _partial(folder), folder.resolve()
     try:
-        _write_files(partial, config, shards, tensors, files, tokenizer)
-        if place.exists():
-            # An empty folder stays the one that it is (somebody may be in it); its config.json comes last.
-            for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-                file.replace(place / file.name)
-        else:
-            partial.rename(place)
+        _write_files(partial_of(folder), config, shards, tensors, files, tokenizer)
+        name_folder(folder, last="config.json")
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written ({error.strerror or error})") from None
     yield

@@ -122,6 +122,31 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return opaque
 
 
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Let jax follow all arrays as varying over the mesh axes that any of them varies over.
+
+    For the arguments of a `jax.custom_vjp` and of loops inside a manual region: gradients that its backward pass gives
+    of an array are then summed over the axes that the array itself does not vary over.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+    return tuple(_vary(array, axes) for array in arrays)
+
+
+def vary_like(array: jax.Array, other: jax.Array) -> jax.Array:
+    """The array as varying over the mesh axes that the other one varies over, such as the first carry of a loop."""
+    return _vary(array, jax.typeof(other).manual_axis_type.varying)
+
+
+def manual_type(array: jax.Array) -> Any:
+    """What jax knows of the manual mesh axes of an array, for the shape of a kernel's result like it."""
+    return jax.typeof(array).manual_axis_type
+
+
+def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - jax.typeof(array).manual_axis_type.varying))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
 def spec_of(layout: Layout, *names: str | None) -> PartitionSpec:
     """The spec of an activation's logical axes, for `in_specs` and `out_specs`."""
     return logical_spec(names, layout)

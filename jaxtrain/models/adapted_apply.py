@@ -139,6 +139,10 @@ def _decoder(decoder: Decoder, prepare: Preparation) -> Decoder:
     def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         return decoder.decode(prepare(params, key=None, train=False), tokens_BT, positions_BT, cache)
 
+    def deferred(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any) -> tuple[Any, Any]:
+        assert decoder.deferred is not None
+        return decoder.deferred(prepare(params, key=None, train=False), tokens_BT, positions_BT, cache)
+
     def encode(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, cache: Any) -> Any:
         assert decoder.encode is not None
         return decoder.encode(prepare(params, key=None, train=False), prompts_BP, lengths_B, cache)
@@ -152,4 +156,5 @@ def _decoder(decoder: Decoder, prepare: Preparation) -> Decoder:
         decode=decode,
         encode=None if decoder.encode is None else encode,
         prefill=None if decoder.prefill is None else prefill,
+        deferred=None if decoder.deferred is None else deferred,
     )

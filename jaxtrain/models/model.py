@@ -12,6 +12,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import parameters_table, parameters_text
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import path_name, shard_key
+from jaxtrain.models.decoder import Decoder as Decoder
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime.card import card
@@ -29,32 +30,6 @@ class Apply(Protocol):
     def __call__(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]: ...
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """How a model generates: a cache and a function that extends it.
-
-    Attributes:
-        init_cache: (batch, length, dtype) -> cache tree with keys and values for `length` positions.
-        decode: (params, tokens_BT, positions_BT, cache) -> (logits_BTV float32, cache). Writes the T tokens at their
-            positions and lets each see what stands at or before it.
-        max_length: positions the model has.
-        encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
-            be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
-        start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
-        prefill: (params, prompts_BP, lengths_B, cache) -> (logits_BV, cache): `decode` of whole prompts, padded on the
-            right, that computes the float32 logits of the last token of each alone. None: `decode` computes all.
-        short_length: longest cache whose positions are those of short texts (longrope); None: all lengths are alike.
-    """
-
-    init_cache: Callable[[int, int, Any], Any]
-    decode: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-    max_length: int
-    encode: Callable[[Params, jax.Array, jax.Array, Any], Any] | None = None
-    start_token: int = 0
-    short_length: int | None = None
-    prefill: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | None = None
 
 
 class Embed(Protocol):

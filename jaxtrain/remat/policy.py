@@ -16,6 +16,8 @@ from jaxtrain.runtime.choices import note_choice
 # What a fused attention's backward pass needs besides queries, keys and values: its result and the statistics of its
 # softmax. Kept (or offloaded) where the attention output is, and under "dots", which would otherwise attend again.
 KERNEL_RESIDUALS = "attention_kernel"
+# Results of the experts' grouped matmuls, which are weight matmuls but no single operation: kept under "dots".
+EXPERT_PRODUCTS = "expert_products"
 
 # A nested structure of arrays. Its structure is the model's, so that no type describes it.
 Tree = Any
@@ -80,7 +82,8 @@ class Remat:
             "full": policies.nothing_saveable,
             # Weight matmuls have no batch dims; attention scores do, and are recomputed.
             "dots": policies.save_from_both_policies(
-                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(KERNEL_RESIDUALS)
+                policies.dots_with_no_batch_dims_saveable,
+                policies.save_only_these_names(KERNEL_RESIDUALS, EXPERT_PRODUCTS),
             ),
             "names": policies.save_only_these_names(*names),
         }[self.policy]

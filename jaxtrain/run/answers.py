@@ -1,42 +1,9 @@
-"""Answers of a saved run to questions."""
-
-from collections.abc import Sequence
+"""The chat template of a saved run."""
 
 from jaxtrain.data.chat.formats import ChatFormat, files_beside, format_of_reading, published_format
 from jaxtrain.data.special import NamedTokens
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.chat import answer_questions
-from jaxtrain.inference.sampling import Sampling
 from jaxtrain.run.opened import OpenedRun
-
-_DEFAULT_TOKENS = 200
-
-
-def run_answers(
-    run: OpenedRun, questions: Sequence[str], *, new_tokens: int | None, sampling: Sampling, seed: int
-) -> list[str]:
-    """Answers questions with the template that a run was trained with, or with that of its published model.
-
-    Args:
-        run: opened.
-        questions: what the user says.
-        new_tokens: tokens of an answer, at most; None: 200.
-        sampling: how tokens are chosen.
-        seed: of the random choices.
-
-    Raises:
-        ConfigError: the run has no chat template, or the model cannot generate.
-    """
-    return answer_questions(
-        run.sharded_model,
-        run.params,
-        run.tokenizer,
-        run_chat_format(run, instead="use -p TEXT to continue a text"),
-        questions,
-        new_tokens=_DEFAULT_TOKENS if new_tokens is None else new_tokens,
-        sampling=sampling,
-        seed=seed,
-    )
 
 
 def format_of_run(run: OpenedRun) -> ChatFormat | None:

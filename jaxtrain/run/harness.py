@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.formats import ChatFormat, files_beside
 from jaxtrain.errors import ConfigError, DataError, UserError
@@ -25,6 +25,7 @@ from jaxtrain.published.peft import is_adapter_folder, open_adapter_folder
 from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.served import open_served
+from jaxtrain.run.special import special_of_run
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
@@ -92,7 +93,8 @@ def evaluate_tasks(
             form = None
         elif form is None:
             raise ConfigError(f"{path} has no chat template; leave --chat out to ask in plain text")
-        tokens = task_tokens(tokenizer, _published_files(Path(path)), form)
+        adds = not is_run(path) or special_of_run(read_run(path), Path(path), tokenizer).added
+        tokens = task_tokens(tokenizer, _published_files(Path(path)), form, add_special_tokens=adds)
 
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 

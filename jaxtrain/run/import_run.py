@@ -146,6 +146,12 @@ def export_run(
         if tokenizer is not None:
             files.setdefault("tokenizer.json", tokenizer)
         base_name, digests = base_of_adapters(run_dir)
+        quantized = run.config.finetune.base
+        if quantized is not None:
+            print_remark(
+                f"the adapters were trained over the base in {quantized} and name it in floats ({base_name}), whose "
+                "logits differ: open it quantized beside them, or export with --merge"
+            )
         return write_adapter(
             folder,
             settings,

@@ -343,6 +343,7 @@ class OpenedRun:
         stop: Sequence[str] = (),
         beams: int | None = None,
         seed: int = 0,
+        skip_special_tokens: bool = True,
     ) -> Any:
         """Continues texts.
 
@@ -353,6 +354,7 @@ class OpenedRun:
             stop: texts at which a continuation ends.
             beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
             seed: of the random choices.
+            skip_special_tokens: whether special tokens that the model writes are left out.
 
         Returns:
             The prompt with its continuation, or a list of them.
@@ -362,23 +364,24 @@ class OpenedRun:
         """
         from jaxtrain.inference.continued import continue_texts
         from jaxtrain.inference.sampling import Sampling
+        from jaxtrain.run.special import special_of_run
 
         sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        model = self.sharded_model.model
-        if model.decoder is None:
-            is_own = self._own_model is not None or isinstance(self.config.model, Call)
-            named = f"model {model.name}" if is_own else f"model.kind={self.config.model.kind}"
-            raise ConfigError(f"{named} of {self.run_dir} does not generate text")
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise ConfigError(
-                f"{self.run_dir} has no tokenizer.json, so it cannot continue any text: it was not trained on text, or "
-                "the model that it was made of came without one"
-            )
-        options = (self.sharded_model, self.params, tokenizer, listed)
-        texts = continue_texts(*options, new_tokens=new_tokens, sampling=sampling, seed=seed, stop=stop, beams=beams)
+        special = special_of_run(self.info, self.run_dir, self.tokenizer)
+        write = functools.partial(continue_texts, new_tokens=new_tokens, seed=seed, stop=stop, beams=beams)
+        texts = write(*self.writer, listed, sampling=sampling, special=special, skip_special_tokens=skip_special_tokens)
         return texts[0] if isinstance(prompts, str) else texts
+
+    @property
+    def writer(self) -> "tuple[ShardedModel, Params, Tokenizer]":
+        """What continues texts: model, parameters and tokenizer; a ConfigError where the run does not."""
+        from jaxtrain.run.special import checked_tokenizer
+
+        is_own = self._own_model is not None or isinstance(self.config.model, Call)
+        name = None if is_own else f"model.kind={self.config.model.kind}"
+        tokenizer = checked_tokenizer(self.tokenizer, self.sharded_model.model, self.run_dir, name=name)
+        return self.sharded_model, self.params, tokenizer
 
     def plot(self, *names: str) -> "CurveFigure":
         """Curves of the run's metrics over steps, training and evaluation in one picture.

@@ -7,6 +7,7 @@ from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data import load_tokenizer
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.models.tasks import classification
+from jaxtrain.published.image_processor import read_image_processing
 from jaxtrain.run.predict import Predictor
 from jaxtrain.run.predict_file import predicted_rows, published_classes
 from jaxtrain.run.predict_rows import RowReader
@@ -20,10 +21,11 @@ def predict_published(
 ) -> list[dict[str, Any]]:
     """Predicts the rows of a file with a published model, in float32 and on all devices.
 
-    Texts are in the column `text`, words in the column `words`; see `predicted_rows`.
+    Texts are in the column `text`, words in the column `words`; images become numbers as preprocessor_config.json says.
+    See `predicted_rows`.
 
     Args:
-        path: The folder of the model, with its tokenizer.
+        path: The folder of the model, with its tokenizer or its preprocessor_config.json.
         file: See `read_rows`.
         batch_size: The largest batch; None: 32.
         probabilities: Whether classes come with the probability of each.
@@ -37,13 +39,15 @@ def predict_published(
     pretrained = load_pretrained(path)
     tokenizer = pretrained.tokenizer_path
     config = pretrained.published.source.config
+    is_text = isinstance(pretrained.config, TransformerConfig)
     reader = RowReader(
         str(path),
         pretrained.config,
         None if tokenizer is None else load_tokenizer(tokenizer),
-        # A model of images has classes; how pixels become its numbers is not in its config.
-        task=None if isinstance(pretrained.config, TransformerConfig) else "classification",
+        # A model of images has classes; how pixels become its numbers is in a file of its own.
+        task=None if is_text else "classification",
         classes=published_classes(config, name=str(path)),
+        images=None if is_text else read_image_processing(Path(path).expanduser()),
     )
 
     def outputs_of(inputs: Any) -> Any:

@@ -12,11 +12,13 @@ from jaxtrain.config.data import ImageFolderData, LabelledTextData, TaggedTextDa
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.sources.images import centered_images, image_files, is_image_file
+from jaxtrain.data.sources.published_images import published_images
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.text.framed import FramedTokens, framed_tokens, framed_words, text_rows, word_rows
 from jaxtrain.data.text.records import list_of, read_records, text_of
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.published.image_processor import PROCESSOR_FILE, ImageProcessing
 
 _ARRAYS = (".npy", ".npz")
 _WHAT = "the file"
@@ -34,6 +36,7 @@ class RowReader:
         task: Of the run's config; None: it came from Python, or the model is no run's.
         trained_on: The entry `data` of a run's `run.json`.
         classes: Names of the classes; None: nothing names them.
+        images: How a published model wants its images; None: its files do not say it, or it is a run.
     """
 
     name: str
@@ -43,6 +46,7 @@ class RowReader:
     task: Any = None
     trained_on: Mapping[str, Any] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
+    images: ImageProcessing | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
     if isinstance(data, ImageFolderData):
         files = _image_paths(path)
         return FileRows(centered_images(files, image_size=data.image_size), files=tuple(map(str, files)))
+    if reader.images is not None:
+        files = _image_paths(path)
+        return FileRows(published_images(files, reader.images), files=tuple(map(str, files)))
     if reader.task == "reward":
         # A text alone has neither the roles nor the end of an answer, and its score would mean nothing.
         raise ConfigError(
@@ -98,6 +105,11 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
         )
     if head in ("token", "sequence", "regression", "embedding"):
         return _read_texts(reader, path, of_words=head == "token")
+    if not reader.trained_on and reader.task == "classification" and (path.is_dir() or is_image_file(path)):
+        raise ConfigError(
+            f"{reader.name} has no {PROCESSOR_FILE}, so that nothing says how an image becomes numbers; fetch it with "
+            "the model, or give a .npy file of an array"
+        )
     raise ConfigError(
         f"{reader.name} does not say how its rows are made of a file such as {path}; give a .npy file of an array "
         f"[rows, {', '.join(map(str, shape or ['...']))}] as the model takes it"

@@ -40,6 +40,7 @@ def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
             new_tokens=min(settings.sample_tokens, room),
             sampling=Sampling(settings.sample_temperature),
             seed=run.config.seed,
+            add_special_tokens=False,  # rows of plain text have none
         )[0]
 
 

@@ -23,6 +23,7 @@ from jaxtrain.published.entries import Entry
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.open_run import open_run
+from jaxtrain.run.special import special_of_folder, special_of_run
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
 
@@ -45,6 +46,7 @@ def open_served(
     mesh: "Mesh | None" = None,
     overrides: Iterable[str] = (),
     name: str | None = None,
+    encoder_decoders: bool = False,
 ) -> Served:
     """Opens a model to be asked, with its parameters on their mesh; no train step and no optimizer is built.
 
@@ -58,6 +60,8 @@ def open_served(
         mesh: from `make_mesh`; None: all devices on the `data` axis, unless overrides say otherwise.
         overrides: settings as on the command line ("parallel.tensor=8", "model.head.kind=embedding").
         name: what clients call the model; None: the last part of the path.
+        encoder_decoders: whether a published model that reads its prompt with an encoder is opened too, which the
+            server cannot batch.
 
     Raises:
         ConfigError: there is nothing to serve at the path, it has no tokenizer, or an argument does not fit it.
@@ -86,7 +90,9 @@ def open_served(
         raise ConfigError(
             f"{path} {there}; give runs/<name>, a folder with config.json and safetensors, or a GGUF file"
         )
-    return _served_folder(path, words, adapter=adapter, quantize=quantize, mesh=mesh, name=name)
+    return _served_folder(
+        path, words, adapter=adapter, quantize=quantize, mesh=mesh, name=name, encoder_decoders=encoder_decoders
+    )
 
 
 def _served_run(
@@ -98,7 +104,16 @@ def _served_run(
     _check_says_something(model, run.config, path)
     longest = getattr(run.config.model, "max_sequence_length", None)
     return Served(
-        name, model, run.params, run.model_state, tokenizer, chat, _embeds(run.config), int(time.time()), longest
+        name,
+        model,
+        run.params,
+        run.model_state,
+        tokenizer,
+        chat,
+        _embeds(run.config),
+        int(time.time()),
+        longest,
+        special_of_run(run.info, run.run_dir, tokenizer),
     )
 
 
@@ -110,6 +125,7 @@ def _served_folder(
     quantize: str | None,
     mesh: "Mesh | None",
     name: str,
+    encoder_decoders: bool,
 ) -> Served:
     tree: dict[str, Any] = {"model": {"from": str(path)}, "optimizer": {"kind": "sgd", "momentum": 0.0}}
     if adapter is not None:
@@ -134,7 +150,8 @@ def _served_folder(
     if length is None:
         raise ConfigError(f"{path} is no model of texts; serve one that reads and writes texts")
     model = build_sharded_model(config, input_shape=(length,), mesh=mesh)
-    _check_says_something(model, config, path)
+    if not encoder_decoders or model.model.decoder is None:
+        _check_says_something(model, config, path)
     start = accept_start(
         str(path),
         None,
@@ -152,7 +169,16 @@ def _served_folder(
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)
     return Served(
-        name, model, params, start.model_state or {}, tokenizer, chat, _embeds(config), int(time.time()), length
+        name,
+        model,
+        params,
+        start.model_state or {},
+        tokenizer,
+        chat,
+        _embeds(config),
+        int(time.time()),
+        length,
+        special_of_folder(file, tokenizer),
     )
 
 

@@ -217,3 +217,12 @@ def test_the_process_from_start_to_sigterm(folder, tmp_path):
         watchdog.cancel()
         process.kill()
         process.communicate()
+
+
+@pytest.mark.long
+def test_load_beside_clients_that_misbehave():
+    """The short form of what `scripts/load_serve.py` does for five minutes; it ends with 1 where anything was wrong."""
+    words = [sys.executable, str(ROOT / "scripts" / "load_serve.py"), "--minutes", "0.034", "--clients", "4"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("nothing was wrong\n")

@@ -18,7 +18,7 @@ USAGE = {
     "group with a wrong member": ("data prepar", 2, r"jaxtrain data: no command 'prepar', it has prepare"),
     "missing config": ("train", 2, r"jaxtrain train: CONFIG is missing; 'jaxtrain train --help' shows what it takes"),
     "override in place of the config": ("train train.steps=5", 2, r"CONFIG is missing before train\.steps=5"),
-    "missing run": ("sample", 2, r"jaxtrain sample: RUN_DIR is missing"),
+    "missing run": ("sample", 2, r"jaxtrain sample: RUN\|FOLDER is missing"),
     "missing output": ("data prepare quickstart", 2, r"-o/--output is missing"),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "unknown option": ("doctor --fast", 2, r"jaxtrain doctor: no option --fast"),

@@ -68,8 +68,10 @@ def test_chat_answers_with_scores(client):
         model="tiny", messages=HI, max_completion_tokens=2, n=2, logprobs=True, top_logprobs=1
     )
     for index, one in enumerate(found.choices):
-        assert (one.index, one.message.role, one.message.content) == (index, "assistant", "<|im_start|>u")
-        assert [(two.token, two.bytes, two.logprob) for two in one.logprobs.content][1] == ("u", [117], -0.5)
+        assert (one.index, one.message.role, one.message.content) == (index, "assistant", "u")
+        assert [(two.token, two.bytes, two.logprob) for two in one.logprobs.content] == [
+            ("<|im_start|>", list(b"<|im_start|>"), -0.5), ("u", [117], -0.5),
+        ]  # fmt: skip
         assert one.logprobs.content[1].top_logprobs[0].token == "u"
 
 
@@ -93,7 +95,19 @@ def test_a_streamed_chat_begins_with_the_role(client):
     chunks = list(client.chat.completions.create(model="tiny", messages=HI, max_tokens=3, stream=True))
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "<|im_start|>us"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "us"
+
+
+def test_special_tokens_are_shown_where_they_are_asked_for(client):
+    """The scripted model repeats its prompt, which begins with <|im_start|>."""
+    shown: Any = {"skip_special_tokens": False}
+    found = client.chat.completions.create(model="tiny", messages=HI, max_tokens=2, extra_body=shown)
+    assert found.choices[0].message.content == "<|im_start|>u"
+    asked: Any = {"model": "tiny", "prompt": "a<|im_start|>b", "max_tokens": 4}
+    assert client.completions.create(**asked).choices[0].text == "aba"
+    assert client.completions.create(**asked, extra_body=shown).choices[0].text == "a<|im_start|>ba"
+    stopped = client.completions.create(**asked, stop="<|im_start|>").choices[0]
+    assert (stopped.text, stopped.finish_reason) == ("a", "stop")
 
 
 def test_a_stop_ends_the_answer_and_frees_the_slot(client, engine):
@@ -112,7 +126,10 @@ STATUSES = {
     "no embeddings here": ("POST", "/v1/embeddings", b'{"model": "tiny", "input": "a"}', 404),
     "an unknown path": ("GET", "/v2/models", b"", 404),
     "another method": ("GET", "/v1/completions", b"", 405),
+    "a method of a path with a name": ("DELETE", "/v1/models/tiny", b"", 405),
 }
+# What the header Allow of an answer with status 405 says.
+ALLOWED = {"/v1/completions": {"POST"}, "/v1/models/tiny": {"GET", "HEAD"}}
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), STATUSES.values(), ids=STATUSES)
@@ -121,6 +138,9 @@ def test_what_is_wrong_has_its_status_and_an_error_object(address, method, path,
     error = answer.json()["error"]
     assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
     assert "\n" not in error["message"]
+    assert {one for one in answer.headers.get("allow", "").split(", ") if one} == (
+        ALLOWED[path] if status == 405 else set()
+    )
 
 
 def test_ten_megabytes_are_refused_and_others_do_not_notice(address, client):

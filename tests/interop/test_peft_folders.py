@@ -196,6 +196,27 @@ def test_an_adapter_of_another_family_is_refused(tmp_path):
         jt.save_adapter(tmp_path / "x", model.params, model=model.model, base=model)
 
 
+def test_an_export_that_ends_in_between_leaves_nothing(tmp_path, monkeypatch):
+    """The adapter is written beside the folder, which gets its name when it is whole."""
+    base = jt.load_pretrained(base_of("llama"))
+    model, params = jt.load_adapter(HERE / "adapters" / "llama", base=base)
+
+    def interrupted(*_):
+        assert [file.name for file in tmp_path.iterdir()] == [".adapter.partial"]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr("jaxtrain.interop.peft.write_base_digests", interrupted)
+        jt.save_adapter(tmp_path / "adapter", params, model=model, base=base)
+    assert list(tmp_path.iterdir()) == []
+    # What kill -9 leaves is in nobody's way.
+    (tmp_path / ".adapter.partial").mkdir()
+    (tmp_path / ".adapter.partial" / "adapter_model.safetensors").write_bytes(b"half")
+    folder = jt.save_adapter(tmp_path / "adapter", params, model=model, base=base)
+    assert list(tmp_path.iterdir()) == [folder]
+    jt.load_adapter(folder, base=base)
+
+
 def test_another_base_of_the_same_shapes_is_refused(tmp_path):
     base = jt.load_pretrained(base_of("llama"))
     model, params = jt.load_adapter(HERE / "adapters" / "llama", base=base)

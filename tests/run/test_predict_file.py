@@ -354,3 +354,34 @@ def test_several_classes_per_row_are_refused(published, cli):
     answer = cli("predict", str(config.parent), "texts.txt")
     assert (answer.code, answer.out) == (2, "")
     assert "gives each class a probability of its own (problem_type: multi_label_classification)" in answer.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["vit_classification", "resnet_basic"])
+def test_a_published_model_reads_images(name, published, tmp_path, cli):
+    """As its preprocessor_config.json says; without one it takes arrays alone."""
+    folder, photos = published(name), tmp_path / "photos"
+    photos.mkdir()
+    drawn = np.random.default_rng(0).integers(0, 256, (2, 20, 24, 3), dtype=np.uint8)
+    for number, pixels in enumerate(drawn):
+        Image.fromarray(pixels).save(photos / f"{number}.png")
+    answer = cli("predict", str(folder), str(photos))
+    assert (answer.code, answer.out) == (2, "")
+    assert "preprocessor_config.json" in answer.err
+    half = [0.5, 0.5, 0.5]
+    settings = {"image_processor_type": "ViTImageProcessor", "size": 16, "image_mean": half, "image_std": half}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    answer = cli("predict", str(folder), str(photos), "--probabilities")
+    assert answer.code == 0, answer.err
+    pretrained = jt.load_pretrained(folder)
+    squeezed = [Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR) for pixels in drawn]
+    inputs = np.stack([np.asarray(image, np.float32) for image in squeezed]) / 127.5 - 1
+    outputs, _ = pretrained.model.apply(pretrained.params, pretrained.model_state, inputs, key=None, train=False)
+    rows = parsed(answer.out)
+    assert [Path(row["file"]).name for row in rows] == ["0.png", "1.png"]
+    for row, logits in zip(rows, np.asarray(outputs, np.float64), strict=True):
+        shares = np.exp(logits) / np.exp(logits).sum()
+        found = [float(row[f"probability_label {i}"]) for i in range(3)]
+        # Rows fill up a batch, and float32 sums are in another order.
+        np.testing.assert_allclose(found, shares, rtol=1e-4)
+        assert row["class"] == f"label {int(shares.argmax())}"

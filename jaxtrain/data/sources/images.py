@@ -198,8 +198,27 @@ def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "I
         box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"image {path} cannot be decoded ({reason}); repair or remove it") from None
+        raise _undecodable(path, error) from None
+
+
+def decoded_image(path: Path) -> "Image.Image":
+    """Reads a whole image in RGB, 8 bits per channel.
+
+    Raises:
+        DataError: It cannot be decoded.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return _eight_bits(image, path).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise _undecodable(path, error) from None
+
+
+def _undecodable(path: Path, error: Exception) -> DataError:
+    reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
+    return DataError(f"image {path} cannot be decoded ({reason}); repair or remove it")
 
 
 def _eight_bits(image: "Image.Image", path: Path) -> "Image.Image":

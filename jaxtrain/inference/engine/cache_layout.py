@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout, logical_spec
 from jaxtrain.models.model import Decoder
+from jaxtrain.models.ring_cache import make_cache
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class CacheLayout:
         return jax.tree.map(put, cache, own, self.slot_dims)
 
 
-def cache_layout(decoder: Decoder, layout: Layout, *, slots: int, length: int, dtype: DTypeLike) -> CacheLayout:
+def cache_layout(
+    decoder: Decoder, layout: Layout, *, slots: int, length: int, chunk: int, dtype: DTypeLike
+) -> CacheLayout:
     """Find the dims of a decoder's cache, and its shardings.
 
     Args:
@@ -52,19 +55,21 @@ def cache_layout(decoder: Decoder, layout: Layout, *, slots: int, length: int, d
         layout: of the model.
         slots: rows of the cache.
         length: positions of each.
+        chunk: most tokens of a row that are written at a time.
         dtype: of keys and values.
     """
 
-    def shapes(slots: int, length: int) -> Any:
-        return jax.eval_shape(lambda: decoder.init_cache(slots, length, dtype))
+    def shapes(slots: int, more: int = 0) -> Any:
+        return jax.eval_shape(lambda: make_cache(decoder, slots, length + more, dtype, chunk=chunk + more))
 
     def differs(first: Any, other: Any) -> int:
         return next((dim for dim, size in enumerate(first.shape) if size != other.shape[dim]), -1)
 
-    cache = shapes(slots, length)
+    cache = shapes(slots)
     # Shapes alone say which dim is which, so that a decoder may arrange its cache as it likes.
-    slot_dims = jax.tree.map(differs, cache, shapes(slots + 1, length))
-    length_dims = jax.tree.map(differs, cache, shapes(slots, length + 1))
+    slot_dims = jax.tree.map(differs, cache, shapes(slots + 1))
+    # A ring grows with the chunk, and the other caches with the length.
+    length_dims = jax.tree.map(differs, cache, shapes(slots, more=1))
     assert all(dim >= 0 for dim in jax.tree.leaves(slot_dims)), "every array of a cache has a row per text"
 
     def sharding(leaf: Any, slot_dim: int, length_dim: int) -> NamedSharding:

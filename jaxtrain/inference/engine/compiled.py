@@ -18,7 +18,9 @@ from jaxtrain.inference.choose import RowSampling, row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout, fitting
 from jaxtrain.inference.engine.programs import Chosen, SlotState, copy_slot, decode_slots, prefill_chunk, set_penalties
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.model import Params
+from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.decoding_options import decoding_options
@@ -38,6 +40,11 @@ class Programs:
         chunk: C.
         cache_dtype: of keys and values; None: the compute dtype.
         speculate: longest draft; 0: none is verified.
+
+    Attributes:
+        params: in the compute dtype.
+        slots, chunk: as given.
+        vocab_size: V.
     """
 
     def __init__(
@@ -54,13 +61,15 @@ class Programs:
         decoder = sharded_model.model.decoder
         assert decoder is not None
         dtype = sharded_model.policy.compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
-        layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, dtype=dtype)
+        # Tokens of a slot that a program writes at a time.
+        most = max(chunk, 1 + speculate)
+        layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, chunk=most, dtype=dtype)
         # Once, and not in every step, which would read the parameters as they are stored.
         self.params = cast_floats(params, sharded_model.policy.compute_dtype)
         self.slots, self.chunk = slots, chunk
         one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         with sharded_model.context():
-            one_cache = jax.eval_shape(lambda: decoder.init_cache(1, length, dtype))
+            one_cache = jax.eval_shape(lambda: make_cache(decoder, 1, length, dtype, chunk=most))
             logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
         self.vocab_size = logits.shape[-1]
         mesh = sharded_model.mesh
@@ -70,7 +79,8 @@ class Programs:
 
         def begin() -> SlotState:
             counts = jnp.zeros((slots, self.vocab_size), jnp.int32)
-            return SlotState(decoder.init_cache(slots, length, dtype), counts, counts, counts.astype(jnp.float32))
+            cache = make_cache(decoder, slots, length, dtype, chunk=most)
+            return SlotState(cache, counts, counts, counts.astype(jnp.float32))
 
         def given(*values: Any) -> Any:
             """Arguments from the host, as shapes."""
@@ -188,7 +198,7 @@ class Programs:
         rows, row = _greedy(self.slots), _greedy(1)
         for width in self._decode:
             fed = np.zeros((self.slots, width), np.int32)
-            self.decode(fed, np.zeros(self.slots, np.int32), np.zeros(self.slots, bool), rows, wants_top=False)
+            self.decode(fed, np.full(self.slots, NOWHERE, np.int32), np.zeros(self.slots, bool), rows, wants_top=False)
         for width in self._prefill:
             jax.block_until_ready(
                 self.prefill(0, [0] * width, 0, row, is_last=False, wants_top=False, next_tokens=None)

@@ -16,6 +16,7 @@ from jaxtrain.inference.engine.request import EngineCounters, EngineDead, Engine
 from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket
 from jaxtrain.models.model import Decoder, Params
+from jaxtrain.models.ring_cache import ring_of
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.given_state import check_not_donated
 
@@ -83,6 +84,7 @@ class Engine:
         queue = check_whole(queue, what="Engine: queue", least=1, write="queue=256")
         speculate = check_whole(speculate, what="Engine: speculate", least=0, write="speculate=4")
         self._speculate = min(speculate, self._length - 1)
+        self._ring = ring_of(decoder, self._length, max(self._chunk, 1 + self._speculate))
         check_kind(
             reuse_prefixes, bool, what="Engine: reuse_prefixes", takes="True or False", write="reuse_prefixes=True"
         )
@@ -132,7 +134,12 @@ class Engine:
         self._params = programs.params
         self._vocab_size = programs.vocab_size
         self._scheduler = Scheduler(
-            programs, self._waiting, length=self._length, speculate=self._speculate, reuse=self._reuse
+            programs,
+            self._waiting,
+            length=self._length,
+            speculate=self._speculate,
+            reuse=self._reuse,
+            ring=self._ring,
         )
         self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
         self._thread.start()

@@ -4,7 +4,8 @@ Shapes: S slots, W tokens fed to each (1, or 1 and a draft), C tokens of a chunk
 """
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtrain.inference.choose import RowSampling, choose_rows, log_probabilities_of
 from jaxtrain.inference.engine.cache_layout import CacheLayout
 from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
+from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.model import Decoder, Params
 
 
@@ -65,13 +67,13 @@ def decode_slots(
 ) -> tuple[SlotState, Chosen]:
     """Feed every slot its last token (and a draft of the next ones), and choose what follows each token fed.
 
-    A slot without a text that goes on is fed too: what it writes stands where its next token will overwrite it.
+    A slot without a text that goes on is fed too, at positions that are not written.
 
     Args:
         params: in the compute dtype.
         state: of the slots.
         tokens_SW: int32; behind the last token of the text stands the draft, or anything.
-        positions_S: of the first token of each row, int32; positions beyond the cache are not written.
+        positions_S: of the first token of each row, int32; `NOWHERE` for a row whose tokens are not to be written.
         writes_S: whether the row has a text that goes on, bool.
         rows: how the token after the first is chosen. Those after a draft's are the likeliest.
         wants_top: whether anybody asked for alternatives, bool [].
@@ -121,8 +123,7 @@ def prefill_chunk(
         params: in the compute dtype.
         state: of the slots.
         slot: index, int32 [].
-        tokens_C: of the prompt, padded on the right, int32. What the padding writes stands where the next tokens will
-            overwrite it, or beyond the cache and is not written.
+        tokens_C: of the prompt, padded on the right, int32. The padding is not written.
         begin: position of the first of them, int32 [].
         count: of tokens without padding, at least 1, int32 [].
         is_last: whether the prompt ends with it, bool [].
@@ -134,31 +135,56 @@ def prefill_chunk(
         layout: of its cache.
 
     Returns:
-        The state; what follows the chunk, [1], of which only that of a prompt's last chunk means something; and what
-        is reported of `next_tokens_C`, [C], zeros where the request did not ask.
+        The state; what follows the chunk, [1], zeros where the prompt goes on; and what is reported of
+        `next_tokens_C`, [C], zeros where the request did not ask.
     """
-    own = layout.take(state.cache, slot)
-    positions_1C = (begin + jnp.arange(tokens_C.shape[0], dtype=jnp.int32))[None]
-    logits_1CV, own = decoder.decode(params, tokens_C[None], positions_1C, own)
+    own, order_C = layout.take(state.cache, slot), jnp.arange(tokens_C.shape[0], dtype=jnp.int32)
+    positions_1C = jnp.where(order_C < count, begin + order_C, NOWHERE)[None]
+    logits, own = _deferred(params, tokens_C[None], positions_1C, own, decoder)
     cache = layout.put(state.cache, own, slot)
-    last_1V = jax.lax.dynamic_slice_in_dim(logits_1CV[0], count - 1, 1)
     one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
-    chosen_1 = choose_rows(
-        last_1V,
-        row,
-        (begin + count)[None],
-        prompt_counts_SV=one(state.prompt_counts_SV),
-        output_counts_SV=one(state.output_counts_SV),
-        bias_SV=one(state.bias_SV),
-    )
-    counts_SV = state.output_counts_SV.at[slot, chosen_1[0]].add(is_last.astype(jnp.int32))
+    vocabulary = state.bias_SV.shape[-1]
+
+    def following() -> Chosen:
+        last_1V = logits(count - 1, 1)
+        chosen_1 = choose_rows(
+            last_1V,
+            row,
+            (begin + count)[None],
+            prompt_counts_SV=one(state.prompt_counts_SV),
+            output_counts_SV=one(state.output_counts_SV),
+            bias_SV=one(state.bias_SV),
+        )
+        return _described(last_1V, chosen_1, wants_top)
+
+    chosen = jax.lax.cond(is_last, following, lambda: _nothing(jnp.zeros(1, jnp.int32), vocabulary))
+    counts_SV = state.output_counts_SV.at[slot, chosen.tokens[0]].add(is_last.astype(jnp.int32))
     prompt = jax.lax.cond(
         wants_prompt,
-        lambda: _described(logits_1CV[0], next_tokens_C, wants_top),
-        lambda: _nothing(next_tokens_C, logits_1CV.shape[-1]),
+        lambda: _described(logits(0, len(tokens_C)), next_tokens_C, wants_top),
+        lambda: _nothing(next_tokens_C, vocabulary),
     )
     state = SlotState(cache, state.prompt_counts_SV, counts_SV, state.bias_SV)
-    return state, _described(last_1V, chosen_1, wants_top), prompt
+    return state, chosen, prompt
+
+
+def _deferred(
+    params: Params, tokens_1C: jax.Array, positions_1C: jax.Array, cache: Any, decoder: Decoder
+) -> tuple[Callable[[jax.Array | int, int], jax.Array], Any]:
+    """Feed tokens of one row; returns (first, number) -> logits float32 [number, V] of some of them, and the cache.
+
+    The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
+    """
+    if decoder.deferred is None:
+        logits_1CV, cache = decoder.decode(params, tokens_1C, positions_1C, cache)
+        return lambda first, number: jax.lax.dynamic_slice_in_dim(logits_1CV[0], first, number), cache
+    deferred, cache = decoder.deferred(params, tokens_1C, positions_1C, cache)
+
+    def logits(first: jax.Array | int, number: int) -> jax.Array:
+        hidden_1ND = jax.lax.dynamic_slice_in_dim(deferred.hidden, first, number, axis=1)
+        return replace(deferred, hidden=hidden_1ND).logits()[0].astype(jnp.float32)
+
+    return logits, cache
 
 
 def set_penalties(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array, bias_V: jax.Array) -> SlotState:

@@ -19,6 +19,8 @@ from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request
 from jaxtrain.inference.engine.slots import Slot, lender_for, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.models.decoder import NOWHERE
+from jaxtrain.models.ring_cache import Ring
 
 
 class Waiting:
@@ -70,16 +72,26 @@ class Scheduler:
         length: positions of the cache.
         speculate: longest draft; 0: none.
         reuse: whether a prompt keeps what a slot has of it.
+        ring: of layers with a window; None: the cache keeps all positions.
 
     Attributes:
         counters: what was done.
         waiting: requests for slots.
     """
 
-    def __init__(self, programs: Programs, waiting: Waiting, *, length: int, speculate: int, reuse: bool):
+    def __init__(
+        self,
+        programs: Programs,
+        waiting: Waiting,
+        *,
+        length: int,
+        speculate: int,
+        reuse: bool,
+        ring: Ring | None = None,
+    ):
         self._programs, self._length, self._speculate, self._reuse = programs, length, speculate, reuse
         self.waiting = waiting
-        self._slots = [Slot(index) for index in range(programs.slots)]
+        self._slots = [Slot(index, ring) for index in range(programs.slots)]
         self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
         self._orders = 0
         self.counters = EngineCounters(slots=programs.slots)
@@ -180,6 +192,7 @@ class Scheduler:
         )
         self._count(prefill_chunks=1)
         slot.cached += tokens
+        slot.wrote(end)
         entries = slot.ticket.prompt_log_probabilities
         if entries is not None:
             given = jax.device_get(prompt)
@@ -194,7 +207,7 @@ class Scheduler:
         lender, kept = lender_for(slot, self._slots)
         if lender is not None:
             self._programs.copy(lender.index, slot.index)
-            slot.borrow(kept)
+            slot.borrow(lender, kept)
         slot.reuses = False
         self._count(cached_tokens=slot.ticket.cached_tokens)
 
@@ -203,8 +216,8 @@ class Scheduler:
         drafts = {slot.index: self._draft(slot) for slot in writing if slot.drafts is not None}
         width = 1 + self._speculate if any(drafts.values()) else 1
         tokens_SW = np.zeros((len(self._slots), width), np.int32)
-        # What a row without an answer writes stands where its own next token will overwrite it.
-        positions_S = np.array([len(slot.cached) for slot in self._slots], np.int32)
+        # A row without an answer writes nothing, and its old text makes the others read no more of the cache.
+        positions_S = np.array([len(slot.cached) if slot.writes else NOWHERE for slot in self._slots], np.int32)
         writes_S = np.array([slot.writes for slot in self._slots])
         for slot in writing:
             draft = drafts.get(slot.index, [])
@@ -216,6 +229,7 @@ class Scheduler:
         for slot in writing:
             assert slot.ticket is not None
             draft = drafts.get(slot.index, [])
+            slot.wrote(len(slot.cached) + width)
             right = accepted(draft, chosen.tokens[slot.index].tolist())
             self._count(speculated_tokens=len(draft), accepted_tokens=right)
             slot.cached += [slot.text[-1], *draft[:right]]

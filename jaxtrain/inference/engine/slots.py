@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxtrain.inference.engine.drafts import Drafts
 from jaxtrain.inference.engine.ticket import Ticket
+from jaxtrain.models.ring_cache import Ring, can_go_on
 
 # A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
 _WORTH_KEEPING = 16
@@ -14,9 +15,12 @@ class Slot:
 
     Args:
         index: of the row.
+        ring: of layers with a window; None: the row keeps all positions.
 
     Attributes:
         index: of the row.
+        ring: as given.
+        written: one more than the last position that was written since position 0 was.
         ticket: whose it is; None: it is free.
         cached: tokens whose keys and values are at positions 0, 1, ... of the row. They stay when the row becomes free,
             so that a prompt that begins with them need not be read again.
@@ -28,8 +32,9 @@ class Slot:
         has_bias: whether the biases of the row on the device may be other than zero.
     """
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, ring: Ring | None = None):
+        self.index, self.ring = index, ring
+        self.written = 0
         self.ticket: Ticket | None = None
         self.cached: list[int] = []
         self.text: list[int] = []
@@ -59,20 +64,26 @@ class Slot:
             speculate: whether tokens may be drafted.
         """
         tokens = ticket.request.tokens
-        # The last token is read in any case: its logits choose the first of the answer.
-        kept = min(shared_prefix(self.cached, tokens), len(tokens) - 1) if reuse else 0
+        kept = min(kept_prefix(self, tokens), len(tokens) - 1) if reuse else 0
+        self.written = self.written if kept else 0
         self.ticket, self.order, self.emitted, self.reuses = ticket, order, 0, reuse
         self.cached, self.text = self.cached[:kept], list(tokens)
         self.drafts = Drafts(tokens) if speculate else None
         ticket.cached_tokens = kept
 
-    def borrow(self, kept: int) -> None:
-        """Note that another row's keys and values of the first tokens of the prompt were copied to this one.
+    def wrote(self, end: int) -> None:
+        """Note that positions before `end` were written, be it by tokens of the text or by drafts that were refused."""
+        self.written = max(self.written, end)
+
+    def borrow(self, lender: "Slot", kept: int) -> None:
+        """Note that another row's keys and values were copied to this one, for the first tokens of the prompt.
 
         Args:
+            lender: the other row.
             kept: how many tokens.
         """
         assert self.ticket is not None
+        self.written = lender.written
         self.cached = self.text[:kept]
         self.ticket.cached_tokens = kept
 
@@ -89,6 +100,21 @@ def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return min(len(first), len(second))
 
 
+def kept_prefix(slot: Slot, tokens: Sequence[int]) -> int:
+    """Count the tokens of a prompt after which its text can go on in a row.
+
+    Args:
+        slot: the row.
+        tokens: of the prompt.
+
+    Returns:
+        Those that the prompt and the row have in common; 0 where layers with a window have overwritten what the next
+        token sees. (The last token of a prompt is read in any case: its logits choose the first one of the answer.)
+    """
+    shared = shared_prefix(slot.cached, tokens)
+    return shared if can_go_on(slot.ring, min(shared, len(tokens) - 1), slot.written) else 0
+
+
 def lender_for(slot: Slot, slots: Iterable[Slot]) -> tuple[Slot | None, int]:
     """Find the row that has more of a prompt than the request's own row, by enough to be worth a copy.
 
@@ -103,7 +129,7 @@ def lender_for(slot: Slot, slots: Iterable[Slot]) -> tuple[Slot | None, int]:
     tokens = slot.ticket.request.tokens
     best, most = None, len(slot.cached) + _WORTH_KEEPING - 1
     for other in slots:
-        kept = min(shared_prefix(other.cached, tokens), len(tokens) - 1)
+        kept = min(kept_prefix(other, tokens), len(tokens) - 1)
         if other is not slot and kept > most:
             best, most = other, kept
     return best, most
@@ -120,4 +146,4 @@ def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
         The row; None where all are in use.
     """
     free = [slot for slot in slots if slot.ticket is None]
-    return max(free, key=lambda slot: (shared_prefix(slot.cached, tokens) // _WORTH_KEEPING, -slot.order), default=None)
+    return max(free, key=lambda slot: (kept_prefix(slot, tokens) // _WORTH_KEEPING, -slot.order), default=None)

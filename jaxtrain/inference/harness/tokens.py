@@ -14,6 +14,7 @@ from jaxtrain.data.chat.formats import ChatFormat, published_tokens
 from jaxtrain.data.special import NamedTokens
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, encode_all
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.inference.prompts import leading_tokens
 
 # What stands between two documents of bytes, which have no token for it.
 _NEWLINE = ord("\n")
@@ -86,13 +87,16 @@ class TaskTokens:
         return found
 
 
-def task_tokens(tokenizer: Tokenizer | None, files: Mapping[str, str], form: ChatFormat | None) -> TaskTokens:
+def task_tokens(
+    tokenizer: Tokenizer | None, files: Mapping[str, str], form: ChatFormat | None, *, add_special_tokens: bool = True
+) -> TaskTokens:
     """Finds how the texts of tasks are encoded.
 
     Args:
         tokenizer: Of the model.
         files: Of the published model, as `files_beside` reads them; empty: there was none.
         form: Of the chats in which the tasks ask; None: they ask in plain texts.
+        add_special_tokens: Whether what the tokenizer's file puts before a text stands before one.
 
     Raises:
         ConfigError: There is no tokenizer.
@@ -104,12 +108,7 @@ def task_tokens(tokenizer: Tokenizer | None, files: Mapping[str, str], form: Cha
         if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
             raise ConfigError("the run has no tokenizer.json, so it cannot read chats")
         chats = chat_encoder(tokenizer)
-    leading: list[int] = []
-    if isinstance(tokenizer, BpeTokenizer):
-        for entry, _ in tokenizer.frame(pair=False):
-            if isinstance(entry, str):
-                break
-            leading.append(entry)
+    leading = leading_tokens(tokenizer) if add_special_tokens else ()
     names, ends = published_tokens(files, tokenizer) if files and isinstance(tokenizer, NamedTokens) else ({}, ())
     begin = (
         tokenizer.token_id(names["bos_token"]) if "bos_token" in names and isinstance(tokenizer, NamedTokens) else None
@@ -117,4 +116,4 @@ def task_tokens(tokenizer: Tokenizer | None, files: Mapping[str, str], form: Cha
     end = next(iter(ends), tokenizer.end_of_text)
     prefix = next((i for i in (begin, end) if i is not None), _NEWLINE)
     stop = {*ends, *(() if form is None else form.stop), tokenizer.end_of_text} - {None}
-    return TaskTokens(tokenizer, tuple(leading), prefix, frozenset(i for i in stop if i is not None), chats)
+    return TaskTokens(tokenizer, leading, prefix, frozenset(i for i in stop if i is not None), chats)

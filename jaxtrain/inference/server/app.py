@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from jaxtrain.inference.server.answers import chunk, first_chunk, last_chunk, new_envelope, whole_answer
 from jaxtrain.inference.server.bodies import chat_call, completion_call
 from jaxtrain.inference.server.call import Call, engine_requests
-from jaxtrain.inference.server.choices import Piece, TokenTexts
+from jaxtrain.inference.server.choices import Piece
 from jaxtrain.inference.server.embeddings import embedding_answer, embedding_call
 from jaxtrain.inference.server.fields import parse_body
 from jaxtrain.inference.server.incoming import GoneError, Limits, read_body, while_there
@@ -29,6 +29,7 @@ from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.refused import RefusedError
 from jaxtrain.inference.server.running import Asked, Running
 from jaxtrain.inference.server.tokens import detokenize, tokenize, tokenizer_info
+from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.runtime.remarks import print_remark
 
 _LIMITS = Limits()
@@ -101,10 +102,12 @@ def build_app(service: Service) -> Starlette:
     def unknown(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         known = ", ".join(path for _, path, _ in table if path.startswith("/v1") and "{" not in path)
-        allowed = [method for method, path, _ in table if path == request.url.path]
-        said = f"use {allowed[0]} for {request.url.path}" if allowed else f"there is nothing here; there are {known}"
+        # Starlette names the methods of the path where there are any.
+        headers = dict(error.headers or {})
+        allowed = sorted(one for one in headers.get("Allow", "").split(", ") if one not in ("", "HEAD"))
+        said = f"use {allowed[0]} for {request.url.path!a}" if allowed else f"there is nothing here; there are {known}"
         counters.answered("other", error.status_code)
-        return _refusal(RefusedError(error.status_code, said))
+        return _refusal(RefusedError(error.status_code, said), headers=headers)
 
     return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
@@ -142,8 +145,8 @@ def _check_key(request: HttpRequest, key: str | None) -> None:
         raise RefusedError(401, f"{said}; send the header Authorization: Bearer KEY", code="invalid_api_key")
 
 
-def _refusal(error: RefusedError) -> Response:
-    return _json(error.to_json(), status=error.status, headers=error.headers)
+def _refusal(error: RefusedError, *, headers: Mapping[str, str] | None = None) -> Response:
+    return _json(error.to_json(), status=error.status, headers={**error.headers, **(headers or {})})
 
 
 def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -127,6 +127,7 @@ _SHARED = {
     "logit_bias": Field(_logit_bias, ()),
     "n": Field(whole(1, _MOST_CHOICES), 1),
     "stop": Field(texts(0, _MOST_STOPS), ()),
+    "skip_special_tokens": Field(flag, True),
     "seed": Field(whole(-(2**63), 2**64 - 1)),
     "stream": Field(flag, False),
     "stream_options": Field(_stream_options),
@@ -138,7 +139,7 @@ _COMPLETION = {
     "max_tokens": Field(whole(0), _COMPLETION_TOKENS),
     "logprobs": Field(whole(0, _MOST_ALTERNATIVES)),
     "echo": Field(flag, False),
-    "add_special_tokens": Field(flag, True),
+    "add_special_tokens": Field(flag),
     "best_of": Field(unsupported(1, instead="ask for n answers and choose yourself")),
     "suffix": Field(unsupported("", instead="give the text before the gap alone")),
 }
@@ -251,7 +252,9 @@ def _call(
         )
     except ConfigError as error:
         raise RefusedError(400, str(error)) from None
-    seed = fields["seed"]
+    seed, special = fields["seed"], reader.special_tokens
+    # A stop that spells a special token, which the text does not show, is met by the token itself.
+    stops = {special[one] for one in fields["stop"] if one in special}
     return Call(
         is_chat=is_chat,
         prompts=tuple(prompts),
@@ -260,7 +263,8 @@ def _call(
         seed=secrets.randbits(32) if seed is None else seed % 2**32,
         new_tokens=new_tokens,
         stop=fields["stop"],
-        stop_tokens=reader.stop_tokens,
+        stop_tokens=reader.stop_tokens | stops,
+        hidden=frozenset(special.values() if fields["skip_special_tokens"] else ()),
         echo=fields.get("echo", False),
         top=top,
         stream=fields["stream"],

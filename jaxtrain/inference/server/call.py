@@ -35,6 +35,7 @@ class Call:
         new_tokens: at most; None: as many as there is room for; 0: none, the prompt alone is asked for.
         stop: texts at which an answer ends.
         stop_tokens: ids at which it ends.
+        hidden: ids that an answer does not show: special tokens, unless they were asked for.
         echo: whether the prompt stands before its answer.
         top: alternatives that are reported per token; None: no log-probabilities are.
         stream: whether pieces are sent as they come.
@@ -49,6 +50,7 @@ class Call:
     new_tokens: int | None
     stop: tuple[str, ...]
     stop_tokens: frozenset[int]
+    hidden: frozenset[int]
     echo: bool
     top: int | None
     stream: bool

@@ -1,6 +1,5 @@
 """One answer as it grows: tokens of the engine become pieces of text with their log-probabilities. No jax here."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.server.call import Call, Prompt
-from jaxtrain.inference.text_stream import TextStream
+from jaxtrain.inference.text_stream import TextStream, TokenTexts
 
 if TYPE_CHECKING:
     from jaxtrain.data import Tokenizer
@@ -54,28 +53,6 @@ class Piece:
         return not self.text and not self.scored and self.finish_reason is None
 
 
-class TokenTexts:
-    """The text of single tokens, as a continuation: a space before a word stays.
-
-    Args:
-        tokenizer: turns ids into text.
-    """
-
-    def __init__(self, tokenizer: "Tokenizer"):
-        anchor = [int(i) for i in tokenizer.encode("a")]
-        start = len(tokenizer.decode(anchor)) if anchor else 0
-
-        @functools.lru_cache(maxsize=65_536)
-        def text(token: int) -> str:
-            return tokenizer.decode([*anchor, token])[start:]
-
-        self._text = text
-
-    def __call__(self, token: int) -> str:
-        """The text of a token."""
-        return self._text(token)
-
-
 class Choice:
     """One answer as it grows.
 
@@ -92,9 +69,9 @@ class Choice:
 
     def __init__(self, call: Call, prompt: Prompt, tokenizer: "Tokenizer", texts: TokenTexts):
         self._call, self._prompt, self._tokenizer, self._texts = call, prompt, tokenizer, texts
-        self._stream = TextStream(tokenizer, stop=call.stop, stop_tokens=call.stop_tokens)
+        self._stream = TextStream(tokenizer, stop=call.stop, stop_tokens=call.stop_tokens, hidden=call.hidden)
         # Where a token begins does not depend on text that is held back for a stop.
-        self._places = TextStream(tokenizer)
+        self._places = TextStream(tokenizer, hidden=call.hidden)
         self._begin = len(prompt.text) if call.echo else 0
         self._waiting: list[Scored] = []
         self.num_tokens = 0

@@ -10,9 +10,13 @@ from jaxtrain.data.chat.masks import prompt_text
 from jaxtrain.data.chat.templates import Template, compile_template
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.inference.prompts import tokens_around
 from jaxtrain.inference.server.call import Prompt
 from jaxtrain.inference.server.fields import is_whole, shown
 from jaxtrain.inference.server.refused import RefusedError
+from jaxtrain.inference.special import SpecialTokens
+
+_NOTHING_SPECIAL = SpecialTokens()
 
 
 class PromptReader:
@@ -24,18 +28,28 @@ class PromptReader:
         tokenizer: between texts and ids.
         chat: how conversations are written; None: there is no template.
         vocab_size: ids that the model has.
+        special: what is known of the special tokens besides.
 
     Attributes:
-        tokenizer, chat, vocab_size: as given.
+        tokenizer, chat, vocab_size, special: as given.
         stop_tokens: ids at which the model stops.
+        special_tokens: text of each special token -> its id.
     """
 
-    def __init__(self, tokenizer: BpeTokenizer | ByteTokenizer, chat: ChatFormat | None, *, vocab_size: int):
-        self.tokenizer, self.chat, self.vocab_size = tokenizer, chat, vocab_size
+    def __init__(
+        self,
+        tokenizer: BpeTokenizer | ByteTokenizer,
+        chat: ChatFormat | None,
+        *,
+        vocab_size: int,
+        special: SpecialTokens = _NOTHING_SPECIAL,
+    ):
+        self.tokenizer, self.chat, self.vocab_size, self.special = tokenizer, chat, vocab_size, special
         end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-        self.stop_tokens = frozenset([*end, *(() if chat is None else chat.stop)])
+        self.stop_tokens = frozenset([*end, *special.stop, *(() if chat is None else chat.stop)])
+        self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
         self._encoder = chat_encoder(tokenizer)
-        self._begins, self._ends = _around(tokenizer)
+        self._begins, self._ends = tokens_around(tokenizer)
         self._template: tuple[datetime.date, Template] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -48,14 +62,20 @@ class PromptReader:
         ids = next(iter(self._encoder.encode([text]))).ids.tolist()
         return [*self._begins, *ids, *self._ends] if add_special_tokens else ids
 
-    def of_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+    def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> Prompt:
         """A text that is to be continued: special tokens are added before it, none after it.
+
+        Args:
+            text: may spell special tokens.
+            add_special_tokens: whether what the tokenizer's file puts before a text is added; None: if the model was
+                trained so.
 
         Raises:
             RefusedError: the text has ids that the model does not have.
         """
         ids = self.encode(text, add_special_tokens=False)
-        ids = [*(self._begins if add_special_tokens else ()), *ids]
+        adds = self.special.added if add_special_tokens is None else add_special_tokens
+        ids = [*(self._begins if adds else ()), *ids]
         # Something must stand before the first token; documents end with this one in training.
         ids = ids or [0 if self.tokenizer.end_of_text is None else self.tokenizer.end_of_text]
         return Prompt(text, self.checked(ids, "prompt"))
@@ -116,13 +136,3 @@ class PromptReader:
                     400, f"{name} holds {shown(one)}, which is no token id; use 0 to {self.vocab_size - 1}", param=name
                 )
         return tuple(ids)
-
-
-def _around(tokenizer: BpeTokenizer | ByteTokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer's file puts before a text, and those after it."""
-    if not isinstance(tokenizer, BpeTokenizer):
-        return [], []
-    entries = [entry for entry, _ in tokenizer.frame(pair=False)]
-    place = entries.index("first") if "first" in entries else 0
-    before, after = entries[:place], entries[place + 1 :]
-    return [one for one in before if isinstance(one, int)], [one for one in after if isinstance(one, int)]

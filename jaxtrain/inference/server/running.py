@@ -11,9 +11,10 @@ from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineDea
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket
 from jaxtrain.inference.server.answers import usage
 from jaxtrain.inference.server.call import Call
-from jaxtrain.inference.server.choices import Choice, Piece, TokenTexts
+from jaxtrain.inference.server.choices import Choice, Piece
 from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.refused import RefusedError
+from jaxtrain.inference.text_stream import TokenTexts
 
 _RETRY_SECONDS = 1
 

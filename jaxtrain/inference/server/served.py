@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from jaxtrain.inference.special import SpecialTokens
+
 if TYPE_CHECKING:
     from jaxtrain.data.chat.formats import ChatFormat
     from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
@@ -24,6 +26,7 @@ class Served:
         embeds: whether it gives an embedding per text, and no text.
         created: when it was opened, seconds since 1970.
         max_length: positions that the model has; None: it does not say.
+        special: what is known of its special tokens.
     """
 
     name: str
@@ -35,3 +38,4 @@ class Served:
     embeds: bool
     created: int
     max_length: int | None = None
+    special: SpecialTokens = field(default_factory=SpecialTokens)

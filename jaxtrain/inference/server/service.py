@@ -52,7 +52,7 @@ def start_service(
     """
     model = served.sharded_model.model
     vocab_size = served.tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
-    reader = PromptReader(served.tokenizer, served.chat, vocab_size=vocab_size)
+    reader = PromptReader(served.tokenizer, served.chat, vocab_size=vocab_size, special=served.special)
     if served.embeds:
         embedder = Embedder(served, length=embedded_length(served, length))
         embedder.start()

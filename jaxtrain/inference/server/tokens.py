@@ -10,7 +10,7 @@ from jaxtrain.inference.server.refused import RefusedError
 _TOKENIZE = {
     "model": Field(text),
     "prompt": Field(text, required=True),
-    "add_special_tokens": Field(flag, True),
+    "add_special_tokens": Field(flag),
     "return_token_strs": Field(unsupported(False, instead="leave it out")),
 }
 
@@ -33,7 +33,8 @@ def tokenize(body: Mapping[str, Any], reader: PromptReader, *, length: int) -> d
         length: tokens that prompt and answer may have together.
     """
     fields = read_fields(body, _TOKENIZE)
-    ids = reader.encode(fields["prompt"], add_special_tokens=fields["add_special_tokens"])
+    given = fields["add_special_tokens"]
+    ids = reader.encode(fields["prompt"], add_special_tokens=reader.special.added if given is None else given)
     return {"tokens": ids, "count": len(ids), "max_model_len": length}
 
 
@@ -57,8 +58,8 @@ def tokenizer_info(reader: PromptReader) -> dict[str, Any]:
     if end is not None:
         named["eos_token"] = reader.tokenizer.decode([end])
     chat = reader.chat
-    if chat is not None:
-        named |= {name: token for name, token in chat.tokens.items() if name in named}
+    for known in (reader.special.named, {} if chat is None else chat.tokens):
+        named |= {name: token for name, token in known.items() if name in named}
     return {
         "tokenizer_class": "jaxtrain",
         **named,

@@ -9,15 +9,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout, platform
+from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout
 from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
-from jaxtrain.models.shipped.cache import LayerCache, read_cache, unrolled_on, write_cache
+from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, unrolled_on, write_cache
 from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
@@ -131,7 +133,58 @@ class Attention(nnx.Module):
         bias_HW: jax.Array | None,
     ) -> jax.Array:
         """Attend to the positions of a cache, at or before each query's own."""
-        length, window = cache.length, self._window(local, cache.length)
+        if cache.ring_layer is not None:
+            if cache.layer is None:
+                return self._attend_to_ring(q_BLHK, positions_BL, cache)
+            assert local is not None
+            if isinstance(local, np.bool_):  # layers are written out
+                return (
+                    self._attend_to_ring(q_BLHK, positions_BL, cache)
+                    if local
+                    else self._attend_to_all(q_BLHK, positions_BL, cache, None, bias_HW)
+                )
+            return jax.lax.cond(
+                local,
+                lambda: self._attend_to_ring(q_BLHK, positions_BL, cache),
+                lambda: self._attend_to_all(q_BLHK, positions_BL, cache, None, bias_HW),
+            )
+        return self._attend_to_all(q_BLHK, positions_BL, cache, self._window(local, cache.length), bias_HW)
+
+    def _attend_to_ring(self, q_BLHK: jax.Array, positions_BL: jax.Array, cache: LayerCache) -> jax.Array:
+        """Attend to the positions of a window that its ring holds."""
+        size, window = cache.ring_size, max(window or 0 for window in self.config.windows)
+        assert q_BLHK.shape[1] <= size - window + 1, "a chunk that its ring has no room for"
+
+        def keys(first: jax.Array | int, count: int) -> CachedKeys:
+            # The last block begins where it is whole.
+            start = first if isinstance(first, int) else jnp.minimum(first, size - count)
+            places_S = start + jnp.arange(count)
+            (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
+                read_cache(cache, name, start=start, size=count, ring=True) for name in ("key", "value")
+            )
+            order_BS = ring_positions(positions_BL, places_S, size)
+            mask_BLS = attention_mask(positions_BL, order_BS, causal=True, window=window)
+            mask_BLS = mask_BLS & ((order_BS >= 0) & (places_S >= first))[:, None]
+            return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS)
+
+        softcap = self.config.attention_softcap
+        if size <= 2 * BLOCK or platform() in unrolled_on(q_BLHK.shape[1]):
+            return cached_attention(q_BLHK, keys(0, size), softcap=softcap)
+        # Until the ring is full its last blocks hold nothing.
+        last = jnp.minimum(jnp.max(jnp.where(positions_BL < NOWHERE, positions_BL, 0)), size - 1)
+        blocks = last // BLOCK + 1
+        return cached_attention_in_blocks(q_BLHK, lambda number: keys(number * BLOCK, BLOCK), blocks, softcap=softcap)
+
+    def _attend_to_all(
+        self,
+        q_BLHK: jax.Array,
+        positions_BL: jax.Array,
+        cache: LayerCache,
+        window: jax.Array | int | None,
+        bias_HW: jax.Array | None,
+    ) -> jax.Array:
+        """Attend to a cache of all positions, of which a window is seen."""
+        length = cache.length
 
         def keys(first: jax.Array | int, size: int) -> CachedKeys:
             # The last block begins where it is whole.

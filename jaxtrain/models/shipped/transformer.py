@@ -17,13 +17,14 @@ from jaxtrain.config.rope import LongRope
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
+from jaxtrain.models.decoder import NOWHERE, Decoder, Windows
 from jaxtrain.models.from_nnx import from_dict
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import dropout
-from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
+from jaxtrain.models.model import DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.block import RESIDUAL, Block, block_norm
-from jaxtrain.models.shipped.cache import Cache, LayerCache, unrolled_on
+from jaxtrain.models.shipped.cache import RING, Cache, LayerCache, init_ring_cache, layer_indices, unrolled_on
 from jaxtrain.models.shipped.cache import init_cache as make_cache
 from jaxtrain.models.shipped.heads import (
     HeadInputs,
@@ -134,7 +135,7 @@ class Transformer(nnx.Module):
 
     def decode(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache, *, only_B: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[DeferredLogits, Cache]:
         """Apply the model to new tokens, whose keys and values are written to the cache.
 
         Args:
@@ -152,15 +153,14 @@ class Transformer(nnx.Module):
         bias_HW = relative_bias(self.relative_positions, self.config, self.config.relative_max_distance)
 
         def call(block: Block, carry: Any, key: None, layer: Any) -> tuple[Any, None]:
-            (x_BTD, arrays), (index, local) = carry, layer
-            own = LayerCache(arrays, index)
+            (x_BTD, arrays), (index, ring_index, local) = carry, layer
+            own = LayerCache(arrays, index, ring_index)
             x_BTD, _, own = block(x_BTD, positions_BT, cache=own, local=local, bias_HW=bias_HW)
             assert own is not None
             return (x_BTD, own.arrays), None
 
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
-        # NumPy's, so that the index of a layer is a constant where layers are written out.
-        per_layer = (np.arange(self.config.num_layers, dtype=np.int32), locals_N)
+        per_layer = (*layer_indices(self.config.windows, cache), locals_N)
         (x_BTD, cache), _ = scan_stack(
             self.blocks,
             call,
@@ -174,7 +174,7 @@ class Transformer(nnx.Module):
             x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())
         assert isinstance(logits, DeferredLogits), "a model with another head has no decoder"
-        return logits.logits(), cache
+        return logits, cache
 
 
 def _head(
@@ -265,13 +265,26 @@ def transformer(
         return {"logits": outputs, **carry["routing"].outputs(config.num_layers, train=train)}
 
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    # Relative positions look their bias up in whole caches alone, and longrope asks for the length of the whole.
+    whole = config.position == "relative" or isinstance(config.rope_scaling, LongRope)
+    window = None if whole else next((one for one in config.windows if one is not None), None)
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
         return make_cache(config.num_layers, batch, length, config.kv_heads, config.head_width, dtype)
 
+    def init_ring(batch: int, length: int, dtype: DTypeLike, chunk: int) -> Cache:
+        assert window is not None
+        size = window + chunk - 1
+        return init_ring_cache(config.windows, batch, length, size, config.kv_heads, config.head_width, dtype)
+
+    def deferred(
+        params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
+    ) -> tuple[DeferredLogits, Cache]:
+        return nnx.merge(graph, from_dict(template, params)).decode(tokens_BT, positions_BT, cache)
+
     def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        logits, cache = nnx.merge(graph, from_dict(template, params)).decode(tokens_BT, positions_BT, cache)
-        return logits.astype(jnp.float32), cache
+        logits, cache = deferred(params, tokens_BT, positions_BT, cache)
+        return logits.logits().astype(jnp.float32), cache
 
     def prefill(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         module = nnx.merge(graph, from_dict(template, params))
@@ -279,9 +292,11 @@ def transformer(
         def chunk(start: jax.Array | int, tokens_BC: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             """Logits of the last token of each row that has it in the chunk."""
             positions_BC = start + jnp.broadcast_to(jnp.arange(tokens_BC.shape[1]), tokens_BC.shape)
+            if f"{RING}key" in cache:  # in which padding would overwrite what stands before it
+                positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, NOWHERE)
             last_B = jnp.clip(lengths_B - 1 - start, 0, tokens_BC.shape[1] - 1)
-            logits_B1V, cache = module.decode(tokens_BC, positions_BC, cache, only_B=last_B)
-            return logits_B1V[:, 0].astype(jnp.float32), cache
+            logits, cache = module.decode(tokens_BC, positions_BC, cache, only_B=last_B)
+            return logits.logits()[:, 0].astype(jnp.float32), cache
 
         if prompts_BP.shape[1] <= PREFILL_CHUNK:
             return chunk(0, prompts_BP, cache)
@@ -317,7 +332,12 @@ def transformer(
     scaling = config.rope_scaling if config.position == "rotary" else None
     short = scaling.original_length if isinstance(scaling, LongRope) else None
     longest = config.max_sequence_length
-    decoder = Decoder(init_cache, decode, longest, short_length=short, prefill=prefill) if predicts else None
+    windows = None if window is None else Windows(window, PREFILL_CHUNK, init_ring)
+    decoder = None
+    if predicts:
+        decoder = Decoder(
+            init_cache, decode, longest, short_length=short, prefill=prefill, deferred=deferred, windows=windows
+        )
     num_outputs = vocabulary if config.has_output_layer else labels or config.embed_dim
     return dataclasses.replace(
         built,

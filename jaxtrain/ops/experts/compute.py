@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.ops.activation import gelu
-from jaxtrain.ops.experts.rows import grouped_rows
+from jaxtrain.ops.experts.grouped import grouped_matmul
+from jaxtrain.ops.experts.places import Places, collect, pair_values, spread
+from jaxtrain.remat.policy import EXPERT_PRODUCTS
 
 
 class Kernels(NamedTuple):
@@ -103,15 +105,43 @@ def _activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
     return gelu(up) if gate is None else jax.nn.silu(gate) * up
 
 
+def sort_pairs(ids_NK: jax.Array, num_experts: int, num_rows: int) -> tuple[Places, jax.Array]:
+    """Sort the pairs of a token and an expert by expert.
+
+    Args:
+        ids_NK: int32 from 0 to E; pairs of E, which stands for an expert that is elsewhere, get no row.
+        num_experts: E.
+        num_rows: R, at least the pairs of experts that are here.
+
+    Returns:
+        The places of the pairs in R rows, and int32 [E], the rows of each expert.
+    """
+    pairs_P = jnp.argsort(ids_NK.reshape(-1), stable=True).astype(jnp.int32)  # rows -> pairs
+    rows_P = jnp.argsort(pairs_P).astype(jnp.int32)  # pairs -> rows
+    group_sizes_E = count_tokens(ids_NK[None], num_experts)
+    filled = jnp.sum(group_sizes_E)
+    pair_R = jnp.where(jnp.arange(num_rows) < filled, pairs_P[:num_rows], ids_NK.size)
+    row_NK = jnp.where(rows_P < filled, rows_P, num_rows).reshape(ids_NK.shape)
+    return Places(pair_R, row_NK), group_sizes_E
+
+
+def multiply_rows(x_RD: jax.Array, group_sizes_E: jax.Array, kernels: Kernels) -> jax.Array:
+    """Apply to each row the expert whose group it is in: [R, D], and anything in rows beyond the groups."""
+
+    def multiply(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+        return checkpoint_name(grouped_matmul(rows, kernel, group_sizes_E), EXPERT_PRODUCTS)
+
+    with jax.named_scope("experts"):
+        gate_RF = None if kernels.gate is None else multiply(x_RD, kernels.gate)
+        h_RF = checkpoint_name(_activate(multiply(x_RD, kernels.up), gate_RF), "mlp_hidden")
+        return multiply(h_RF, kernels.down)
+
+
 def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernels: Kernels) -> jax.Array:
     """Sum weight times output over the experts of each token, each expert one group of a grouped matmul.
 
     Nothing is dropped: the (token, expert) pairs are sorted by expert into a buffer of N * min(K, E) rows, which
-    holds every routing. An id of E means an expert that is not here; such pairs sort behind all groups and give 0.
-
-    What the grouped matmul costs depends on the backend. TPU has an instruction for it. On CPU, and on GPU in a jaxlib
-    without a kernel for it, every row meets every local expert and is masked (openxla/xla#46002, jax 0.10.2): E times
-    the FLOPs and a masked copy of the rows for each expert, so that many experts want many shards there.
+    holds every routing. An id of E means an expert that is not here; such pairs have no row and give 0.
 
     Args:
         x_ND: tokens, in the dtype of the kernels.
@@ -123,26 +153,14 @@ def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, k
         float32 [N, D], not rounded so that parts can be added.
     """
     (num_tokens, choices), num_experts = ids_NK.shape, kernels.up.shape[0]
-    num_rows = round(grouped_rows(num_tokens, choices, num_experts))
-    order = jnp.argsort(ids_NK.reshape(-1), stable=True)  # rows -> pairs
-    position_NK = jnp.argsort(order).reshape(num_tokens, choices)  # pairs -> rows
-    group_sizes_E = count_tokens(ids_NK[None], num_experts)
-    # Backends differ in what they leave in rows beyond the groups, forward and backward, so both ends are masked.
-    filled_R1 = (jnp.arange(num_rows) < jnp.sum(group_sizes_E))[:, None]
-
-    def matmul(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(rows, kernel, group_sizes_E)
-
     with jax.named_scope("sort_tokens"):
-        x_RD = jnp.where(filled_R1, x_ND[order[:num_rows] // choices], 0)
-    with jax.named_scope("experts"):
-        gate_RF = None if kernels.gate is None else matmul(x_RD, kernels.gate)
-        h_RF = checkpoint_name(_activate(matmul(x_RD, kernels.up), gate_RF), "mlp_hidden")
-        y_RD = jnp.where(filled_R1, matmul(h_RF, kernels.down), 0)
+        places, group_sizes_E = sort_pairs(ids_NK, num_experts, num_tokens * min(choices, num_experts))
+        x_RD = spread(x_ND, places)
+    y_RD = multiply_rows(x_RD, group_sizes_E, kernels)
+    return combine(y_RD, weights_NK, places)
+
+
+def combine(y_RD: jax.Array, weights_NK: jax.Array, places: Places) -> jax.Array:
+    """Sum weight times row over the pairs of each token: float32 [N, D]."""
     with jax.named_scope("combine_tokens"):
-        y_ND = jnp.zeros(x_ND.shape, jnp.float32)
-        for choice in range(choices):
-            # Positions are a permutation: a gather here, and a scatter without collisions in the backward pass.
-            rows_ND = y_RD.at[position_NK[:, choice]].get(mode="fill", fill_value=0, unique_indices=True)
-            y_ND = y_ND + weights_NK[:, choice, None] * rows_ND.astype(jnp.float32)
-    return y_ND
+        return collect(y_RD.astype(jnp.float32) * pair_values(weights_NK, places)[:, None], places)

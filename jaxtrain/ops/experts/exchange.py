@@ -1,7 +1,6 @@
 """Experts sharded over the mesh axis `expert`: tokens are sent to their experts and back.
 
-Shapes: B batch, L sequence, N tokens of a device, S shards of experts, D embed, F hidden width, E experts, K experts
-per token.
+Shapes: B batch, L sequence, N tokens of a device, D embed, F hidden width, E experts, K experts per token.
 """
 
 import jax
@@ -12,6 +11,7 @@ from jaxtrain.layout.manual import run_manually, spec_of
 from jaxtrain.layout.rules import Entry, entry_axes, entry_degree
 from jaxtrain.layout.sharding import Layout, current_layout
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts
+from jaxtrain.ops.experts.rounds import exchanged_experts
 
 
 def expert_load(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
@@ -38,10 +38,8 @@ def expert_load(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
 def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
     """Sum weight times output over the experts of each token, on whichever device the experts are.
 
-    No token is dropped, at the price of static shapes: every device sends a buffer of all its tokens to every shard of
-    experts (rows of tokens without an expert there are zero), so that each exchange moves what an all-gather would,
-    and a shard makes room for S * N * min(K, E / S) rows, of which N * K are filled on average. A ragged all-to-all
-    would move at most min(K, S) / S as much.
+    No token is dropped: where tokens are sharded over `expert` they are exchanged in as many rounds as the routing
+    needs (`rounds.py`), one where it is even.
 
     Args:
         x_BLD: tokens, sharded over "batch" and "sequence".
@@ -109,20 +107,6 @@ def _local_ids(ids: jax.Array, shard: jax.Array | int, kernels: Kernels) -> jax.
 def _exchanged(
     x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels, shards: int
 ) -> jax.Array:
-    """Send each token once to every shard that has an expert of it, apply them there, and sum what comes back."""
-    num_dims, choices = x_BLD.shape[-1], ids_BLK.shape[-1]
-    x_ND, ids_NK = x_BLD.reshape(-1, num_dims), ids_BLK.reshape(-1, choices)
-    weights_NK = weights_BLK.reshape(-1, choices)
-
-    def exchange(a_SN: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(a_SN, "expert", split_axis=0, concat_axis=0)
-
-    with jax.named_scope("dispatch"):
-        ids_SNK = _local_ids(ids_NK, jnp.arange(shards)[:, None, None], kernels)
-        here_SNK = ids_SNK < kernels.up.shape[0]
-        x_SND = exchange(jnp.where(jnp.any(here_SNK, axis=-1, keepdims=True), x_ND, 0))
-        weights_SNK, ids_SNK = exchange(jnp.where(here_SNK, weights_NK, 0)), exchange(ids_SNK)
-    y_SND = _flat(x_SND, weights_SNK, ids_SNK, kernels)
-    with jax.named_scope("return"):
-        y_SND = exchange(y_SND.astype(x_BLD.dtype))
-        return jnp.sum(y_SND.astype(jnp.float32), axis=0).reshape(x_BLD.shape)
+    """`exchanged_experts` of local tokens: float32 [B, L, D]."""
+    x_ND, weights_NK, ids_NK = (a.reshape(-1, a.shape[-1]) for a in (x_BLD, weights_BLK, ids_BLK))
+    return exchanged_experts(x_ND, weights_NK, ids_NK, kernels, shards).reshape(x_BLD.shape)

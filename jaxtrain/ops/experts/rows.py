@@ -1,30 +1,68 @@
-"""Rows of the experts' grouped matmuls: the rule of the step and of the planner. No jax here.
+"""Rows of the experts' grouped matmuls and of their exchange: the rule of the step and of the planner. No jax here.
 
-No token is dropped, so that shapes are those of the worst case: every token may choose experts of one shard.
+No token is dropped: shapes hold what an even routing needs with room to spare, and loops run again for the rest.
 """
 
-# Backends without a kernel for a grouped matmul: every row meets every expert of the device and is masked.
-_MASKED = ("cpu", "gpu")
+import math
+
+# A block of rows meets the kernel of one expert, whose last block is filled up. Kernels for TPU take tiles of 128 rows
+# (jax 0.10.2, compiled for v5e); on CPU a matmul of 128 rows runs at the rate of a large one.
+_TILE = 128
+_SMALLEST, _LARGEST = 16, 256
+# Of an expert's rows at most one block in eight is filled up where the rows are many.
+_BLOCKS_PER_EXPERT = 8
+# Room of a round of the exchange over an even routing, and in rows for batches so small that chance rules.
+_ROOM, _SPARE_ROWS = 1.25, 8
 
 
-def grouped_rows(num_tokens: float, experts_per_token: int, num_experts: int) -> float:
-    """Count the rows of a grouped matmul that has room for every routing of its tokens.
-
-    Args:
-        num_tokens: that may come to these experts.
-        experts_per_token: distinct ones that a token chooses.
-        num_experts: of one device.
-    """
-    return num_tokens * min(experts_per_token, num_experts)
-
-
-def multiplied_rows(platform: str, num_rows: float, filled: float, num_experts: int) -> float:
-    """Count the rows that a backend multiplies with the kernel of one expert each.
+def block_rows(platform: str, num_rows: float, num_experts: int) -> int:
+    """Count the rows of a block of a grouped matmul.
 
     Args:
         platform: cpu, gpu or tpu.
-        num_rows: of the grouped matmul, from `grouped_rows`.
-        filled: those that hold a token, on average.
+        num_rows: of the grouped matmul.
+        num_experts: of one device.
+
+    Returns:
+        A power of two, or `num_rows` where those are fewer.
+    """
+    if platform != "cpu":
+        return _TILE
+    wanted = max(num_rows / (_BLOCKS_PER_EXPERT * num_experts), 1)
+    block = min(max(2 ** round(math.log2(wanted)), _SMALLEST), _LARGEST)
+    return max(min(block, int(num_rows)), 1)
+
+
+def multiplied_rows(platform: str, num_rows: float, filled: float, num_experts: int) -> float:
+    """Count the rows that a backend multiplies with the kernel of one expert each, where the routing is even.
+
+    Args:
+        platform: cpu, gpu or tpu.
+        num_rows: of the grouped matmul.
+        filled: those that hold a token.
         num_experts: of one device.
     """
-    return num_rows * num_experts if platform in _MASKED else filled
+    block = block_rows(platform, num_rows, num_experts)
+    return num_experts * math.ceil(filled / num_experts / block) * block
+
+
+def round_rows(num_tokens: float, experts_per_token: int, num_experts: int, shards: int) -> int:
+    """Count the rows that a device sends to each shard of experts in one round of the exchange.
+
+    A row is a pair of a token and an expert. A routing that sends more of them to some shard takes more rounds.
+
+    Args:
+        num_tokens: of one device.
+        experts_per_token: distinct ones that a token chooses.
+        num_experts: of all shards.
+        shards: of the experts.
+    """
+    most = num_tokens * min(experts_per_token, num_experts // shards)
+    even = num_tokens * experts_per_token / shards
+    return math.ceil(min(_ROOM * even + _SPARE_ROWS, most))
+
+
+def is_one_round(num_tokens: float, experts_per_token: int, num_experts: int, shards: int) -> bool:
+    """Whether a round of the exchange holds every routing."""
+    rows = round_rows(num_tokens, experts_per_token, num_experts, shards)
+    return rows >= num_tokens * min(experts_per_token, num_experts // shards)

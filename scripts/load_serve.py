@@ -1,0 +1,361 @@
+"""Load on `jaxtrain serve`: clients with the real openai package, and beside them clients that misbehave.
+
+    python scripts/load_serve.py [--minutes 5] [--clients 64] [--slots 8] [--json FILE]
+
+A small model with random weights is served. Every prompt has one greedy answer, computed beforehand without the engine
+and the server, so that an answer that is mixed up with another or broken off is seen. Every client is a process of its
+own. Beside them others are killed in the middle of a stream (kill -9), send half of a body, prompts of 10 MB, bytes
+that are no UTF-8 and fields of the wrong type, and open 1,000 connections at a time; each knows the status that it must
+get. The exit code is 0 if nothing was wrong: no error, no answer but the known ones, no program compiled after the
+start, no request left over, and memory that stays (from two minutes on).
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+NAME, LENGTH, TOKENS, PROMPTS = "tiny", 192, 24, 128
+# Bytes of every size of prompt up to this one.
+LONGEST_PROMPT = 120
+CONNECTIONS = 1000
+# Longer than any answer takes on a loaded machine; what comes later counts as lost.
+LOST_SECONDS = 120
+# From the end of the first fifth to the end of the run: a cache of Python objects may still fill up.
+MOST_GROWTH = 0.05
+Counts = collections.Counter[str]
+
+
+def known_answers(folder: str) -> dict[str, dict[str, str]]:
+    """Write a model into a folder and compute what it answers; runs in a process of its own, which starts jax.
+
+    Returns:
+        Kind of request (completion, chat) -> prompt -> answer.
+    """
+    import jax
+    import numpy as np
+
+    import jaxtrain as jt
+    from jaxtrain.data.chat.formats import BUILT_IN
+    from jaxtrain.data.tokenizer import ByteTokenizer
+    from jaxtrain.inference.generate import generate_ids
+    from jaxtrain.inference.server.prompts import PromptReader
+    from jaxtrain.run.served import open_served
+
+    tokenizer = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
+    sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "max_sequence_length": LENGTH, "vocab_size": 258}
+    group = {"kind": "transformer", **sizes}
+    model = jt.build_model(group, input_shape=(LENGTH,))
+    params, _ = jax.jit(model.init)(jax.random.key(1))
+    # Weights as they are drawn answer every prompt alike; larger ones do not, and leave no ties that rounding decides.
+    params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
+    found = jt.save_pretrained(folder, params, model=group)
+    tokenizer.save(found / "tokenizer.json")
+    (found / "chat_template.jinja").write_text(BUILT_IN["chatml"])
+    (found / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+
+    served = open_served(found)
+    reader = PromptReader(served.tokenizer, served.chat, vocab_size=258)
+    drawn, answers = random.Random(0), {}
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    texts = ["".join(drawn.choices(letters, k=drawn.randint(1, LONGEST_PROMPT))) for _ in range(PROMPTS)]
+    for kind, read in (
+        ("completion", reader.of_text),
+        ("chat", lambda text: reader.of_messages([{"role": "user", "content": text}])),
+    ):
+        encoded = [np.array(read(text).tokens, np.int32) for text in texts]
+        greedy, stops = jt.Sampling(temperature=0), reader.stop_tokens
+        new_BT = generate_ids(
+            served.sharded_model, served.params, encoded, new_tokens=TOKENS, sampling=greedy, stop_tokens=stops
+        )
+        answers[kind] = {text: _answer(new.tolist(), stops) for text, new in zip(texts, new_BT, strict=True)}
+    return answers
+
+
+def _answer(tokens: list[int], stops: frozenset[int]) -> str:
+    """The bytes before a stop, without special tokens, as text."""
+    end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
+    return bytes(token for token in tokens[:end] if token < 256).decode(errors="replace")
+
+
+def good_client(address: str, answers: dict[str, dict[str, str]], end: float, seed: int) -> Counts:
+    """Ask until the end of the run, and compare every answer."""
+    import openai
+
+    drawn, counts = random.Random(seed), Counts()
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LOST_SECONDS) as client:
+        while time.monotonic() < end:
+            kind = drawn.choice(("completion", "chat"))
+            prompt, streamed = drawn.choice(list(answers[kind])), drawn.random() < 0.5
+            try:
+                answer = _ask(client, kind, prompt, streamed=streamed)
+            except openai.APIError as error:
+                counts[f"error: {type(error).__name__}: {' '.join(str(error).split())[:80]}"] += 1
+                time.sleep(0.1)
+            else:
+                counts["answers"] += 1
+                counts["streams"] += streamed
+                counts["other answers than the known one"] += answer != answers[kind][prompt]
+    return counts
+
+
+def _ask(client: Any, kind: str, prompt: str, *, streamed: bool) -> str:
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": TOKENS, "temperature": 0, "stream": streamed}
+    if kind == "chat":
+        found = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **asked)
+        if not streamed:
+            return found.choices[0].message.content
+        return "".join(chunk.choices[0].delta.content or "" for chunk in found)
+    found = client.completions.create(prompt=prompt, **asked)
+    return "".join(chunk.choices[0].text for chunk in found) if streamed else found.choices[0].text
+
+
+def killed_clients(address: str, answers: dict[str, dict[str, str]], end: float, seed: int) -> Counts:
+    """Start clients that stream, and kill them: kill -9, at any moment."""
+    drawn, counts = random.Random(seed), Counts()
+    while time.monotonic() < end:
+        child = os.fork()
+        if child == 0:
+            try:
+                good_client(address, answers, end, drawn.randrange(2**32))
+            finally:
+                os._exit(0)
+        time.sleep(drawn.uniform(0.05, 2.0))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        counts["clients killed"] += 1
+    return counts
+
+
+def half_bodies(address: str, answers: dict[str, dict[str, str]], end: float, seed: int) -> Counts:
+    """Send half of a body, and leave at once or a little later."""
+    drawn, counts = random.Random(seed), Counts()
+    while time.monotonic() < end:
+        with socket.create_connection(_host_port(address), timeout=LOST_SECONDS) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + b'{"model": "ti')
+            time.sleep(drawn.choice((0.0, 0.5)))
+        counts["half bodies"] += 1
+        time.sleep(0.05)
+    return counts
+
+
+def wrong_bodies(address: str, answers: dict[str, dict[str, str]], end: float, seed: int) -> Counts:
+    """Send what is wrong, and compare the status and the form of the answer."""
+    import httpx
+
+    def body(**fields: Any) -> bytes:
+        return json.dumps({"model": NAME, "prompt": "a", **fields}).encode()
+
+    table = {
+        "10 MB prompts": ("/v1/completions", body(prompt="a" * 10_000_000), 413),
+        "invalid UTF-8": ("/v1/completions", b'{"model": "tiny", "prompt": "\xff\xfe"}', 400),
+        "no JSON": ("/v1/chat/completions", b'{"model"', 400),
+        "a number as prompt": ("/v1/completions", body(prompt=1.5), 400),
+        "a text as max_tokens": ("/v1/completions", body(max_tokens="many"), 400),
+        "n of a thousand": ("/v1/completions", body(n=1000), 400),
+        "a hundred stops": ("/v1/completions", body(stop=["a"] * 100), 400),
+        "negative penalties": ("/v1/completions", body(repetition_penalty=-1), 400),
+        "another model": ("/v1/completions", body(model="other"), 404),
+        "a prompt beyond the cache": ("/v1/completions", body(prompt="a" * LENGTH), 400),
+        "messages of no list": ("/v1/chat/completions", b'{"model": "tiny", "messages": "hi"}', 400),
+        "a list as body": ("/v1/completions", b"[]", 400),
+    }
+    counts = Counts()
+    with httpx.Client(base_url=address, timeout=LOST_SECONDS) as client:
+        while time.monotonic() < end:
+            for what, (path, content, status) in table.items():
+                answer = client.post(path, content=content)
+                counts[f"refused: {what}"] += 1
+                right = answer.status_code == status and set(answer.json()["error"]) >= {"message", "type"}
+                counts[f"error: {what} got {answer.status_code}"] += not right
+                time.sleep(0.02)
+    return counts
+
+
+def many_connections(address: str, answers: dict[str, dict[str, str]], end: float, seed: int) -> Counts:
+    """Open a thousand connections, ask on each whether the server lives, and close them."""
+    counts = Counts()
+    while True:
+        with contextlib.ExitStack() as stack:
+            opened = [
+                stack.enter_context(socket.create_connection(_host_port(address), timeout=LOST_SECONDS))
+                for _ in range(CONNECTIONS)
+            ]
+            time.sleep(min(2.0, max(0.0, end - time.monotonic())))
+            for one in opened:
+                one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            for one in opened:
+                counts["connections, a thousand at a time"] += 1
+                counts["error: a connection got no 200"] += not one.recv(4096).startswith(b"HTTP/1.1 200")
+        if time.monotonic() >= end:
+            return counts
+        time.sleep(min(5.0, max(0.0, end - time.monotonic())))
+
+
+MISBEHAVING = (killed_clients, killed_clients, half_bodies, wrong_bodies, many_connections)
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, port = address.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def start_client(work: Callable[..., Counts], *given: Any) -> tuple[int, Any]:
+    """Fork a client: its process id, and the end of a pipe that gets its counts."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(write)
+        return child, os.fdopen(read, "rb")
+    os.close(read)
+    try:
+        counts = work(*given)
+    except BaseException as error:  # whatever it is, it is counted
+        counts = Counts({f"error: {work.__name__} ended with {type(error).__name__}: {error}"[:160]: 1})
+    with os.fdopen(write, "wb") as pipe:
+        pipe.write(json.dumps(counts).encode())
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def server(folder: str, slots: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Serve a folder: the process, and the address."""
+    words = ["serve", folder, "--port", "0", "--name", NAME, "--slots", str(slots), "--length", str(LENGTH)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxtrain", *words], env=environment, stdout=subprocess.PIPE, stderr=said, text=True
+        )
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            if not ready.startswith("ready: "):
+                said.seek(0)
+                sys.exit(f"the server did not start: {said.read()}")
+            yield process, ready.split()[1]
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=LOST_SECONDS)
+            said.seek(0)
+            remarks = said.read()
+            if process.returncode != 0 or "Traceback" in remarks or "failed" in remarks:
+                sys.exit(f"the server ended with {process.returncode}: {remarks[-2000:]}")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def watch(process: subprocess.Popen[str], address: str, end: float) -> list[tuple[float, float]]:
+    """Look at the server once per second: (seconds, resident MB)."""
+    began, found = time.monotonic(), []
+    while time.monotonic() < end:
+        seconds = time.monotonic() - began
+        found.append((seconds, _resident_mb(process.pid)))
+        if len(found) % 30 == 1:
+            print(f"{seconds:5.0f} s: {found[-1][1]:.0f} MB, {_metrics(address)}", flush=True)
+        time.sleep(1)
+    return found
+
+
+def _resident_mb(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        if found:
+            return int(found[1]) / 1024
+    return 0.0
+
+
+def _metrics(address: str) -> dict[str, int]:
+    import httpx
+
+    text = httpx.get(f"{address}/metrics", timeout=LOST_SECONDS).text
+    names = ("requests_total", "finished_total", "slots_in_use", "queued", "compiled_total", "generated_tokens_total")
+    return {name: int(re.search(rf"^jaxtrain_{name} (\d+)$", text, re.MULTILINE)[1]) for name in names}  # pyright: ignore[reportOptionalSubscript] the server has an engine
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Serve, ask and count."""
+    import httpx  # noqa: F401 the clients that are forked share it
+    import openai  # noqa: F401 as above
+
+    with tempfile.TemporaryDirectory() as folder:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            answers = pool.apply(known_answers, (str(Path(folder) / NAME),))
+        distinct = len({text for known in answers.values() for text in known.values()})
+        print(f"{sum(map(len, answers.values()))} prompts with {distinct} different answers", flush=True)
+        with server(str(Path(folder) / NAME), arguments.slots) as (process, address):
+            end = time.monotonic() + 60 * arguments.minutes
+            works = [good_client] * arguments.clients + list(MISBEHAVING)
+            began = [start_client(work, address, answers, end, seed) for seed, work in enumerate(works)]
+            memory = watch(process, address, end)
+            counts = Counts()
+            for child, pipe in began:
+                with pipe:
+                    counts.update(json.loads(pipe.read() or b'{"error: a client said nothing": 1}'))
+                os.waitpid(child, 0)
+            deadline = time.monotonic() + LOST_SECONDS
+            while (left := _metrics(address))["slots_in_use"] and time.monotonic() < deadline:
+                time.sleep(0.1)
+            memory.append((time.monotonic() - end + memory[-1][0], _resident_mb(process.pid)))
+    return {"different_answers": distinct, "counts": dict(counts), "engine": left, "memory_mb": memory}
+
+
+def judge(found: dict[str, Any], minutes: float) -> list[str]:
+    """What is wrong, one line each."""
+    counts, engine, memory = found["counts"], found["engine"], found["memory_mb"]
+    wrong = [f"{count} x {name}" for name, count in counts.items() if count and name.startswith(("error", "other"))]
+    if not counts.get("answers"):
+        wrong.append("no answers")
+    if engine["compiled_total"]:
+        wrong.append(f"{engine['compiled_total']} programs were compiled after the start")
+    if engine["requests_total"] != engine["finished_total"] or engine["slots_in_use"] or engine["queued"]:
+        wrong.append(f"requests are left over: {engine}")
+    early, last = memory[len(memory) // 5][1], memory[-1][1]
+    if minutes >= 2 and last > early * (1 + MOST_GROWTH):
+        wrong.append(f"memory grew from {early:.0f} to {last:.0f} MB after the first fifth")
+    return wrong
+
+
+def main() -> int:
+    """Run it and say what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS * 2 if most == resource.RLIM_INFINITY else min(most, CONNECTIONS * 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, wanted), most))
+    found = run(arguments)
+    wrong = judge(found, arguments.minutes)
+    for name, count in sorted(found["counts"].items()):
+        if count:
+            print(f"{count:8d}  {name}")
+    memory = found["memory_mb"]
+    shown = ", ".join(f"{mb:.0f}" for _, mb in memory[:: max(1, len(memory) // 10)])
+    print(f"engine: {found['engine']}\nmemory of the server, MB: {shown}; at the end {memory[-1][1]:.0f}")
+    print("\n".join(f"WRONG: {line}" for line in wrong) or "nothing was wrong")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({**found, "wrong": wrong}, indent=1))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""One rule for the beginning of a text: `sample`, `serve`, `generate_text` and `eval --tasks` read a prompt alike."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+import jaxtrain as jt
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.inference.harness.tokens import task_tokens
+from jaxtrain.inference.prompts import encode_prompts
+from jaxtrain.inference.server.prompts import PromptReader
+from jaxtrain.inference.server.tokens import tokenizer_info
+from jaxtrain.run.special import special_of_folder, special_of_run
+
+GROUP = {
+    "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,
+    "vocab_size": 258,
+}  # fmt: skip
+CHATS = {"kind": "chat", "template": "", "label": "x", "tokens": {}, "stop": [257]}
+# What run.json says -> whether a beginning of text stands before a prompt.
+RUNS = {
+    "imported": ({"status": "imported", "data": {"reading": None}}, True),
+    "trained on plain text": ({"status": "done", "data": {"reading": None}}, False),
+    "killed while it trained on plain text": ({"status": "running"}, False),
+    "trained on chats": ({"status": "done", "data": {"reading": CHATS}}, True),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jt.build_model(GROUP, input_shape=(16,))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes in the usual signs, and a published post-processor that puts <s> before a text."""
+    signs = {sign: i for i, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=signs, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] a setter
+    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] a setter
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])  # pyright: ignore[reportAttributeAccessIssue] a setter
+    return BpeTokenizer(made)
+
+
+def read_everywhere(model, tokenizer, special) -> list[list[int]]:
+    """The ids of one prompt as each of the doors reads it."""
+    encoded = encode_prompts(model, tokenizer, ["hi"], add_special_tokens=special.added)
+    assert encoded.given == [tokenizer.encode("hi").tolist()]  # the text does not show what was added
+    served = PromptReader(tokenizer, None, vocab_size=258, special=special)
+    asked = task_tokens(tokenizer, {}, None, add_special_tokens=special.added)
+    return [encoded.tokens[0].tolist(), list(served.of_text("hi").tokens), asked.contexts(["hi"])[0]]
+
+
+@pytest.mark.parametrize(("info", "added"), RUNS.values(), ids=RUNS)
+def test_of_a_run(model, tokenizer, tmp_path, info, added):
+    plain = tokenizer.encode("hi").tolist()
+    for found in read_everywhere(model, tokenizer, special_of_run(info, tmp_path, tokenizer)):
+        assert found == ([256, *plain] if added else plain)
+
+
+def test_of_a_published_folder(model, tokenizer, tmp_path):
+    """Its files name the tokens, which /tokenizer_info repeats, and the ids at which it stops."""
+    tokenizer.save(tmp_path / "tokenizer.json")
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<none such>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 10]}))
+    special = special_of_folder(tmp_path / "tokenizer.json", tokenizer)
+    assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 3
+    reader = PromptReader(tokenizer, None, vocab_size=258, special=special)
+    info = tokenizer_info(reader)
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
+    assert reader.stop_tokens == {257, 10}
+    assert reader.of_text("hi", add_special_tokens=False).tokens == tuple(tokenizer.encode("hi"))
+
+
+def test_bytes_have_no_beginning(model, tmp_path):
+    found = read_everywhere(model, ByteTokenizer(), special_of_run({"status": "imported"}, tmp_path, ByteTokenizer()))
+    assert found == [[104, 105]] * 3
+
+
+def test_special_tokens_that_a_model_writes_are_hidden(model, tokenizer, monkeypatch):
+    """They are the likeliest tokens of a model whose logits say so; a stop is shown by neither choice."""
+    import jax
+
+    from jaxtrain.inference import generate
+
+    class Found:
+        tokens = np.array([[104, 256, 105, 257, 104]], np.int32)
+        counts = np.array([5])
+
+    monkeypatch.setattr(generate, "generation_pieces", lambda *_, **__: [Found])
+    sharded = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+
+    def text(**options):
+        greedy = jt.Sampling(temperature=0)
+        return jt.generate_text(sharded, {}, tokenizer, ["a"], new_tokens=5, sampling=greedy, **options)[0]
+
+    letters = tokenizer.decode([104]), tokenizer.decode([105])
+    assert text() == "a" + "".join(letters)
+    assert text(skip_special_tokens=False) == f"a{letters[0]}<s>{letters[1]}"
+    assert text(stop_tokens=[105]) == "a" + letters[0]

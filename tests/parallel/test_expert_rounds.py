@@ -1,0 +1,123 @@
+"""Exchanges in rounds drop no token, whatever the routing, and give the gradients of every expert on every token."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_experts import dense_experts
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import Layout, use_layout
+from jaxtrain.models.shipped.axes import EXPERTS
+from jaxtrain.ops.experts.compute import Kernels
+from jaxtrain.ops.experts.exchange import experts_mlp
+from jaxtrain.ops.experts.rows import is_one_round, round_rows
+
+NUM_EXPERTS, BATCH, LENGTH, WIDTH, HIDDEN, CHOICES = 8, 8, 64, 8, 16, 2
+AXES = {path.removeprefix("blocks/mlp/"): row[1:] for path, row in EXPERTS.items()}
+MESHES = {
+    "expert=4,data=2": dict(expert=4, data=2),
+    "expert=2,tensor=2,fsdp=2": dict(expert=2, tensor=2, fsdp=2),
+    "expert=8": dict(expert=8),
+}
+# float32 sums over up to 512 tokens of products of size up to 10 in another order.
+TOLERANCE = dict(rtol=1e-5, atol=1e-4)
+
+
+def even() -> np.ndarray:
+    return np.arange(BATCH * LENGTH * CHOICES).reshape(BATCH, LENGTH, CHOICES) % NUM_EXPERTS
+
+
+def to_one_expert() -> np.ndarray:
+    """Every token's first choice is expert 5, its second one any other."""
+    others = [expert for expert in range(NUM_EXPERTS) if expert != 5]
+    second = np.random.default_rng(0).choice(others, size=(BATCH, LENGTH))
+    return np.stack([np.full((BATCH, LENGTH), 5), second], axis=-1)
+
+
+def to_one_shard() -> np.ndarray:
+    return np.broadcast_to([7, 6], (BATCH, LENGTH, CHOICES))
+
+
+def one_row_to_one_shard() -> np.ndarray:
+    """Of one device of eight, where the others are even: one queue alone is long."""
+    ids = even()
+    ids[3] = [0, 1]
+    return ids
+
+
+def half_are_empty() -> np.ndarray:
+    return even() // 2 * 2 % 4 + np.arange(CHOICES) * 4 * (even()[..., :1] >= 0)
+
+
+ROUTINGS = {
+    "even": even,
+    "all to one expert": to_one_expert,
+    "all to one shard": to_one_shard,
+    "one device to one shard": one_row_to_one_shard,
+    "half of the experts are empty": half_are_empty,
+}
+
+
+@functools.cache
+def inputs() -> tuple[Any, ...]:
+    rng = np.random.default_rng(1)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    up, gate = (normal(NUM_EXPERTS, WIDTH, HIDDEN) * 0.3 for _ in range(2))
+    kernels = Kernels(up, gate, normal(NUM_EXPERTS, HIDDEN, WIDTH) * 0.3)
+    weights = rng.uniform(size=(BATCH, LENGTH, CHOICES)).astype(np.float32)
+    return normal(BATCH, LENGTH, WIDTH), weights, kernels, normal(BATCH, LENGTH, WIDTH)
+
+
+def differentiated(experts: Any) -> Any:
+    def loss(x: Any, weights: Any, kernels: Any, target: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+        y = experts(x, weights, ids, kernels)
+        return jnp.sum(y * target), y
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+
+
+@functools.cache
+def program(mesh: str) -> Any:
+    layout = Layout(make_mesh(**{"data": 1, **MESHES[mesh]}), AXES)
+    tokens = NamedSharding(layout.mesh, PartitionSpec(("data", "fsdp", "expert")))
+
+    def run(*arguments: Any) -> Any:
+        with use_layout(layout):
+            return differentiated(experts_mlp)(*arguments)
+
+    ids = jax.ShapeDtypeStruct((BATCH, LENGTH, CHOICES), jnp.int32)
+    shardings = (tokens, tokens, None, tokens, tokens)
+    return jax.jit(run, in_shardings=shardings).lower(*inputs(), ids).compile()
+
+
+reference = jax.jit(differentiated(dense_experts))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "mesh", [name if name == "expert=4,data=2" else pytest.param(name, marks=pytest.mark.long) for name in MESHES]
+)
+def test_no_routing_drops_a_token(mesh: str, routing: str) -> None:
+    ids = ROUTINGS[routing]().astype(np.int32)
+    assert np.all(ids[..., 0] != ids[..., 1])
+    compiled = program(mesh)
+    found = compiled(*jax.device_put((*inputs(), ids), compiled.input_shardings[0]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), found, reference(*inputs(), ids))
+
+
+@pytest.mark.parametrize(("expert", "rounds"), [(2, 2), (4, 3), (8, 3)])
+def test_the_routings_take_several_rounds(expert: int, rounds: int) -> None:
+    """All tokens to one shard, by the sizes that `program` has on meshes of eight devices."""
+    tokens = BATCH * LENGTH // 8
+    rows = round_rows(tokens, CHOICES, NUM_EXPERTS, expert)
+    most = tokens * min(CHOICES, NUM_EXPERTS // expert)
+    assert -(-most // rows) == rounds
+    assert not is_one_round(tokens, CHOICES, NUM_EXPERTS, expert)
