@@ -37,6 +37,7 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.quantize import quantize
+from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.ops.attention.cached import BLOCK
@@ -47,8 +48,11 @@ from jaxtrain.runtime.compiler_options import out_of_cache
 from jaxtrain.runtime.decoding_options import decoding_options
 from jaxtrain.train.parallelism import shard_model
 
+# Tokens of a prompt that the engine reads at a time, which a cache of windows has room for.
+CHUNK = 128
 
-def place(leaf: jax.ShapeDtypeStruct, mesh: Mesh, *entries: Any) -> jax.ShapeDtypeStruct:
+
+def place(leaf: Any, mesh: Mesh, *entries: Any) -> jax.ShapeDtypeStruct:
     """The shape, sharded over the entries whose dims divide."""
     fits = [
         None if entry is None or size % mesh.size else entry for size, entry in zip(leaf.shape, entries, strict=False)
@@ -67,7 +71,6 @@ def quantized_shapes(sharded: ShardedModel, name: str) -> Any:
         inputs, outputs = model.linears[path_name(path)]
         spec = (*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec)))
         stack, into, out = spec[: -inputs - outputs], spec[-inputs - outputs : -outputs], spec[-outputs:]
-        put = functools.partial(place, mesh=sharded.mesh)
         if not isinstance(kernel, Nf4Kernel):
             return replace(
                 kernel,
@@ -79,8 +82,8 @@ def quantized_shapes(sharded: ShardedModel, name: str) -> Any:
             kernel,
             codes=place(kernel.codes, sharded.mesh, *stack, flat, *out),
             absmax=place(kernel.absmax, sharded.mesh, *stack, flat, *out),
-            nested_absmax=put(kernel.nested_absmax),
-            offset=put(kernel.offset),
+            nested_absmax=place(kernel.nested_absmax, sharded.mesh),
+            offset=place(kernel.offset, sharded.mesh),
         )
 
     return jax.tree_util.tree_map_with_path(one, params, small)
@@ -114,14 +117,15 @@ def measure(
     assert decoder is not None
     assert vocabulary is not None
     dtype = {"bf16": jnp.bfloat16, "int8": jnp.int8}[cache]
-    layout = cache_layout(decoder, sharded.layout, slots=slots, length=length, dtype=dtype)
+    layout = cache_layout(decoder, sharded.layout, slots=slots, length=length, chunk=CHUNK, dtype=dtype)
     whole = NamedSharding(mesh, PartitionSpec())
     table = NamedSharding(mesh, fitting(sharded.layout, (slots, vocabulary), "batch", None))
     placed = SlotState(layout.shardings, table, table, table)
 
     def begin() -> SlotState:
         counts = jnp.zeros((slots, vocabulary), jnp.int32)
-        return SlotState(decoder.init_cache(slots, length, dtype), counts, counts, counts.astype(jnp.float32))
+        cache = make_cache(decoder, slots, length, dtype, chunk=CHUNK)
+        return SlotState(cache, counts, counts, counts.astype(jnp.float32))
 
     def shapes(tree: Any, shardings: Any) -> Any:
         return jax.tree.map(
@@ -144,6 +148,7 @@ def measure(
     moved = moved_bytes(compiled.as_text() or "", unknown_trips=-(-length // BLOCK))
     looked_up = 0 if config.tie_embeddings else per_device(params["embedding"])
     cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+    assert memory is not None
     total = sum(one.bytes for one in moved)
     needed = per_device(params) - looked_up + per_device(state.cache)
     return {
