@@ -21,6 +21,7 @@ from jaxtrain.inference.sampling import is_number
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
+from jaxtrain.runtime.decoding_options import decoding_options
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ def beam_search(
     searches = _searches.setdefault(sharded_model, {})
     if form not in searches:
         whole = NamedSharding(sharded_model.mesh, PartitionSpec())
-        searches[form] = jax.jit(_search_function(sharded_model, decoder, form), out_shardings=whole)
+        options = {**decoding_options(sharded_model.mesh.devices.flat[0])} or None
+        search = _search_function(sharded_model, decoder, form)
+        searches[form] = jax.jit(search, out_shardings=whole, compiler_options=options)
     with sharded_model.context():
         params = cast_params(sharded_model, params)
         found = searches[form](params, np.repeat(prompts_BP, beams, axis=0), np.repeat(lengths_B, beams))
