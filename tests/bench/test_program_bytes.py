@@ -79,9 +79,7 @@ ENTRY %main (cache: bf16[2,16], row: bf16[1,16], at: s32[], which: pred[], x: f3
     ("program", "trips", "expected"),
     [
         pytest.param(KNOWN.replace("LIMIT", "parameter(1)"), 1, 2 * ONE_TURN, id="turns that the compiler knows"),
-        pytest.param(
-            LOOP.replace("LIMIT", "constant(3)"), 1, 3 * ONE_TURN, id="turns by a constant"
-        ),
+        pytest.param(LOOP.replace("LIMIT", "constant(3)"), 1, 3 * ONE_TURN, id="turns by a constant"),
         pytest.param(LOOP.replace("LIMIT", "parameter(1)"), 5, 5 * ONE_TURN, id="turns that nobody knows"),
         pytest.param(PLAIN, 1, (32 + 4 + 32) + 256, id="an update in place, a transfer into a core, the least branch"),
     ],

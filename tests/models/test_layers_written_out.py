@@ -36,8 +36,6 @@ def test_tokens_are_those_of_scanned_layers(monkeypatch, name: str, dtype: str |
         monkeypatch.setattr(cache, "UNROLLED_ON", platforms)
         sharded = jt.shard_model(model)  # programs are kept per sharded model
         found.append(
-            generate_ids(
-                sharded, params, prompts, new_tokens=8, sampling=jt.Sampling(temperature=0), cache_dtype=dtype
-            )
+            generate_ids(sharded, params, prompts, new_tokens=8, sampling=jt.Sampling(temperature=0), cache_dtype=dtype)
         )
     np.testing.assert_array_equal(*found)
