@@ -134,8 +134,8 @@ def _automatic(differentiate: Differentiate, count: int, layout: Layout, zero: i
     """Build the accumulation whose collectives the compiler places; arguments as those of `_on_shards`."""
 
     def keep_part(total: Tree) -> Tree:
-        # Under ZeRO-2 the compiler reduces every microbatch into the part that a device keeps.
-        return constrain_gradients(total, layout, zero) if zero >= 2 else total
+        # With ZeRO the compiler reduces every microbatch into the part that a device keeps.
+        return constrain_gradients(total, layout, zero)
 
     def zeros(params: Tree) -> Tree:
         return keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))

@@ -135,13 +135,13 @@ def test_experts_exchange_tokens_all_to_all() -> None:
 
 
 STATE = {
-    "zero=1": (layout(data=8, zero=1), 1, 8),
-    "zero=2": (layout(data=8, zero=2), 1, 8),
+    "zero=1": (layout(data=8, zero=1), 8, 8),
+    "zero=2": (layout(data=8, zero=2), 8, 8),
     "fsdp=8": (layout(fsdp=8), 8, 8),
     "data=2,fsdp=4": (layout(data=2, fsdp=4), 4, 4),
-    "data=2,fsdp=4,zero=1": (layout(data=2, fsdp=4, zero=1), 4, 8),
+    "data=2,fsdp=4,zero=1": (layout(data=2, fsdp=4, zero=1), 8, 8),
     "pipe=4,data=2": (layout(pipe=4, data=2), 4, 4),
-    "pipe=2,fsdp=2,data=2,zero=1": (layout(pipe=2, fsdp=2, data=2, zero=1), 4, 8),
+    "pipe=2,fsdp=2,data=2,zero=1": (layout(pipe=2, fsdp=2, data=2, zero=1), 8, 8),
 }
 
 
