@@ -5,11 +5,13 @@ which is replicated over `data`, once, before its first microbatch; what the gra
 it is there, is sharded as the parameter is stored. Over `fsdp` (ZeRO-3) parameters are gathered one layer at a time.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.layout.sharding import (
     Layout,
@@ -18,7 +20,9 @@ from jaxtrain.layout.sharding import (
     layer_specs,
     parameter_specs,
     path_name,
+    platform,
 )
+from jaxtrain.layout.state_entries import counting_dims
 
 
 def hold_parameters(params: Params) -> Params:
@@ -37,10 +41,23 @@ def hold_parameters(params: Params) -> Params:
         if specs.stored == specs.held or _is_key(leaf):
             return leaf
         stored, held = layout.named(specs.stored), layout.named(specs.held)
+        counting = counting_dims(path_name(path), leaf.shape, layout.axes, stack=layout.stack)
+        if platform() == "gpu" and 0 in counting and specs.held[0] is None:
+            stored, held = (layout.named(PartitionSpec(*spec[1:])) for spec in (specs.stored, specs.held))
+            return _place(leaf, partial(_layer_by_layer, (stored, held)), (layout.named(specs.stored),))
         # As stored first, or the compiler gathers what the leaf was cast from: twice the bytes, and a copy in float32.
-        return _place(leaf, (stored, held), (stored,))
+        return _place(leaf, partial(_constrain, (stored, held)), (stored,))
 
     return jax.tree_util.tree_map_with_path(hold, params)
+
+
+def _layer_by_layer(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.Array:
+    """`_constrain` of each layer of a stack [layers, ...].
+
+    Collectives of NVIDIA gather the outermost dim in memory. Of a stack that is gathered over another dim the compiler
+    keeps two copies during the step, one of them transposed (seen with jax 0.10.2); layers it transposes one at a time.
+    """
+    return jax.lax.map(partial(_constrain, shardings), x)
 
 
 def gather_parameters(
@@ -81,7 +98,7 @@ def gather_parameters(
         sum_first = num_layers is None or not any(specs.gathered)
         # As held first, or the compiler gathers what the leaf was cast from: twice the bytes, and a copy in float32.
         forward = () if layout.mesh.shape["fsdp"] == 1 else (held, gathered)
-        return _place(leaf, forward, (gathered, stored) if sum_first else (stored,))
+        return _place(leaf, partial(_constrain, forward), (gathered, stored) if sum_first else (stored,))
 
     return jax.tree_util.tree_map_with_path(gather, params)
 
@@ -108,14 +125,15 @@ def _is_key(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _place(x: jax.Array, forward: tuple[NamedSharding, ...], backward: tuple[NamedSharding, ...]) -> jax.Array:
-    """Constrain an array to one sharding after the other, and its gradient to others in the backward pass."""
+def _constrain(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.Array:
+    """Constrain an array to one sharding after the other."""
+    for sharding in shardings:
+        x = jax.lax.with_sharding_constraint(x, sharding)
+    return x
 
-    def place(x: jax.Array) -> jax.Array:
-        for sharding in forward:
-            x = jax.lax.with_sharding_constraint(x, sharding)
-        return x
 
+def _place(x: jax.Array, place: Callable[[jax.Array], jax.Array], backward: tuple[NamedSharding, ...]) -> jax.Array:
+    """Place an array in the forward pass, and constrain its gradient to other shardings in the backward pass."""
     placed = jax.custom_vjp(place)
 
     # `place` and not `placed`, so that a gradient can be differentiated forward (the curvature that Sophia takes).
@@ -123,9 +141,7 @@ def _place(x: jax.Array, forward: tuple[NamedSharding, ...], backward: tuple[Nam
         return place(x), None
 
     def run_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        for sharding in backward:
-            gradient = jax.lax.with_sharding_constraint(gradient, sharding)
-        return (gradient,)
+        return (_constrain(backward, gradient),)
 
     placed.defvjp(run_forward, run_backward)
     return placed(x)

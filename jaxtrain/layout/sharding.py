@@ -68,8 +68,8 @@ class Layout:
         context_attention: how attention works on a sequence sharded over `context`: ring, all_to_all, gather or auto.
         state_axes: mesh axes that ZeRO shards trained parameters and their optimizer state over besides those of the
             rules.
-        holds: whether the parameters that the traced code gets are replicated over `state_axes` already, as a train step
-            gives them; elsewhere they come as they are stored.
+        holds: whether the traced code gets parameters that are replicated over `state_axes`, as in a train step;
+            elsewhere they come as they are stored.
         manual: mesh axes that the code being traced handles itself (inside `jax.shard_map`); they leave every spec.
         parameters: path -> specs of each parameter of the model; empty before `with_parameters`.
     """
