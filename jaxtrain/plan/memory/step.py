@@ -106,7 +106,7 @@ def reserved_bytes(target: Target) -> int:
 
 
 def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch) -> tuple[float, float, float]:
-    """Gradients, parameters cast to the compute dtype, and what is gathered from `fsdp` at once."""
+    """Gradients, parameters cast to the compute dtype, and what is whole at once, gathered or not scattered yet."""
     degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     stored = POLICY_DTYPES[config.precision.policy].param_bytes
     trained = [one for one in placed if one.trained]
@@ -119,8 +119,8 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
         summed = for_state if zero == 2 else local
         gradients = _FP32 * summed + (_FP32 + size / 2) * local
     elif zero:
-        # Each layer's gradient is scattered as soon as it is there: of one layer it is whole, and of the next.
-        gradients = size * (for_state + 2 * _largest_layer(trained, degrees))
+        # Each layer's gradient is scattered as soon as it is there.
+        gradients = size * for_state
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole. With ZeRO a
     # step begins with a copy of all that is trained.
     whole = [one for one in placed if (one.scan is None and size < one.itemsize) or (zero and one.trained)]
@@ -138,6 +138,9 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
             copies = (3 if one.trained else 2) if scanned else 1
             share = min(size, one.itemsize) * whole / layers * copies
             gathered[one.scan] = gathered.get(one.scan, 0.0) + share
+    if zero and batch.microbatches == 1:
+        # The gradient of one layer before it is scattered, and that of the next.
+        gathered[None] = gathered.get(None, 0.0) + 2 * size * _largest_layer(trained, degrees)
     # One stack runs at a time.
     outside_stacks = gathered.pop(None, 0.0)
     return gradients, cast, outside_stacks + max(gathered.values(), default=0.0)
