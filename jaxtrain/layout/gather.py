@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.layout.scatter import attach_layers
 from jaxtrain.layout.sharding import (
     Layout,
     Params,
@@ -74,6 +75,8 @@ def gather_parameters(
         skip: sub-trees of `params` ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their
             own scans).
     """
+    if num_layers is not None:
+        params = attach_layers(params)
     layout = current_layout()
     if layout is None or (layout.mesh.shape["fsdp"] == 1 and not _shards_state(layout)):
         return params

@@ -15,6 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
+from jaxtrain.layout.scatter import attach_parts
 from jaxtrain.layout.sharding import (
     Layout,
     current_layout,
@@ -142,6 +143,7 @@ class ShardedModel:
                 write = "sharded.apply(params, model_state, inputs, key=None, train=False)"
                 raise ConfigError(refusal(f"the model {self.model.name}", "its parameters", params, write))
             params = hold_parameters(cast_floats(params, compute))
+            params = attach_parts(params, skip=self.model.gathers_itself)
             params = gather_parameters(params, skip=self.model.gathers_itself)
             key = key_for(self.model.apply, key)
             inputs = cast_floats(inputs, compute)

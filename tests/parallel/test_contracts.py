@@ -89,14 +89,20 @@ def test_zero_2_keeps_a_part_of_each_microbatch() -> None:
 def test_zero_sends_each_parameter_twice(row: str) -> None:
     """The paper's volume: a reduce-scatter and an all-gather of P elements, of which a ring sends (N - 1) / N each.
 
-    Stage 2 scatters every microbatch, in the loop, which one operation of the program stands for.
+    Stage 2 scatters every layer of every microbatch, in loops: the program has one operation for all layers.
     """
     one = program("transformer", row, 4)
-    whole = sum(leaf.size for leaf in jax.tree.leaves(one.params))
+    outside, stacked = (
+        sum(
+            leaf.size for name, tree in one.params.items() for leaf in jax.tree.leaves(tree) if (name == "blocks") == at
+        )
+        for at in (False, True)
+    )
+    whole, once = outside + stacked, outside + stacked // LAYERS
     over_data = [c for c in one.collectives if programs.crosses(c, one.mesh, "data")]
     sizes = {kind: sum(sum(c.sizes) for c in over_data if c.kind == kind) for kind in programs.KINDS}
     devices = one.mesh.shape["data"]
-    assert sizes.pop("reduce-scatter") == whole // devices
+    assert sizes.pop("reduce-scatter") == (whole if row == "zero=1" else once) // devices
     assert sizes.pop("all-gather") == whole
     # The norm, the sum of the losses and their weights.
     assert sum(sizes.values()) < SMALL

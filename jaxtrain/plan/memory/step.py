@@ -115,9 +115,11 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
     zero = stage_over_data(config.parallel.zero) if degrees["data"] > 1 else 0
     gradients = stored * local
     if batch.microbatches > 1:
-        # The sum over microbatches, and the gradient of one as it comes and in float32.
-        summed = for_state if zero == 2 else local
-        gradients = _FP32 * summed + (_FP32 + size / 2) * local
+        # The sum over microbatches, and the gradient of one as it comes and in float32. ZeRO 2 scatters each layer of it,
+        # on a pipeline all layers of a chunk.
+        scatters = zero == 2 and degrees["pipe"] == 1
+        gradients = _FP32 * (for_state if zero == 2 else local)
+        gradients += _FP32 * for_state if scatters else (_FP32 + size / 2) * local
     elif zero:
         # Each layer's gradient is scattered as soon as it is there.
         gradients = size * for_state
@@ -138,7 +140,7 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
             copies = (3 if one.trained else 2) if scanned else 1
             share = min(size, one.itemsize) * whole / layers * copies
             gathered[one.scan] = gathered.get(one.scan, 0.0) + share
-    if zero and batch.microbatches == 1:
+    if zero and (batch.microbatches == 1 or (zero == 2 and degrees["pipe"] == 1)):
         # The gradient of one layer before it is scattered, and that of the next.
         gathered[None] = gathered.get(None, 0.0) + 2 * size * _largest_layer(trained, degrees)
     # One stack runs at a time.
