@@ -115,8 +115,8 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
     zero = stage_over_data(config.parallel.zero) if degrees["data"] > 1 else 0
     gradients = stored * local
     if batch.microbatches > 1:
-        # The sum over microbatches, and the gradient of one as it comes and in float32. ZeRO 2 scatters each layer of it,
-        # on a pipeline all layers of a chunk.
+        # The sum over microbatches, and the gradient of one as it comes and in float32. ZeRO 2 scatters each layer of
+        # it; on a pipeline, all layers of a chunk.
         scatters = zero == 2 and degrees["pipe"] == 1
         gradients = _FP32 * (for_state if zero == 2 else local)
         gradients += _FP32 * for_state if scatters else (_FP32 + size / 2) * local
@@ -125,8 +125,8 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
         gradients = size * for_state
     # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole. With ZeRO a
     # step begins with a copy of all that is trained.
-    whole = [one for one in placed if (one.scan is None and size < one.itemsize) or (zero and one.trained)]
-    cast = float(size * sum(local_size(one.shape, one.entries, degrees) for one in whole))
+    copied = [one for one in placed if (one.scan is None and size < one.itemsize) or (zero and one.trained)]
+    cast = float(size * sum(local_size(one.shape, one.entries, degrees) for one in copied))
     gathered: dict[str | None, float] = {}
     if degrees["fsdp"] > 1:
         alone = {**degrees, "fsdp": 1}
