@@ -18,6 +18,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import decoder_of, prompt_cache, read_prompts
 from jaxtrain.inference.pieces import cast_params, padded_prompts
 from jaxtrain.inference.sampling import is_number
+from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
@@ -125,7 +126,7 @@ def _search_function(sharded_model: ShardedModel, decoder: Decoder, form: _Form)
     stops = np.array(form.stop_tokens, np.int32)
 
     def search(params: Params, prompts_MP: jax.Array, lengths_M: jax.Array) -> _Pool:
-        params = cast_floats(params, dtype)
+        params = hold_parameters(cast_floats(params, dtype))
         logits_MV, cache, _, lengths_M = read_prompts(
             decoder, params, prompts_MP, lengths_M, new_tokens=last, cache_dtype=dtype
         )
