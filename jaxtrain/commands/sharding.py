@@ -24,11 +24,15 @@ def print_shardings(config: Config, *, only: str | None, emulate: int | None) ->
     distributed.start(emulate=emulate, compilation_cache=None)
     model = config.model
     if model.kind == "transformer" and model.vocab_size is not None:
-        sharded_model = build_sharded_model(config, input_shape=(model.max_sequence_length,))
+        sharded_model = build_sharded_model(config, input_shape=(model.max_sequence_length,), as_trained=True)
     else:
         data = open_run_data(config)
         sharded_model = build_sharded_model(
-            config, input_shape=data.input_shape, vocab_size=data.vocab_size, num_outputs=data.num_outputs
+            config,
+            input_shape=data.input_shape,
+            vocab_size=data.vocab_size,
+            num_outputs=data.num_outputs,
+            as_trained=True,
         )
     mesh = " ".join(f"{axis}={size}" for axis, size in sharded_model.mesh.shape.items() if size > 1) or "one device"
     leaves = jax.tree_util.tree_leaves_with_path(sharded_model.abstract_params)

@@ -55,7 +55,7 @@ class ParallelConfig(Group):
     tensor: Degree = 1
     """Shards of the heads, the MLP width and the vocabulary."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage over data: 1 optimizer state, 2 also accumulated gradients, 3 also parameters (data becomes fsdp)."""
+    """ZeRO over data: 1 optimizer state and stored parameters, 2 also gradients, 3 also their copy (becomes fsdp)."""
     sequence_parallel: bool = False
     """Shard the sequence over tensor between blocks."""
     context_attention: Literal["auto", "ring", "all_to_all", "gather"] = "auto"

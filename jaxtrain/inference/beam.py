@@ -18,9 +18,11 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import decoder_of, prompt_cache, read_prompts
 from jaxtrain.inference.pieces import cast_params, padded_prompts
 from jaxtrain.inference.sampling import is_number
+from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
+from jaxtrain.runtime.decoding_options import decoding_options
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ def beam_search(
     searches = _searches.setdefault(sharded_model, {})
     if form not in searches:
         whole = NamedSharding(sharded_model.mesh, PartitionSpec())
-        searches[form] = jax.jit(_search_function(sharded_model, decoder, form), out_shardings=whole)
+        options = {**decoding_options(sharded_model.mesh.devices.flat[0])} or None
+        search = _search_function(sharded_model, decoder, form)
+        searches[form] = jax.jit(search, out_shardings=whole, compiler_options=options)
     with sharded_model.context():
         params = cast_params(sharded_model, params)
         found = searches[form](params, np.repeat(prompts_BP, beams, axis=0), np.repeat(lengths_B, beams))
@@ -122,7 +126,7 @@ def _search_function(sharded_model: ShardedModel, decoder: Decoder, form: _Form)
     stops = np.array(form.stop_tokens, np.int32)
 
     def search(params: Params, prompts_MP: jax.Array, lengths_M: jax.Array) -> _Pool:
-        params = cast_floats(params, dtype)
+        params = hold_parameters(cast_floats(params, dtype))
         logits_MV, cache, _, lengths_M = read_prompts(
             decoder, params, prompts_MP, lengths_M, new_tokens=last, cache_dtype=dtype
         )

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.choose import RowSampling, bias_rows, choose_rows, log_probabilities_of, row_sampling
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.precision.policy import Policy, cast_floats
@@ -114,7 +115,7 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh 
     dtype = policy.compute_dtype if form.cache_dtype is None else jnp.dtype(form.cache_dtype)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
-        params = cast_floats(params, policy.compute_dtype)
+        params = hold_parameters(cast_floats(params, policy.compute_dtype))
         logits_BV, cache, prompts_BP, lengths_B = read_prompts(
             decoder, params, prompts_BP, lengths_B, new_tokens=form.new_tokens, cache_dtype=dtype
         )
@@ -193,7 +194,7 @@ def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mes
     decoder = decoder_of(model)
 
     def advance(params: Params, texts: Decoding, rules: RowRules, limit: jax.Array) -> Decoding:
-        params = cast_floats(params, policy.compute_dtype)
+        params = hold_parameters(cast_floats(params, policy.compute_dtype))
 
         def goes_on(texts: Decoding) -> jax.Array:
             return (texts.written < jnp.minimum(limit, form.new_tokens)) & ~jnp.all(texts.done_B)

@@ -26,6 +26,7 @@ from jaxtrain.inference.text_stream import TextStream, checked_stops
 from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, get_policy
+from jaxtrain.runtime.decoding_options import decoding_options
 from jaxtrain.train.given_state import check_not_donated
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -66,7 +67,9 @@ def make_generator(
         texts = start(params, prompts_BP, lengths_B, rows)
         return advance(params, texts, rows, jnp.int32(new_tokens)).tokens_BT
 
-    return jax.jit(generate, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    placed = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(generate, out_shardings=placed, compiler_options={**decoding_options(device)} or None)
 
 
 def generate_text(

@@ -28,6 +28,7 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
+from jaxtrain.runtime.decoding_options import decoding_options
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
@@ -138,9 +139,9 @@ def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> _Programs:
     programs = _programs.setdefault(sharded_model, {})
     if form not in programs:
         needs = (sharded_model.model, form, sharded_model.policy, sharded_model.mesh)
-        programs[form] = _Programs(
-            jax.jit(start_function(*needs)), jax.jit(advance_function(*needs), donate_argnames="texts")
-        )
+        options = {**decoding_options(sharded_model.mesh.devices.flat[0])} or None
+        advance = jax.jit(advance_function(*needs), donate_argnames="texts", compiler_options=options)
+        programs[form] = _Programs(jax.jit(start_function(*needs)), advance)
     return programs[form]
 
 

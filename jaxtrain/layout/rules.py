@@ -182,7 +182,13 @@ def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
 
 
 def spread_axis(
-    entries: list[Entry], shape: Sequence[int], axis: str, degrees: Mapping[str, int], skip: set[int]
+    entries: list[Entry],
+    shape: Sequence[int],
+    axis: str,
+    degrees: Mapping[str, int],
+    skip: set[int],
+    *,
+    outermost: bool = False,
 ) -> list[Entry]:
     """Shards an array over one more mesh axis: in its largest unsharded dim that divides, or else in a sharded one.
 
@@ -192,6 +198,7 @@ def spread_axis(
         axis: The mesh axis to add; `fsdp` is put on an unsharded dim only.
         degrees: Size of each mesh axis.
         skip: Dims that must not be sharded over the axis.
+        outermost: Whether to take the outermost dim that divides in place of the largest.
 
     Returns:
         `entries`; unchanged where no dim divides.
@@ -203,7 +210,7 @@ def spread_axis(
     if axis == "fsdp":
         fits = [d for d in fits if entries[d] is None]
     if degree > 1 and fits:
-        best = max(fits, key=lambda d: (entries[d] is None, shape[d]))
+        best = max(fits, key=lambda d: (entries[d] is None, -d if outermost else shape[d]))
         # In front, because an explicit reduce-scatter over an axis makes that axis the outermost of the dim.
         entries[best] = axis if entries[best] is None else (axis, *entry_axes(entries[best]))
     return entries
@@ -273,8 +280,11 @@ def parameter_entries(
         entries[dim] = None
     layer_dims = {dim for dim, name in enumerate(row) if name == "layers"}
     more = ("fsdp",) if wants_fsdp and not any("fsdp" in entry_axes(entry) for entry in entries) else ()
-    for axis in (*more, *(() if stacked or layer_dims else ("pipe",)), *also):
+    for axis in (*more, *(() if stacked or layer_dims else ("pipe",))):
         entries = spread_axis(entries, shape, axis, degrees, layer_dims)
+    for axis in also:
+        # Collectives of NVIDIA gather and scatter the outermost dim in memory; for another one arrays are transposed.
+        entries = spread_axis(entries, shape, axis, degrees, layer_dims, outermost=True)
     return entries
 
 

@@ -1,18 +1,19 @@
 """Logical axes to mesh axes: the only place that builds a PartitionSpec for a parameter.
 
 A model names the axes of its parameters in a path table and of its activations by `constrain`; the rules say over
-which mesh axes a name is sharded. Parameters are *stored* sharded over `fsdp` and *gathered* for compute, one layer at
-a time. The specs of a parameter are derived once, by `with_parameters`, and looked up by path afterwards.
+which mesh axes a name is sharded. Parameters are *stored* sharded over `fsdp`, and with ZeRO over `data`; they are
+*held* during a step, and *gathered* over `fsdp` for compute, one layer at a time (`gather.py`). The specs of a
+parameter are derived once, by `with_parameters`, and looked up by path afterwards.
 
 A layout reaches code in one of two ways, never in both. Code that a step calls takes it as an argument. Code that a
 model or an optimizer calls, whose signature is not ours to extend, reads the layout of the trace (`current_layout`,
-and what is built on it here: `constrain`, `gather_parameters`, `platform`, ...), which `use_layout` sets; where it
-needs the layout in a helper, it passes it on as an argument.
+and what is built on it: `constrain`, `platform`, `gather.py`, ...), which `use_layout` sets; where it needs the layout
+in a helper, it passes it on as an argument.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,13 +43,15 @@ class ParameterSpecs:
 
     Attributes:
         shape: of the parameter.
-        stored: in the train state.
-        gathered: for compute: as stored, but replicated over `fsdp`.
-        optimizer_state: of optimizer state of the parameter's shape: as stored, and with ZeRO over `data` too.
+        stored: in the train state; with ZeRO a trained parameter is sharded over `data` too, as its optimizer state is.
+        held: during a step: as the rules say, and replicated over `data`.
+        gathered: for compute: as held, but replicated over `fsdp`.
+        optimizer_state: of optimizer state of the parameter's shape: as held, and with ZeRO over `data` too.
     """
 
     shape: tuple[int, ...]
     stored: PartitionSpec
+    held: PartitionSpec
     gathered: PartitionSpec
     optimizer_state: PartitionSpec
 
@@ -63,7 +66,10 @@ class Layout:
         rules: logical axis -> mesh axes.
         stack: top-level path of the parameters that are stacked layer by layer; their first dim goes to `pipe`.
         context_attention: how attention works on a sequence sharded over `context`: ring, all_to_all, gather or auto.
-        state_axes: mesh axes that optimizer state is sharded over besides those of its parameters (ZeRO over `data`).
+        state_axes: mesh axes that ZeRO shards trained parameters and their optimizer state over besides those of the
+            rules.
+        holds: whether the traced code gets parameters that are replicated over `state_axes`, as in a train step;
+            elsewhere they come as they are stored.
         manual: mesh axes that the code being traced handles itself (inside `jax.shard_map`); they leave every spec.
         parameters: path -> specs of each parameter of the model; empty before `with_parameters`.
     """
@@ -74,6 +80,7 @@ class Layout:
     stack: str | None = None
     context_attention: str = "auto"
     state_axes: tuple[str, ...] = ()
+    holds: bool = False
     manual: frozenset[str] = frozenset()
     parameters: Mapping[str, ParameterSpecs] = field(default_factory=dict)
 
@@ -100,12 +107,13 @@ def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec
     return PartitionSpec(*logical_entries(names, layout.degrees, layout.rules))
 
 
-def with_parameters(layout: Layout, params: Params) -> Layout:
+def with_parameters(layout: Layout, params: Params, *, trained: Callable[[str], bool] | None = None) -> Layout:
     """The layout with the specs of every parameter.
 
     Args:
         layout: of the model, outside any manual region.
         params: the model's parameters, arrays or shapes.
+        trained: path -> whether the parameter is trained, which ZeRO shards; None: all are.
 
     Raises:
         ConfigError: a row has another rank than its parameter, or a dim does not divide by an axis that changes the
@@ -113,7 +121,8 @@ def with_parameters(layout: Layout, params: Params) -> Layout:
     """
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        found[path_name(path)] = _derive_specs(path_name(path), leaf.shape, layout)
+        name = path_name(path)
+        found[name] = _derive_specs(name, leaf.shape, layout, trained=trained is None or trained(name))
     return replace(layout, parameters=found)
 
 
@@ -157,8 +166,7 @@ def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers
     if known is None or known.shape[1:] != tuple(shape):
         known = _derive_specs(path, (num_layers, *shape), layout)
     known = _outside(known, layout.manual)
-    specs = (PartitionSpec(*spec[1:]) for spec in (known.stored, known.gathered, known.optimizer_state))
-    return ParameterSpecs(tuple(shape), *specs)
+    return ParameterSpecs(tuple(shape), *(PartitionSpec(*spec[1:]) for spec in _all_specs(known)))
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
@@ -179,10 +187,14 @@ def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: t
     return specs.optimizer_state if also else specs.stored
 
 
-def _derive_specs(path: str, shape: tuple[int, ...], layout: Layout) -> ParameterSpecs:
-    stored = _derive_spec(path, shape, layout)
-    state = _derive_spec(path, shape, layout, also=layout.state_axes) if layout.state_axes else stored
-    return ParameterSpecs(tuple(shape), stored, without_axes(stored, {"fsdp"}), state)
+def _derive_specs(path: str, shape: tuple[int, ...], layout: Layout, *, trained: bool = True) -> ParameterSpecs:
+    held = _derive_spec(path, shape, layout)
+    state = _derive_spec(path, shape, layout, also=layout.state_axes) if layout.state_axes else held
+    return ParameterSpecs(tuple(shape), state if trained else held, held, without_axes(held, {"fsdp"}), state)
+
+
+def _all_specs(specs: ParameterSpecs) -> tuple[PartitionSpec, ...]:
+    return specs.stored, specs.held, specs.gathered, specs.optimizer_state
 
 
 def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
@@ -196,8 +208,7 @@ def _outside(specs: ParameterSpecs, manual: frozenset[str]) -> ParameterSpecs:
     """The specs without the axes that the code being traced handles itself."""
     if not manual:
         return specs
-    left = (without_axes(spec, manual) for spec in (specs.stored, specs.gathered, specs.optimizer_state))
-    return ParameterSpecs(specs.shape, *left)
+    return ParameterSpecs(specs.shape, *(without_axes(spec, manual) for spec in _all_specs(specs)))
 
 
 def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
@@ -267,7 +278,7 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxtrai
 
 @contextlib.contextmanager
 def use_layout(layout: Layout | None) -> Iterator[None]:
-    """Give `constrain` and `gather_parameters` a layout while a model is traced."""
+    """Give `constrain`, `gather_parameters` and the like a layout while a model is traced."""
     token = _layout.set(layout)
     try:
         yield
@@ -321,79 +332,3 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     # A dim that does not divide (a batch of one in sampling) is replicated: this changes speed, never results.
     spec = [entry if x.shape[d] % entry_degree(entry, layout.mesh.shape) == 0 else None for d, entry in enumerate(spec)]
     return jax.lax.with_sharding_constraint(x, layout.named(PartitionSpec(*spec)))
-
-
-def gather_parameters(
-    params: Params, *, prefix: str = "", num_layers: int | None = None, skip: tuple[str, ...] = ()
-) -> Params:
-    """Parameters replicated over `fsdp` for compute; their gradients go back to the stored layout.
-
-    Called inside a scanned block it gathers one layer at a time, in the forward and again in the backward pass.
-
-    Args:
-        params: a tree of parameters.
-        prefix: path of the tree inside the model ("blocks").
-        num_layers: given when the leaves are one layer of parameters stored with a leading dim of this size.
-        skip: sub-trees of `params` ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their
-            own scans).
-    """
-    layout = _layout.get()
-    if layout is None or layout.mesh.shape["fsdp"] == 1:
-        return params
-
-    def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        name = path_name(path)
-        # A key is the same on every device.
-        skipped = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        if skipped or any(name == one or name.startswith(f"{one}/") for one in skip):
-            return leaf
-        full = f"{prefix}/{name}" if prefix else name
-        if num_layers is None:
-            specs = parameter_specs(full, leaf.shape, layout)
-        else:
-            specs = layer_specs(full, leaf.shape, layout, num_layers=num_layers)
-        sum_first = num_layers is None or not any(specs.gathered)
-        return _gather(leaf, layout.named(specs.gathered), layout.named(specs.stored), sum_first=sum_first)
-
-    return jax.tree_util.tree_map_with_path(gather, params)
-
-
-def constrain_parameters(tree: Params) -> Params:
-    """Parameters, or their gradients, sharded as `gather_parameters` gives them: replicated over `fsdp`."""
-    layout = _layout.get()
-    if layout is None or layout.mesh.size == 1:
-        return tree
-
-    def constrain_one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        spec = parameter_specs(path_name(path), leaf.shape, layout).gathered
-        return jax.lax.with_sharding_constraint(leaf, layout.named(spec))
-
-    return jax.tree_util.tree_map_with_path(constrain_one, tree)
-
-
-def _gather(x: jax.Array, gathered: NamedSharding, stored: NamedSharding, *, sum_first: bool) -> jax.Array:
-    """Gather in the forward pass; bring the gradient back to the stored layout in the backward pass.
-
-    `sum_first` sums a gradient first and slices it then (a reduce-scatter in the end). That of an embedding is a
-    scatter, which the partitioner cannot shard as it is stored without gathering what it scatters; that of a norm's
-    scale or a router, which no other axis shards, it would shard over `tensor` and then permute to `fsdp`, which a
-    pipeline stage must not do.
-    """
-
-    def place(x: jax.Array) -> jax.Array:
-        # As stored first, or the compiler gathers what x was cast from: twice the bytes, and a copy in float32.
-        return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), gathered)
-
-    gather = jax.custom_vjp(place)
-
-    # `place` and not `gather`, so that a gradient can be differentiated forward (the curvature that Sophia takes).
-    def forward(x: jax.Array) -> tuple[jax.Array, None]:
-        return place(x), None
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        if sum_first:
-            gradient = jax.lax.with_sharding_constraint(gradient, gathered)
-        return (jax.lax.with_sharding_constraint(gradient, stored),)
-
-    gather.defvjp(forward, backward)
-    return gather(x)

@@ -9,5 +9,5 @@ def stage_over_data(zero: int) -> int:
 
 
 def zero_axes(zero: int) -> tuple[str, ...]:
-    """Mesh axes that optimizer state and moving average are sharded over besides those of their parameter."""
+    """Mesh axes that stored parameters, optimizer state and moving average are sharded over besides those of a step."""
     return ("data",) if stage_over_data(zero) else ()

@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config.arguments import refusal, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
+from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
+from jaxtrain.layout.scatter import attach_parts
 from jaxtrain.layout.sharding import (
     Layout,
     current_layout,
-    gather_parameters,
     parameter_shardings,
     path_name,
     with_parameters,
@@ -141,7 +142,9 @@ class ShardedModel:
             if not jax.tree.leaves(params) and jax.tree.leaves(self.abstract_params):
                 write = "sharded.apply(params, model_state, inputs, key=None, train=False)"
                 raise ConfigError(refusal(f"the model {self.model.name}", "its parameters", params, write))
-            params = gather_parameters(cast_floats(params, compute), skip=self.model.gathers_itself)
+            params = hold_parameters(cast_floats(params, compute))
+            params = attach_parts(params, skip=self.model.gathers_itself)
+            params = gather_parameters(params, skip=self.model.gathers_itself)
             key = key_for(self.model.apply, key)
             inputs = cast_floats(inputs, compute)
             try:
@@ -183,6 +186,18 @@ def stored_params(model: Model, params: Params, policy: Policy, trainable: Calla
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)
 
 
+def trained_paths(params: Params, trainable: Callable[[str], bool] | None) -> set[str]:
+    """Paths of the parameters that are trained; the arrays of a quantized kernel never are.
+
+    Args:
+        params: arrays or shapes.
+        trainable: parameter path -> whether it is trained; None: all are.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    names = {path_name(path) for path, leaf in leaves if not is_quantized(leaf)}
+    return {name for name in names if trainable is None or trainable(name)}
+
+
 def place_model(
     model: Model,
     layout: Layout,
@@ -214,7 +229,7 @@ def place_model(
     drawn, model_state = created
     params = jax.eval_shape(lambda params: stored_params(model, params, policy, trainable), drawn)
     _check_table(params, model)
-    layout = with_parameters(layout, params)
+    layout = with_parameters(layout, params, trained=trained_paths(params, trainable).__contains__)
     _check_tensor(params, model, layout)
     shardings = parameter_shardings(params, layout)
     check_replicated(params, layout, max_replicated_fraction)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.arguments import check_kind, check_whole
-from jaxtrain.layout.sharding import gather_parameters, platform
+from jaxtrain.layout.gather import gather_parameters
+from jaxtrain.layout.sharding import platform
 from jaxtrain.models.from_nnx import building, check_maker, from_dict, to_dict
 from jaxtrain.remat.policy import Remat
 

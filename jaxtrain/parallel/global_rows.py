@@ -88,7 +88,7 @@ def global_row_gradients(
     of_outputs, sums = jax.grad(loss, has_aux=True)(floats, rest)
 
     def keep_part(total: Tree) -> Tree:
-        return constrain_gradients(total, layout, zero) if zero >= 2 else total
+        return constrain_gradients(total, layout, zero)
 
     def second(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Any, Tree]) -> tuple[tuple[Tree, Tree], None]:
         total, state = carry

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.layout.scatter import use_parts
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
 from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
@@ -83,24 +84,23 @@ def compute_gradients(
     Returns:
         The gradients, and the sums over the global batch.
     """
-    differentiate = jax.grad(loss, has_aux=True)
     if accumulation_steps == 1:
-        tree, (loss_sum, weight, model_state, metrics) = differentiate(
+        tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(
             params, fixed, model_state, batch, jax.random.fold_in(key, 0)
         )
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     arguments = (params, fixed, model_state, batch, key)
     if on_shards:
-        accumulate = _choose_accumulation(differentiate, arguments, accumulation_steps, layout, zero)
+        accumulate = _choose_accumulation(loss, arguments, accumulation_steps, layout, zero)
     else:
-        accumulate = _automatic(differentiate, accumulation_steps, layout, zero)
+        accumulate = _automatic(loss, accumulation_steps, layout, zero)
     total, model_state, (loss_sum, weight, metrics) = accumulate(*arguments)
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
 
 
 def _choose_accumulation(
-    differentiate: Differentiate,
+    loss: LossFunction,
     arguments: tuple[Tree, Tree, Tree, Batch, jax.Array],
     count: int,
     layout: Layout,
@@ -112,17 +112,17 @@ def _choose_accumulation(
     shard to shard. A model or loss that calls back to Python does not lower where `data` alone is manual (jax 0.10.2).
 
     Args:
-        differentiate: gradients of a microbatch.
+        loss: of a microbatch.
         arguments: of the program.
         count: microbatches.
         layout: of the step.
         zero: ZeRO stage.
     """
-    automatic = _automatic(differentiate, count, layout, zero)
+    automatic = _automatic(loss, count, layout, zero)
     params, _, model_state, batch, _ = arguments
     if layout.mesh.shape["data"] == 1 or jax.tree.leaves(model_state):
         return automatic
-    on_shards, operations = traced(_on_shards(differentiate, params, batch, count, layout, zero), *arguments)
+    on_shards, operations = traced(_on_shards(loss, params, batch, count, layout, zero), *arguments)
     if not calls_back(operations):
         return on_shards
     why = "the model or its loss calls back to Python (jax.debug.print), which jax cannot on a shard of data"
@@ -130,12 +130,12 @@ def _choose_accumulation(
     return automatic
 
 
-def _automatic(differentiate: Differentiate, count: int, layout: Layout, zero: int) -> Accumulate:
+def _automatic(loss: LossFunction, count: int, layout: Layout, zero: int) -> Accumulate:
     """Build the accumulation whose collectives the compiler places; arguments as those of `_on_shards`."""
 
     def keep_part(total: Tree) -> Tree:
-        # Under ZeRO-2 the compiler reduces every microbatch into the part that a device keeps.
-        return constrain_gradients(total, layout, zero) if zero >= 2 else total
+        # With ZeRO the compiler reduces every microbatch into the part that a device keeps.
+        return constrain_gradients(total, layout, zero)
 
     def zeros(params: Tree) -> Tree:
         return keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
@@ -143,16 +143,14 @@ def _automatic(differentiate: Differentiate, count: int, layout: Layout, zero: i
     def add(total: Tree, gradients: Tree, params: Tree) -> Tree:
         return keep_part(jax.tree.map(jnp.add, total, gradients))
 
-    return partial(_accumulate, differentiate, add, count, zeros)
+    return partial(_accumulate, jax.grad(loss, has_aux=True), add, count, zeros)
 
 
-def _on_shards(
-    differentiate: Differentiate, params: Tree, batch: Batch, count: int, layout: Layout, zero: int
-) -> Accumulate:
+def _on_shards(loss: LossFunction, params: Tree, batch: Batch, count: int, layout: Layout, zero: int) -> Accumulate:
     """Build the accumulation that is manual over `data`: each shard its own rows, reduced after the loop.
 
     Args:
-        differentiate: gradients of a microbatch.
+        loss: of a microbatch.
         params, batch: arrays or shapes, for their specs.
         count: microbatches.
         layout: of the step.
@@ -165,8 +163,9 @@ def _on_shards(
     inside = dataclasses.replace(layout, manual=layout.manual | {"data"})
 
     def add(total: Tree, gradients: Tree, params: Tree) -> Tree:
-        gradients = reduction.reduce(gradients, params) if reduction.each_microbatch else gradients
         return jax.tree.map(jnp.add, total, gradients)
+
+    differentiate = _scattered(loss, reduction) if reduction.each_microbatch else jax.grad(loss, has_aux=True)
 
     def local(params: Tree, *rest: Tree) -> tuple[Tree, Tree, TaskSums]:
         with use_layout(inside):
@@ -184,6 +183,46 @@ def _on_shards(
         axis_names={"data"},
         check_vma=False,
     )
+
+
+def _scattered(loss: LossFunction, reduction: DataReduction) -> Differentiate:
+    """Build the gradients of a microbatch of which each device has its part as soon as a layer's is there (ZeRO-2).
+
+    Shards are summed before their gradients can be weighted, so that what is differentiated is the sum over rows. It is
+    divided by the count of targets, so that fp16 gradients keep their range.
+    """
+
+    def differentiate(
+        params: Tree, fixed: Tree, model_state: Tree, batch: Batch, key: jax.Array
+    ) -> tuple[Tree, LossParts]:
+        constant = float(jax.tree.leaves(batch.get("targets", batch))[0].size)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        dims = [reduction.dim(path, leaf) for path, leaf in leaves]
+
+        def of_parts(parts: list[jax.Array]) -> tuple[jax.Array, LossParts]:
+            # A parameter that no dim of divides has no part: it is differentiated itself.
+            chosen = [part if dim is None else leaf for (_, leaf), part, dim in zip(leaves, parts, dims, strict=True)]
+            given = {
+                path_name(path): (part, dim)
+                for (path, _), part, dim in zip(leaves, parts, dims, strict=True)
+                if dim is not None
+            }
+            with use_parts(given):
+                mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
+            return mean * (divisor(found[1]) / constant), found
+
+        zeros = jax.tree.leaves(reduction.zeros(params))
+        starts = [leaf if dim is None else zero for (_, leaf), zero, dim in zip(leaves, zeros, dims, strict=True)]
+        parts, found = jax.grad(of_parts, has_aux=True)(starts)
+        # As a mean, which the caller weights.
+        unit = constant / divisor(found[1])
+        summed = [
+            (jax.lax.psum(g.astype(sum_dtype(g)), "data") if dim is None else g) * unit
+            for g, dim in zip(parts, dims, strict=True)
+        ]
+        return jax.tree.unflatten(structure, summed), found
+
+    return differentiate
 
 
 def _accumulate(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout.sharding import constrain_parameters
+from jaxtrain.layout.gather import constrain_parameters
 from jaxtrain.models.task import TaskSums, divisor
 from jaxtrain.parallel import stage as on_stage
 from jaxtrain.parallel.gradients import Gradients

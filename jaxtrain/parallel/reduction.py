@@ -17,8 +17,7 @@ class DataReduction:
     Attributes:
         layout: of the step.
         stage: ZeRO stage; from 1 on a device keeps the part of the gradient that its optimizer state needs, and from
-            2 on it does so after every microbatch, which costs communication and saves the memory of the full
-            gradient.
+            2 on it does so in every microbatch, which costs communication and saves the memory of the full gradient.
     """
 
     layout: Layout

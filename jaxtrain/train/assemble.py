@@ -1,7 +1,7 @@
 """From a config to the objects of a run: data, model, task, mesh and step. Nothing is allocated on a device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.models.model import Model, count_parameters, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
@@ -253,6 +254,7 @@ def build_sharded_model(
     task: Task | None = None,
     mesh: Mesh | None = None,
     devices: Sequence[Any] | None = None,
+    as_trained: bool = False,
 ) -> ShardedModel:
     """The model of a config on its mesh, for all that does not train it.
 
@@ -264,18 +266,23 @@ def build_sharded_model(
         task: your own task instead of the config's.
         mesh: instead of one with the degrees of the config.
         devices: devices to use, real or compile-only; None: all.
+        as_trained: whether parameters are sharded over `data` as ZeRO 1 and 2 store them; else they are replicated over
+            it, so that nothing is gathered for each batch or token.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
     mesh = make_mesh(**config_degrees(config.parallel), devices=devices) if mesh is None else mesh
+    parallelism = parallelism_of(config)
+    if not as_trained and stage_over_data(parallelism.zero):
+        parallelism = replace(parallelism, zero=0)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = finetuned(config, model_of(config, **sizes, model=model))
     return shard_model(
         model,
         mesh=mesh,
         policy=config.precision.policy,
-        parallelism=parallelism_of(config),
+        parallelism=parallelism,
         trainable=trainable_of(config, model),
         task=task or build_task(config),
     )

@@ -27,8 +27,8 @@ class Parallelism:
     """Options of the mesh axes; the fields are the keys of the config group `parallel`.
 
     Attributes:
-        zero: ZeRO stage over `data`: 1 shards the optimizer state, 2 the accumulated gradients too; 3, the parameters
-            too, is the `fsdp` axis.
+        zero: ZeRO stage over `data`: 1 shards the optimizer state and the stored parameters, of which a step gathers a
+            copy in the compute dtype; 2 the accumulated gradients too; 3, also the copy, is the `fsdp` axis.
         sequence_parallel: between blocks, the sequence is sharded over `tensor`.
         context_attention: ring, all_to_all, gather, or auto.
         schedule: gpipe, 1f1b or interleaved_1f1b.

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.layout.sharding import gather_parameters
+from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.models.model import Params, Parts, key_for
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task
@@ -47,8 +47,9 @@ class _ModelStages:
 
 
 def _ready(params: Params, pipeline: Pipeline, policy: Policy) -> Params:
-    """Parameters in the compute dtype, those outside the stack gathered over `fsdp`; layers gather their own."""
-    return gather_parameters(cast_floats(params, policy.compute_dtype), skip=(pipeline.stack,))
+    """Parameters held in the compute dtype, those outside the stack gathered over `fsdp`; layers gather their own."""
+    held = hold_parameters(cast_floats(params, policy.compute_dtype))
+    return gather_parameters(held, skip=(pipeline.stack,))
 
 
 def step_gradients(

@@ -1,7 +1,7 @@
 """What a train step computes: pure functions of a state and a batch, without a device in sight."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.gather import hold_parameters
+from jaxtrain.layout.sharding import use_layout
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel, stored_params
@@ -23,7 +25,14 @@ from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.train.model_checks import check_compute_dtype
 from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.pipelined import step_gradients
-from jaxtrain.train.state import SkippedSteps, TrainState, floating_leaves, merge_leaves, select_leaves
+from jaxtrain.train.state import (
+    SkippedSteps,
+    TrainState,
+    floating_leaves,
+    frozen_leaves,
+    merge_leaves,
+    select_leaves,
+)
 from jaxtrain.train.update import MeanGradients, Metrics, StepSettings, mean_gradients, update_state
 
 
@@ -133,7 +142,8 @@ class _Fixed:
     """What the loss of a step reads besides the trained parameters and the model_state.
 
     Attributes:
-        params: all parameters; the frozen ones are read.
+        params: the frozen parameters, None in place of those that are trained; all of them for a task that calls the
+            model itself.
         average: moving averages of the parameters and of the model_state; None: the task does not read them.
         step: int32 [], steps done; None: the task does not read it.
     """
@@ -145,7 +155,7 @@ class _Fixed:
 
 def _fixed_of(program: StepProgram, state: TrainState) -> _Fixed:
     if not program.task.calls_model:
-        return _Fixed(state.params, None, None)
+        return _Fixed(frozen_leaves(state.params, program.settings.trainable), None, None)
     averaged = program.settings.ema_decay is not None
     average = (state.evaluation_params, state.evaluation_model_state) if averaged else None
     return _Fixed(state.params, average, state.step)
@@ -242,13 +252,18 @@ def _gradients(
             scale=scale,
             zero=settings.zero,
         )
-    arguments = (trained, (_fixed_of(program, state), scale), state.model_state, batch, step_key)
     count, layout, zero = settings.accumulation_steps, sharded_model.layout, settings.zero
-    if task.rows == "global" and count > 1:
-        return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
-    # A shard of data holds some rows of a microbatch only.
-    on_shards = task.rows == "separate" and not task.calls_model
-    return compute(loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards)
+    # A task that calls the model itself may read the parameters, which it gets as the state stores them.
+    if zero > 0 and not task.calls_model:
+        trained = hold_parameters(cast_floats(trained, sharded_model.policy.compute_dtype))
+        layout = replace(layout, holds=True)
+    arguments = (trained, (_fixed_of(program, state), scale), state.model_state, batch, step_key)
+    with use_layout(layout):
+        if task.rows == "global" and count > 1:
+            return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
+        # A shard of data holds some rows of a microbatch only.
+        on_shards = task.rows == "separate" and not task.calls_model
+        return compute(loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards)
 
 
 def _two_passes(program: StepProgram) -> TwoPasses:

@@ -149,6 +149,11 @@ def select_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if predicate(path_name(path)) else None, tree)
 
 
+def frozen_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
+    """The tree with None in place of the leaves that `select_leaves` keeps."""
+    return select_leaves(tree, lambda path: predicate is not None and not predicate(path))
+
+
 def merge_leaves(chosen: Any, rest: Any) -> Any:
     """The tree whose leaves come from `chosen`, and from `rest` where `chosen` has None."""
     return jax.tree.map(lambda a, b: b if a is None else a, chosen, rest, is_leaf=lambda leaf: leaf is None)

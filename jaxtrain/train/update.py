@@ -68,7 +68,8 @@ def update_state(
     def unscaled(tree: Any, scale: jax.Array) -> Any:
         return _unscaled(tree, scale if scaled else None)
 
-    grad_norm = optax.tree.norm(unscaled(gradients.tree, scale))
+    tree = constrain_gradients(gradients.tree, layout, settings.zero)
+    grad_norm = optax.tree.norm(unscaled(tree, scale))
     loss = gradients.loss_sum / divisor(gradients.weight)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     clip = None
@@ -92,8 +93,7 @@ def update_state(
         moved = keep(moved, optimizer_state, finite)
         return keep(optax.apply_updates(trained, updates), trained, finite), moved
 
-    before = (constrain_gradients(gradients.tree, layout, settings.zero), state.optimizer_state)
-    before = (*before, constrain_gradients(trained, layout, settings.zero), (finite, scale, clip, loss))
+    before = (tree, state.optimizer_state, trained, (finite, scale, clip, loss))
     if settings.offload_optimizer:
         trained, optimizer_state = update_on_host(
             advance, *before, optimizer=optimizer, layout=layout, also=layout.state_axes

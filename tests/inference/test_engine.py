@@ -1,6 +1,7 @@
 """The engine gives each request what it would get alone, and compiles nothing after its start."""
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxtrain as jt
 from jaxtrain.inference.choose import bias_rows, choose_rows, row_sampling
+from jaxtrain.inference.engine.cache_layout import cache_layout
 from jaxtrain.inference.engine.compiles import CompileCounter
 from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.programs import SlotState, prefill_chunk
 from jaxtrain.inference.engine.request import Request
 from jaxtrain.inference.generate import generate_ids
 from jaxtrain.inference.sampling import Sampling
@@ -191,6 +195,33 @@ def test_prompts_and_alternatives_have_the_log_probabilities_of_a_forward_pass(e
         best = np.sort(table_LV[at])[::-1][:4]
         np.testing.assert_allclose([number for _, number in one.top], best, rtol=0, atol=1e-3)
         np.testing.assert_allclose([table_LV[at, token] for token, _ in one.top], best, rtol=0, atol=1e-3)
+
+
+def test_a_chunk_has_logits_of_all_its_tokens_only_behind_a_question(model):
+    """Of the program, the shapes that are computed outside its branches."""
+    sharded_model, params = model
+    decoder, tokens_8, zero = sharded_model.model.decoder, np.zeros(8, np.int32), np.int32(0)
+    layout = cache_layout(decoder, sharded_model.layout, slots=2, length=LENGTH, chunk=8, dtype=jnp.float32)
+    counts, one = np.zeros((2, VOCABULARY), np.int32), np.bool_(True)
+    state = SlotState(decoder.init_cache(2, LENGTH, jnp.float32), counts, counts, counts.astype(np.float32))
+    read = functools.partial(prefill_chunk, decoder=decoder, layout=layout)
+    given = (zero, tokens_8, zero, np.int32(8), one, row_sampling([GREEDY], [0]), one, tokens_8, one)
+    with sharded_model.context():
+        program = jax.make_jaxpr(read)(params, state, *given)
+
+    def outside(jaxpr: Jaxpr) -> set[tuple[int, ...]]:
+        found = {tuple(getattr(variable.aval, "shape", ())) for equation in jaxpr.eqns for variable in equation.outvars}
+        for equation in jaxpr.eqns:
+            if equation.primitive.name != "cond":
+                for inner in jax.tree.leaves(list(equation.params.values())):
+                    if isinstance(inner, ClosedJaxpr | Jaxpr):
+                        found |= outside(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+        return found
+
+    assert f"f32[8,{VOCABULARY}]" in str(program)
+    assert not any(
+        shape[-2:] in ((8, VOCABULARY), (1, VOCABULARY)) and len(shape) > 2 for shape in outside(program.jaxpr)
+    )
 
 
 def test_a_chat_that_goes_on_is_not_read_again(engine):

@@ -19,7 +19,7 @@ from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.slots import Slot, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.models.model import Decoder
+from jaxtrain.models.decoder import NOWHERE, Decoder
 
 VOCABULARY = 1000
 
@@ -30,6 +30,7 @@ class CountingPrograms:
     def __init__(self, *_: Any, slots: int, chunk: int, **__: Any):
         self.slots, self.chunk, self.vocab_size, self.params = slots, chunk, VOCABULARY, {}
         self.runs: list[str] = []
+        self.positions: list[list[int]] = []
         self.gate = threading.Event()
         self.gate.set()
         self.fails = False
@@ -46,6 +47,7 @@ class CountingPrograms:
         return Chosen(tokens + 1, np.zeros(tokens.shape), nothing, nothing)
 
     def decode(self, tokens_SW: Any, positions_S: Any, writes_S: Any, rows: Any, *, wants_top: bool) -> Chosen:
+        self.positions.append(positions_S.tolist())
         return self._chosen(tokens_SW, "decode")
 
     def prefill(self, slot: int, tokens: list[int], *_: Any, **__: Any) -> tuple[Chosen, Chosen]:
@@ -143,6 +145,17 @@ def test_a_prompt_that_another_slot_has_read_is_copied():
     assert [run for run in programs.runs if run != "decode"] == ["prefill 0", "copy 0 to 1", "prefill 1", "prefill 2"]
     assert [ticket.cached_tokens for ticket in tickets] == [0, 29, 0]  # less than 16 tokens are not worth a copy
     assert scheduler.counters.cached_tokens == 29
+
+
+def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_old_text():
+    programs: Any = CountingPrograms(slots=2, chunk=40)
+    waiting = Waiting(9)
+    scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
+    for one in (request(length=30, new_tokens=1), request(100, new_tokens=3)):
+        waiting.add(Ticket(one))
+    while not scheduler.is_idle:
+        scheduler.step()
+    assert programs.positions == [[NOWHERE, 1], [NOWHERE, 2]]
 
 
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):

@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.gather import gather_parameters
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import (
     Layout,
     constrain,
-    gather_parameters,
     logical_spec,
     optimizer_shardings,
     parameter_shardings,

@@ -1,5 +1,6 @@
 """Program contracts: what the compiled step of a layout communicates, and where, read from the program itself."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from layouts import (
     CASES,
@@ -84,7 +86,30 @@ def test_zero_2_keeps_a_part_of_each_microbatch() -> None:
 
 
 @pytest.mark.parametrize("row", ["zero=1", "zero=2"])
-def test_zero_gathers_parameters_only_after_the_update(row: str) -> None:
+def test_zero_sends_each_parameter_twice(row: str) -> None:
+    """The paper's volume: a reduce-scatter and an all-gather of P elements, of which a ring sends (N - 1) / N each.
+
+    Stage 2 scatters every layer of every microbatch, in loops: the program has one operation for all layers.
+    """
+    one = program("transformer", row, 4)
+    outside, stacked = (
+        sum(
+            leaf.size for name, tree in one.params.items() for leaf in jax.tree.leaves(tree) if (name == "blocks") == at
+        )
+        for at in (False, True)
+    )
+    whole, once = outside + stacked, outside + stacked // LAYERS
+    over_data = [c for c in one.collectives if programs.crosses(c, one.mesh, "data")]
+    sizes = {kind: sum(sum(c.sizes) for c in over_data if c.kind == kind) for kind in programs.KINDS}
+    devices = one.mesh.shape["data"]
+    assert sizes.pop("reduce-scatter") == (whole if row == "zero=1" else once) // devices
+    assert sizes.pop("all-gather") == whole
+    # The norm, the sum of the losses and their weights.
+    assert sum(sizes.values()) < SMALL
+
+
+@pytest.mark.parametrize("row", ["zero=1", "zero=2"])
+def test_zero_gathers_parameters_outside_the_loop(row: str) -> None:
     found, mesh = compiled("transformer", row, 4)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(program("transformer", row, 4).params)]
     gathered = [c for c in found if c.kind == "all-gather" and programs.crosses(c, mesh, "data")]
@@ -135,13 +160,13 @@ def test_experts_exchange_tokens_all_to_all() -> None:
 
 
 STATE = {
-    "zero=1": (layout(data=8, zero=1), 1, 8),
-    "zero=2": (layout(data=8, zero=2), 1, 8),
+    "zero=1": (layout(data=8, zero=1), 8, 8),
+    "zero=2": (layout(data=8, zero=2), 8, 8),
     "fsdp=8": (layout(fsdp=8), 8, 8),
     "data=2,fsdp=4": (layout(data=2, fsdp=4), 4, 4),
-    "data=2,fsdp=4,zero=1": (layout(data=2, fsdp=4, zero=1), 4, 8),
+    "data=2,fsdp=4,zero=1": (layout(data=2, fsdp=4, zero=1), 8, 8),
     "pipe=4,data=2": (layout(pipe=4, data=2), 4, 4),
-    "pipe=2,fsdp=2,data=2,zero=1": (layout(pipe=2, fsdp=2, data=2, zero=1), 4, 8),
+    "pipe=2,fsdp=2,data=2,zero=1": (layout(pipe=2, fsdp=2, data=2, zero=1), 8, 8),
 }
 
 
@@ -165,6 +190,39 @@ def test_state_bytes_follow_the_formulas(row: str, optimizer: str) -> None:
         )
         assert local <= whole / parts * 1.05
         assert local >= whole / parts
+
+
+@pytest.mark.parametrize("row", long_but("zero=1", rows=["zero=1", "zero=2"]))
+def test_zero_gives_each_device_its_part_of_the_state(row: str) -> None:
+    """12 P / N bytes on every device, by the arrays themselves, within 5 %."""
+    step = make_step(CASES["transformer"], EVERY_MODEL[row], 1)
+    state = step.init(0)
+    leaves = jax.tree.leaves((state.params, state.optimizer_state))
+    whole = 12 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    held = dict.fromkeys(step.mesh.devices.flat, 0)
+    for leaf in leaves:
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert len(held) == 8
+    assert max(held.values()) <= 1.05 * whole / 8
+    assert step.state_shardings.params == jax.tree.map(lambda leaf: leaf.sharding, state.params)
+
+
+@pytest.mark.long
+def test_zero_needs_no_more_than_the_formula() -> None:
+    """(2 + g) P + 12 P / N bytes in all, here of a copy and gradients in float32: 8 P + 1.5 P."""
+    wide = functools.partial(CASES["transformer"].model, embed_dim=256, mlp_dim=512)
+    case = dataclasses.replace(CASES["transformer"], model=wide)
+    rows = jax.ShapeDtypeStruct((8, LENGTH), np.int32)
+    found = {}
+    for row in ("data=8", "zero=1"):
+        step = make_step(case, EVERY_MODEL[row], 1, "full")
+        memory = step.compile({"inputs": rows, "targets": rows}).memory_analysis()
+        found[row] = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    count = sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params))
+    assert found["zero=1"] <= 9.5 * count
+    # Whole gradients and masters are gone, and seven eighths of the moments; the copy is there besides.
+    assert found["data=8"] - found["zero=1"] >= 0.95 * (12 - 1.5) * count
 
 
 def test_accumulated_gradients_are_parts_under_zero_2() -> None:

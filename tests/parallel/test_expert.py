@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.transformer import ExpertsConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.gather import gather_parameters
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.sharding import Layout, gather_parameters, parameter_shardings, parameter_spec, use_layout
+from jaxtrain.layout.sharding import Layout, parameter_shardings, parameter_spec, use_layout
 from jaxtrain.models.shipped import moe
 from jaxtrain.models.shipped.axes import EXPERTS
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, route, router_loss

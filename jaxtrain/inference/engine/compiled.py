@@ -23,6 +23,7 @@ from jaxtrain.models.model import Params
 from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
+from jaxtrain.runtime.decoding_options import decoding_options
 
 # Chunks of this many tokens or more are worth a second program for short prompts.
 _LONG_CHUNK = 64
@@ -88,8 +89,11 @@ class Programs:
         # Traced one after the other, compiled at the same time.
         pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxtrain compile")
 
-        def compiled(function: Any, before: tuple[Any, ...], after: tuple[Any, ...], outputs: Any) -> Future[Any]:
-            jitted = jax.jit(function, donate_argnums=len(before) - 1, out_shardings=outputs)
+        def compiled(
+            function: Any, before: tuple[Any, ...], after: tuple[Any, ...], outputs: Any, options: Any = None
+        ) -> Future[Any]:
+            donated = len(before) - 1
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
             return pool.submit(jitted.lower(*before, *after).compile)
 
         number, flag = np.int32(0), np.bool_(False)
@@ -106,6 +110,7 @@ class Programs:
                         np.zeros((slots, width), np.int32), np.zeros(slots, np.int32), np.zeros(slots, bool), rows, flag
                     ),
                     (placed, replicated),
+                    {**decoding_options(mesh.devices.flat[0])} or None,
                 )
                 for width in {1, 1 + speculate}
             }

@@ -9,16 +9,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.layout.sharding import constrain, current_layout
+from jaxtrain.layout.sharding import constrain, current_layout, platform
 from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout
 from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
-from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, write_cache
+from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, unrolled_on, write_cache
 from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
@@ -136,6 +137,12 @@ class Attention(nnx.Module):
             if cache.layer is None:
                 return self._attend_to_ring(q_BLHK, positions_BL, cache)
             assert local is not None
+            if isinstance(local, np.bool_):  # layers are written out
+                return (
+                    self._attend_to_ring(q_BLHK, positions_BL, cache)
+                    if local
+                    else self._attend_to_all(q_BLHK, positions_BL, cache, None, bias_HW)
+                )
             return jax.lax.cond(
                 local,
                 lambda: self._attend_to_ring(q_BLHK, positions_BL, cache),
@@ -149,7 +156,8 @@ class Attention(nnx.Module):
         assert q_BLHK.shape[1] <= size - window + 1, "a chunk that its ring has no room for"
 
         def keys(first: jax.Array | int, count: int) -> CachedKeys:
-            start = jnp.minimum(first, size - count)  # the last block begins where it is whole
+            # The last block begins where it is whole.
+            start = first if isinstance(first, int) else jnp.minimum(first, size - count)
             places_S = start + jnp.arange(count)
             (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
                 read_cache(cache, name, start=start, size=count, ring=True) for name in ("key", "value")
@@ -160,7 +168,7 @@ class Attention(nnx.Module):
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS)
 
         softcap = self.config.attention_softcap
-        if size <= 2 * BLOCK:
+        if size <= 2 * BLOCK or platform() in unrolled_on(q_BLHK.shape[1]):
             return cached_attention(q_BLHK, keys(0, size), softcap=softcap)
         # Until the ring is full its last blocks hold nothing.
         last = jnp.minimum(jnp.max(jnp.where(positions_BL < NOWHERE, positions_BL, 0)), size - 1)
@@ -179,7 +187,8 @@ class Attention(nnx.Module):
         length = cache.length
 
         def keys(first: jax.Array | int, size: int) -> CachedKeys:
-            start = jnp.minimum(first, length - size)  # the last block begins where it is whole
+            # The last block begins where it is whole.
+            start = first if isinstance(first, int) else jnp.minimum(first, length - size)
             order_S = start + jnp.arange(size)
             (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
                 read_cache(cache, name, start=start, size=size) for name in ("key", "value")
@@ -189,7 +198,8 @@ class Attention(nnx.Module):
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
 
         softcap = self.config.attention_softcap
-        if length <= 2 * BLOCK:
+        # Where layers are written out, a loop over blocks would copy each, and a GPU waits at every turn of a loop.
+        if length <= 2 * BLOCK or platform() in unrolled_on(q_BLHK.shape[1]):
             return cached_attention(q_BLHK, keys(0, length), softcap=softcap)
         # Rows beyond the cache are not in use: they do not make the others read all of it.
         last = jnp.max(jnp.where(positions_BL < length, positions_BL, 0))

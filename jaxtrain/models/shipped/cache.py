@@ -25,6 +25,12 @@ from jaxtrain.precision.quantized import round_to_int8
 Cache = dict[str, jax.Array]
 RING = "ring_"
 
+# Where the layers of a decode step are written out, with kernels that are constant slices of their stack: XLA copies
+# what a loop slices before a GPU multiplies it, so that every weight would be read, written and read again.
+UNROLLED_ON = ("gpu",)
+# New tokens of a row in a decode step, with a draft; more are a part of a prompt, whose products take longer than that.
+_MOST_DECODED = 16
+
 _AXES = (None, "batch", "activation_kv_heads", None, None)
 
 
@@ -35,14 +41,14 @@ class LayerCache:
 
     Attributes:
         arrays: of all layers.
-        layer: int32 [], index of the layer among those that keep all positions, or their number for another one; None:
-            there are no such layers.
+        layer: int32 [], index of the layer among those that keep all positions, or their number for another one; a
+            NumPy integer where layers are written out. None: there are no such layers.
         ring_layer: the same among those that keep a ring.
     """
 
     arrays: Cache
-    layer: jax.Array | None
-    ring_layer: jax.Array | None = None
+    layer: jax.Array | np.integer | None
+    ring_layer: jax.Array | np.integer | None = None
 
     @property
     def length(self) -> int:
@@ -53,6 +59,15 @@ class LayerCache:
     def ring_size(self) -> int:
         """Positions of the ring: R."""
         return self.arrays[f"{RING}key"].shape[3]
+
+
+def unrolled_on(new_tokens: int) -> tuple[str, ...]:
+    """The platforms on which layers are written out instead of scanned.
+
+    Args:
+        new_tokens: T, of each row.
+    """
+    return UNROLLED_ON if new_tokens <= _MOST_DECODED else ()
 
 
 def init_cache(num_layers: int, batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike) -> Cache:
@@ -101,12 +116,14 @@ def init_ring_cache(
 def layer_indices(windows: Sequence[int | None], cache: Cache) -> tuple[Any, Any]:
     """The `layer` and `ring_layer` of each layer, int32 [number of layers]; None as there.
 
+    They are NumPy's, so that the index of a layer is a constant where layers are written out.
+
     Args:
         windows: of each layer.
         cache: of all layers.
     """
     if f"{RING}key" not in cache:
-        return jnp.arange(len(windows)), None
+        return np.arange(len(windows), dtype=np.int32), None
     in_ring_N = np.array([window is not None for window in windows])
 
     def indices(those_N: np.ndarray) -> np.ndarray:
@@ -155,7 +172,9 @@ def write_cache(cache: LayerCache, key_BTGK: jax.Array, value_BTGK: jax.Array, p
     return LayerCache(arrays, cache.layer, cache.ring_layer)
 
 
-def _written(arrays: Cache, prefix: str, layer: jax.Array, new: dict[str, jax.Array], positions_BT: jax.Array) -> Cache:
+def _written(
+    arrays: Cache, prefix: str, layer: jax.Array | np.integer, new: dict[str, jax.Array], positions_BT: jax.Array
+) -> Cache:
     """The arrays of one kind of layers with new keys and values."""
     written, rows_B1 = {}, jnp.arange(positions_BT.shape[0])[:, None]
     for name, new_BTGK in new.items():
@@ -187,6 +206,9 @@ def read_cache(
 
     def part(name: str) -> jax.Array:
         whole, zero = cache.arrays[name], jnp.int32(0)
+        if isinstance(layer, np.integer) and isinstance(start, int):
+            # A constant slice, which becomes a part of the product that reads it.
+            return whole[int(layer), :, :, start : start + size]
         begin = [layer, zero, zero, jnp.asarray(start, jnp.int32), zero][: whole.ndim]
         sizes = (1, *whole.shape[1:3], size, *whole.shape[4:])
         return jax.lax.dynamic_slice(whole, begin, sizes)[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -24,7 +25,7 @@ from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.block import RESIDUAL, Attention, Block, block_norm
-from jaxtrain.models.shipped.cache import Cache, LayerCache
+from jaxtrain.models.shipped.cache import Cache, LayerCache, unrolled_on
 from jaxtrain.models.shipped.cache import init_cache as make_cache
 from jaxtrain.models.shipped.initial import INIT_STDDEV, Stddevs, fan_in_stddevs, small_stddevs
 from jaxtrain.models.shipped.relative import relative_bias, relative_table
@@ -245,8 +246,10 @@ class EncoderDecoder(nnx.Module):
         read = ("cross_key", "cross_value", "segments")  # what the encoder wrote stays as it is
         memory, written = (cache["cross_key"], cache["cross_value"]), {k: v for k, v in cache.items() if k not in read}
         blocks, carry = self.decoder.blocks, (self._embed(tokens_BT, None), written)
-        layers = (jnp.arange(config.num_layers), memory)
-        (x_BTD, written), _ = scan_stack(blocks, call, carry, path="decoder/blocks", remat=Remat(), per_layer=layers)
+        layers, unroll_on = (np.arange(config.num_layers, dtype=np.int32), memory), unrolled_on(tokens_BT.shape[1])
+        (x_BTD, written), _ = scan_stack(
+            blocks, call, carry, path="decoder/blocks", remat=Remat(), per_layer=layers, unroll_on=unroll_on
+        )
         return self.head(x_BTD).logits(), {**cache, **written}
 
 

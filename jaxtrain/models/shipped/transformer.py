@@ -24,7 +24,7 @@ from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.block import RESIDUAL, Block, block_norm
-from jaxtrain.models.shipped.cache import RING, Cache, LayerCache, init_ring_cache, layer_indices
+from jaxtrain.models.shipped.cache import RING, Cache, LayerCache, init_ring_cache, layer_indices, unrolled_on
 from jaxtrain.models.shipped.cache import init_cache as make_cache
 from jaxtrain.models.shipped.heads import (
     HeadInputs,
@@ -161,8 +161,15 @@ class Transformer(nnx.Module):
 
         x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
         per_layer = (*layer_indices(self.config.windows, cache), locals_N)
-        blocks, carry = self.blocks, (x_BTD, cache)
-        (x_BTD, cache), _ = scan_stack(blocks, call, carry, path="blocks", remat=Remat(), per_layer=per_layer)
+        (x_BTD, cache), _ = scan_stack(
+            self.blocks,
+            call,
+            (x_BTD, cache),
+            path="blocks",
+            remat=Remat(),
+            per_layer=per_layer,
+            unroll_on=unrolled_on(tokens_BT.shape[1]),
+        )
         if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
             x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())

@@ -5,7 +5,7 @@ layouts in `tests/plan/compiled.json`, which the model meets within 15 %.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig
@@ -106,22 +106,27 @@ def reserved_bytes(target: Target) -> int:
 
 
 def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch) -> tuple[float, float, float]:
-    """Gradients, parameters cast to the compute dtype, and what is gathered from `fsdp` at once."""
+    """Gradients, parameters cast to the compute dtype, and what is whole at once, gathered or not scattered yet."""
     degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     stored = POLICY_DTYPES[config.precision.policy].param_bytes
     trained = [one for one in placed if one.trained]
     local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
     for_state = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
+    zero = stage_over_data(config.parallel.zero) if degrees["data"] > 1 else 0
     gradients = stored * local
     if batch.microbatches > 1:
-        # The sum over microbatches, and the gradient of one as it comes and in float32.
-        summed = for_state if stage_over_data(config.parallel.zero) == 2 else local
-        gradients = _FP32 * summed + (_FP32 + size / 2) * local
-    # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole.
-    outside = sum(
-        local_size(one.shape, one.entries, degrees) for one in placed if one.scan is None and size < one.itemsize
-    )
-    cast = float(size * outside)
+        # The sum over microbatches, and the gradient of one as it comes and in float32. ZeRO 2 scatters each layer of
+        # it; on a pipeline, all layers of a chunk.
+        scatters = zero == 2 and degrees["pipe"] == 1
+        gradients = _FP32 * (for_state if zero == 2 else local)
+        gradients += _FP32 * for_state if scatters else (_FP32 + size / 2) * local
+    elif zero:
+        # Each layer's gradient is scattered as soon as it is there.
+        gradients = size * for_state
+    # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole. With ZeRO a
+    # step begins with a copy of all that is trained.
+    copied = [one for one in placed if (one.scan is None and size < one.itemsize) or (zero and one.trained)]
+    cast = float(size * sum(local_size(one.shape, one.entries, degrees) for one in copied))
     gathered: dict[str | None, float] = {}
     if degrees["fsdp"] > 1:
         alone = {**degrees, "fsdp": 1}
@@ -135,9 +140,22 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
             copies = (3 if one.trained else 2) if scanned else 1
             share = min(size, one.itemsize) * whole / layers * copies
             gathered[one.scan] = gathered.get(one.scan, 0.0) + share
+    if zero and (batch.microbatches == 1 or (zero == 2 and degrees["pipe"] == 1)):
+        # The gradient of one layer before it is scattered, and that of the next.
+        gathered[None] = gathered.get(None, 0.0) + 2 * size * _largest_layer(trained, degrees)
     # One stack runs at a time.
     outside_stacks = gathered.pop(None, 0.0)
     return gradients, cast, outside_stacks + max(gathered.values(), default=0.0)
+
+
+def _largest_layer(placed: Sequence[Parameter], degrees: Mapping[str, int]) -> float:
+    """Elements of the largest layer, or of the largest parameter outside the stacks."""
+    found: dict[str, float] = {}
+    for one in placed:
+        layers = 1 if one.scan is None else one.shape[0] / degrees["pipe"]
+        name = one.path if one.scan is None else one.scan
+        found[name] = found.get(name, 0.0) + local_size(one.shape, one.entries, degrees) / layers
+    return max(found.values(), default=0.0)
 
 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the

@@ -172,8 +172,8 @@ def _shards(axis: str, degree: int, one: Estimate) -> str:
         case "data":
             return {
                 0: "Shards the rows of the batch; parameters, gradients and optimizer state are replicated.",
-                1: "Shards the rows of the batch and the optimizer state (ZeRO 1); the rest is replicated.",
-                2: "Shards the rows of the batch, gradients and optimizer state (ZeRO 2); parameters are replicated.",
+                1: "Shards the batch, optimizer state (ZeRO 1) and stored parameters; a step gathers a copy of them.",
+                2: "Shards the batch, state (ZeRO 2), gradients and stored parameters; a step gathers a copy of them.",
             }[stage_over_data(parallel.zero)]
         case "fsdp":
             return (

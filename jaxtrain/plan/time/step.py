@@ -107,10 +107,12 @@ def traffic(
     zero = stage_over_data(config.parallel.zero)
     if degrees["data"] > 1:
         times = batch.microbatches if zero == 2 else 1
-        gradients = 4 * sum(without(one) for one in trained)
-        # A reduction is a reduce-scatter and an all-gather; ZeRO gathers parameters instead of gradients.
-        volume = gradients * share("data") * (times + 1)
-        sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, updated parameters"))
+        whole = sum(without(one) for one in trained)
+        # Sums over microbatches are float32. A reduction is a reduce-scatter and an all-gather; ZeRO gathers parameters
+        # in the compute dtype instead of gradients.
+        gradients = 4 if batch.microbatches > 1 or zero == 0 else size
+        volume = whole * (gradients * times + (size if zero else gradients)) * share("data")
+        sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, parameters"))
     if degrees["fsdp"] > 1:
         whole, scattered = (size * sum(without(one, "fsdp") for one in some) for some in (placed, trained))
         # Gathered for every forward pass and for the backward, whose gradients are scattered.

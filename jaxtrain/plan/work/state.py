@@ -43,8 +43,9 @@ class Parameter:
 
     Attributes:
         path, shape: of the whole parameter.
-        entries: mesh axes of each dim, as stored.
-        state_entries: the same for its optimizer state, which ZeRO shards over `data` too.
+        entries: mesh axes of each dim during a step.
+        state_entries: the same for its optimizer state, which ZeRO shards over `data` too, with the parameter as it is
+            stored if it is trained.
         trained: whether it has gradients and optimizer state.
         stacked: whether its first dim counts layers that a pipeline may divide.
         itemsize: bytes per element, as stored.
@@ -114,7 +115,8 @@ def state_bytes(
         placed: the model's parameters on the mesh.
         degrees: of the mesh.
     """
-    params = sum(one.itemsize * local_size(one.shape, one.entries, degrees) for one in placed)
+    stored = [(one, one.state_entries if one.trained else one.entries) for one in placed]
+    params = sum(one.itemsize * local_size(one.shape, entries, degrees) for one, entries in stored)
     frozen = sum(one.itemsize * local_size(one.shape, one.entries, degrees) for one in placed if not one.trained)
     optimizer = average = 0
     _check_groups(config, placed)

@@ -1,0 +1,98 @@
+"""Gradients that are scattered over `data` layer by layer, in code that handles that axis itself (ZeRO-2).
+
+There a parameter is replicated and its gradient a sum over the rows of one shard. What is differentiated is not the
+parameter but an array of the shape of a device's part, which is attached to the parameter where it is used: there the
+backward pass sums the gradient over `data`, and keeps the part. So only one layer at a time has a whole gradient.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.layout.sharding import Params, path_name
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scattered:
+    """A stack of parameters, whose layers are attached to their parts inside the scan over it.
+
+    Attributes:
+        whole: the parameter [layers, ...].
+        part: float32, the shape of `whole` with its dim `dim` divided by the shards of `data`.
+        dim: over which gradients are scattered; the first dim counts layers.
+    """
+
+    whole: jax.Array
+    part: jax.Array
+    dim: int = field(metadata={"static": True})
+
+
+# Path -> (part, dim) of the parameters of the step that is being traced. Set by `use_parts` around a trace.
+_parts: contextvars.ContextVar[Mapping[str, tuple[jax.Array, int]] | None] = contextvars.ContextVar(
+    "jaxtrain_parts", default=None
+)
+
+
+@contextlib.contextmanager
+def use_parts(parts: Mapping[str, tuple[jax.Array, int]]) -> Iterator[None]:
+    """Give `attach_parts` what is differentiated while a model is traced, by path: a part and its dim."""
+    token = _parts.set(parts)
+    try:
+        yield
+    finally:
+        _parts.reset(token)
+
+
+def attach_parts(params: Params, *, skip: tuple[str, ...]) -> Params:
+    """The parameters attached to their parts, where `use_parts` gave any.
+
+    Args:
+        params: as a model is applied to them.
+        skip: sub-trees whose layers are attached one at a time, by `attach_layers`; they come as `Scattered`.
+    """
+    parts = _parts.get()
+    if parts is None:
+        return params
+
+    def attach(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array | Scattered:
+        name = path_name(path)
+        if name not in parts:
+            return leaf
+        if any(name == one or name.startswith(f"{one}/") for one in skip):
+            return Scattered(leaf, *parts[name])
+        return _attach(leaf, *parts[name])
+
+    return jax.tree_util.tree_map_with_path(attach, params)
+
+
+def attach_layers(params: Params) -> Params:
+    """One layer of each parameter, attached to its part where `attach_parts` left it to the scan."""
+
+    def attach(leaf: jax.Array | Scattered) -> jax.Array:
+        return _attach(leaf.whole, leaf.part, leaf.dim - 1) if isinstance(leaf, Scattered) else leaf
+
+    return jax.tree.map(attach, params, is_leaf=lambda leaf: isinstance(leaf, Scattered))
+
+
+def _attach(whole: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+    """`whole`, whose gradient goes to `part`: summed over `data` in float32 and scattered over a dim."""
+
+    @jax.custom_vjp
+    def attach(whole: jax.Array, part: jax.Array) -> jax.Array:
+        return whole
+
+    def forward(whole: jax.Array, part: jax.Array) -> tuple[jax.Array, None]:
+        return whole, None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        summed = gradient.astype(part.dtype)
+        summed = jax.lax.psum_scatter(summed, "data", scatter_dimension=dim, tiled=True)
+        return jnp.zeros_like(gradient), summed
+
+    attach.defvjp(forward, backward)
+    return attach(whole, part)
