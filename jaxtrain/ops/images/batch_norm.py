@@ -68,9 +68,7 @@ def channel_sums(x_BHWC: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _by_products(
-    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _by_products(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return _forward(x_BHWC, scale_C, bias_C)[0]
 
 
