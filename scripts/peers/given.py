@@ -28,6 +28,11 @@ def flat(tree: Any, prefix: str = "") -> dict[str, np.ndarray]:
     }
 
 
+def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays by their paths, as `np.load` reads them."""
+    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]  # no path is the name of its own argument
+
+
 def main(folder: Path, steps: int, file: str, arguments: list[str]) -> None:
     """Write values.npz, batches.npz (a leading dim of steps) and, of a published family, its folder."""
     with tempfile.TemporaryDirectory() as made:
@@ -37,16 +42,16 @@ def main(folder: Path, steps: int, file: str, arguments: list[str]) -> None:
             config = load_config(arguments[0], overrides=arguments[1:]).config
         parts = assemble(config, open_run_data(config))
         params = parts.step.init(config.seed).params
-        np.savez(folder / "values.npz", **flat(params))
+        write(folder / "values.npz", flat(params))
         load = parts.step.loader(parts.batches)
         batches = [flat(load(number)) for number in range(steps)]
+        columns = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+        assert config.optimizer.learning_rate is not None, "every config of a peer has a rate"
         schedule = build_schedule(
             config.optimizer.schedule, peak=config.optimizer.learning_rate, steps=config.train.steps
         )
         rates = np.array([schedule(number) for number in range(steps)], np.float32)
-        np.savez(
-            folder / "batches.npz", rates=rates, **{name: np.stack([b[name] for b in batches]) for name in batches[0]}
-        )
+        write(folder / "batches.npz", {"rates": rates, **columns})
         if file == "ours_published.py":
             save_pretrained(folder / "published", params, model=config.model)
 

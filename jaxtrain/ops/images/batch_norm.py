@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jaxtrain.layout.sharding import platform
 
 _EPSILON = 1e-5
+_Outputs = tuple[jax.Array, jax.Array, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 # The height is added up in at most so many slices before the product, by which it reads fewer numbers.
 _MAX_SLICES = 8
 
 
-def batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> _Outputs:
     """Normalise each channel by its mean and variance over the batch, in float32.
 
     Args:
@@ -27,17 +29,14 @@ def batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tupl
         scale_C, bias_C: float32.
 
     Returns:
-        The outputs in the dtype of x, and the mean and the (biased) variance of each channel, float32 [C], which take
-        no gradient on CPU: they are for running statistics.
+        The outputs in the dtype of x, and the mean and the (biased) variance of each channel, float32 [C].
     """
     if platform() == "cpu":
         return _by_products(x_BHWC, scale_C, bias_C)
     return reference_batch_norm(x_BHWC, scale_C, bias_C)
 
 
-def reference_batch_norm(
-    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def reference_batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> _Outputs:
     """Compute `batch_norm` in its plain form."""
     x = x_BHWC.astype(jnp.float32)
     mean = jnp.mean(x, axis=(0, 1, 2))
@@ -68,11 +67,11 @@ def channel_sums(x_BHWC: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _by_products(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _by_products(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> _Outputs:
     return _forward(x_BHWC, scale_C, bias_C)[0]
 
 
-def _forward(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[tuple[jax.Array, ...], tuple]:
+def _forward(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[_Outputs, _Residuals]:
     x = x_BHWC.astype(jnp.float32)
     count = x.size // x.shape[-1]
     mean = channel_sums(x) / count
@@ -81,14 +80,18 @@ def _forward(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[
     return (normalise(x_BHWC, mean, variance, scale_C, bias_C), mean, variance), (x_BHWC, mean, variance, scale_C)
 
 
-def _backward(residuals: tuple, gradients: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward(residuals: _Residuals, gradients: _Outputs) -> _Outputs:
     x_BHWC, mean, variance, scale_C = residuals
-    dy = gradients[0].astype(jnp.float32)
+    dy, dmean, dvariance = gradients[0].astype(jnp.float32), gradients[1], gradients[2]
     inverse = jax.lax.rsqrt(variance + _EPSILON)
     normal = (x_BHWC.astype(jnp.float32) - mean) * inverse
     count = dy.size // dy.shape[-1]
     dbias, dscale = channel_sums(dy), channel_sums(dy * normal)
-    dx = (scale_C * inverse) * (dy - dbias / count - normal * (dscale / count))
+    # What the mean and the variance pass on is gathered per channel, so that only three terms have the size of x.
+    factor = scale_C * inverse
+    offset = (dmean - factor * dbias) / count
+    slope = (factor * dscale - 2 * dvariance / inverse) / count
+    dx = factor * dy + offset - normal * slope
     return dx.astype(x_BHWC.dtype), dscale, dbias
 
 
