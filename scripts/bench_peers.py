@@ -221,7 +221,13 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
     step_seconds = statistics.median(block["seconds"] for block in running.blocks) / steps
     row |= {name: facts[name] for name in ("parameters", "versions", "first_step_seconds", "peak_memory_bytes", "remat")
             if name in facts}  # fmt: skip
-    row |= {"step_seconds": step_seconds, "rounds": [block["seconds"] / steps for block in running.blocks]}
+    # Of all threads: comparable on a machine whose cores others use too, where peers keep the cores equally busy.
+    processor_seconds = statistics.median(block["processor_seconds"] for block in running.blocks) / steps
+    row |= {
+        "step_seconds": step_seconds,
+        "processor_seconds": processor_seconds,
+        "rounds": [block["seconds"] / steps for block in running.blocks],
+    }
     if peer.work == "matmul":
         return row | {"flops_per_second": facts["flops_per_step"] / step_seconds}
     rows, items = _ITEMS[peer.work]
@@ -249,6 +255,9 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "over_best_peer": best and round(rate(ours) / rate(best), 3),
             "best_peer": best and best["name"],
             "over": {row["name"]: round(rate(ours) / rate(row), 3) for row in peers},
+            "over_by_processor_time": {
+                row["name"]: round(row["processor_seconds"] / ours["processor_seconds"], 3) for row in peers
+            },
             "memory_over": {
                 row["name"]: round(ours["peak_memory_bytes"] / row["peak_memory_bytes"], 3) for row in peers
             },
