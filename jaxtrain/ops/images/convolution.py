@@ -1,10 +1,10 @@
 """Convolutions without bias and with 'same' padding: the plain form, and on CPU products where those are faster.
 
-A table by shape for CPU (2 cores, float32, jax 0.10.2, processor time, batch 8; facts in docs/benchmarks.md): 1x1
+What runs on CPU, by shape (2 cores, float32, batch 8, jax 0.10.2, by processor time; docs/benchmarks.md): 1x1
 convolutions are products of the pixels by the kernel, whose gradients are products too and transpose nothing. Of 3x3
 convolutions of few pixels by many channels, the gradient of the images multiplies the kernel as it is stored, where the
-plain form flips and transposes 9 MB of it: 3 x as fast for 3x3 pixels and 512 channels. All others are plain: between
-128 and 200 GFLOP/s forward, and as fast or faster backward than gathered patches or nine shifted products.
+plain form flips and transposes 9 MB of it: 2.9 x as fast for 3x3 pixels and 512 channels. All others are plain, which
+is as fast as gathered patches or nine shifted products, or faster.
 
 Shapes: B batch, H height, W width, I channels in, O channels out, N pixels of all images, K side of the kernel.
 """
