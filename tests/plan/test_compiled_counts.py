@@ -64,11 +64,12 @@ def test_a_stage_sends_tokens_to_experts_in_every_pass(remat):
     words = f"4 parallel.expert=2 parallel.pipe=2 parallel.microbatches=2 model.num_layers=4 {EXPERTS}"
     _, config = tiny_config(f"{words} remat.policy={remat}")
     assert isinstance(config.model, TransformerConfig)
-    tokens, buffer = 16 * 64 / 2 / 2, 2 * 4 * 16 * 64 / 2 / 2 * 32
+    # A round sends 1.25 x 256 x 2 / 2 + 8 rows to each of two shards.
+    tokens, buffer = 16 * 64 / 2 / 2, 2 * 328 * 32 * 4
     sent = exchanged_bytes(config, config.model, tokens, 4, {"expert": 2}, forwards=2)
-    # Of the compiled stage of two layers: 4.25 buffers in the branch that runs forward, 10.625 in that which runs
-    # backward, of which a device keeps half.
-    assert 2 * sent == (4.25 + 10.625) * buffer / 2
+    # Of the compiled stage, for each of two layers: 2 buffers of rows in the branch that runs forward, 5 in that which
+    # runs backward, and as many of one number (ids, weights) for the 32 of a row. A device keeps half.
+    assert 2 * sent == 2 * (2 + 5) * (1 + 1 / 32) * buffer / 2
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "experts" in row["config"]], ids=lambda row: row["config"])
@@ -92,7 +93,7 @@ def test_accelerators_multiply_little_more_than_was_routed(target):
     assert isinstance(config.model, TransformerConfig)
     estimate = analyse(config, parse_targets(target)[0])
     (block,) = [block for block in estimate.time.blocks if block.name == "experts"]
-    tokens = config.train.global_batch_size / 8 * config.data.sequence_length
+    tokens = config.train.global_batch_size / 8 * estimate.workload.sequence_length
     # Two experts of three matrices, and the router.
     routed = 2 * tokens * config.model.embed_dim * (2 * 3 * config.model.mlp_width + 8)
     passes = block.flops / routed / config.model.num_layers
