@@ -5,8 +5,11 @@
 PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras, transformers). Every peer is a process that
 stays alive. In each round every peer makes a block of steps, one peer after the other, so that the noise of a shared
 machine affects all of them. Figures are medians over the rounds. All peers count the same model FLOPs
-(jaxtrain/metrics/flops.py) and train in float32, on the same text, with the same AdamW, clipping and weight decay. BERT
-(of MiniLM's size, with labels) and T5-small are those of transformers, without dropout, and count no FLOPs.
+(jaxtrain/metrics/flops.py) and train in float32 from the same initial values, on the same batches in the same order, at
+the same learning rates, with the same optimizer, clipping and weight decay (scripts/peers/given.py writes them). Where
+the mean losses of their last blocks differ by more than 2 %, the script prints no ratio of that work, and ends with
+exit code 1. BERT (of MiniLM's size, with labels) and T5-small are those of transformers, without dropout, and count no
+FLOPs.
 """
 
 import argparse
@@ -30,11 +33,20 @@ from jaxtrain.config.models import ResNetConfig, TransformerConfig  # noqa: E402
 from jaxtrain.metrics.flops import model_flops_per_row  # noqa: E402
 from jaxtrain.runtime.allocator import SETTINGS  # noqa: E402
 
-_RESNET = (
-    "resnet50_imagenet", "data.kind=synthetic", "data.task=images", "data.image_size=96", "data.num_classes=1000",
-    "data.num_rows=64", "precision.policy=fp32", "train.global_batch_size=8", "optimizer.learning_rate=0.1",
-    "optimizer.schedule.kind=constant", "optimizer.weight_decay=0", "optimizer.schedule.warmup_steps=0",
+# A small constant rate, at which a net of fifty layers learns these rows from its first steps; at 0.1 its loss jumps,
+# and rounding alone makes two peers differ.
+_SGD = (
+    "optimizer.learning_rate=0.01", "optimizer.schedule.kind=constant", "optimizer.weight_decay=0",
+    "optimizer.schedule.warmup_steps=0", "optimizer.nesterov=false",
 )  # fmt: skip
+_RESNET50 = (
+    "resnet50_imagenet", "data.kind=synthetic", "data.task=images", "data.image_size=96", "data.num_classes=1000",
+    "data.num_rows=64", "precision.policy=fp32", "train.global_batch_size=8", *_SGD,
+)  # fmt: skip
+_RESNET18 = ("digits_resnet", "model.stage_blocks=[2,2,2,2]", "model.width=64", "remat.policy=none", *_SGD)
+# Largest relative difference of the losses of two peers after the same steps. Rounding differs between their programs,
+# and grows with the steps; another schedule, order or initial value differs by much more.
+_SAME_LOSS = 0.02
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class Peer:
 
     Attributes:
         name: the name in the table.
-        work: "transformer", "resnet", "bert", "t5" or "matmul"; rows of the same work are compared.
+        work: "transformer", "resnet50", "resnet18", "bert", "t5" or "matmul"; rows of the same work are compared.
         command: file in scripts/peers and its arguments.
         theirs: whether it runs in the environment of the peers.
         malloc: whether it gets the malloc settings of jaxtrain; it is then an upper limit and not a peer.
@@ -68,9 +80,12 @@ PEERS = (
     Peer("hand-written JAX, remat dots, our malloc", "transformer", ("bare_jax.py", "dots"), malloc=True),
     Peer("PyTorch eager, our malloc", "transformer", ("torch_transformer.py", "eager"), theirs=True, malloc=True),
     Peer("torch.compile, our malloc", "transformer", ("torch_transformer.py", "compile"), theirs=True, malloc=True),
-    Peer("jaxtrain ResNet-50", "resnet", ("ours.py", *_RESNET)),
-    Peer("PyTorch eager ResNet-50", "resnet", ("torch_resnet.py", "eager"), theirs=True),
-    Peer("PyTorch torch.compile ResNet-50", "resnet", ("torch_resnet.py", "compile"), theirs=True),
+    Peer("jaxtrain ResNet-50", "resnet50", ("ours.py", *_RESNET50)),
+    Peer("PyTorch eager ResNet-50", "resnet50", ("torch_resnet.py", "eager", "resnet50"), theirs=True),
+    Peer("PyTorch torch.compile ResNet-50", "resnet50", ("torch_resnet.py", "compile", "resnet50"), theirs=True),
+    Peer("jaxtrain ResNet-18", "resnet18", ("ours.py", *_RESNET18)),
+    Peer("PyTorch eager ResNet-18", "resnet18", ("torch_resnet.py", "eager", "resnet18"), theirs=True),
+    Peer("PyTorch torch.compile ResNet-18", "resnet18", ("torch_resnet.py", "compile", "resnet18"), theirs=True),
     Peer("jaxtrain BERT", "bert", ("ours_published.py", "bert")),
     Peer("PyTorch eager BERT", "bert", ("torch_published.py", "bert"), theirs=True),
     Peer("jaxtrain T5", "t5", ("ours_published.py", "t5")),
@@ -81,7 +96,7 @@ PEERS = (
 # do not tune malloc.
 _CEILINGS = {"hand-written JAX, remat dots, flattened", *(peer.name for peer in PEERS if peer.malloc)}
 # Work -> rows per step and items (tokens, of a T5 those of both sides, or images) per row.
-_ITEMS = {"transformer": (16, 256), "resnet": (8, 1), "bert": (16, 128), "t5": (8, 192)}
+_ITEMS = {"transformer": (16, 256), "resnet50": (8, 1), "resnet18": (64, 1), "bert": (16, 128), "t5": (8, 192)}
 
 
 def work_flops(work: str) -> float | None:
@@ -92,10 +107,11 @@ def work_flops(work: str) -> float | None:
         model = TransformerConfig(position="learned", norm="layernorm", activation="gelu")
         row = model_flops_per_row(model, sequence_length=256, input_shape=None, num_outputs=None, vocab_size=256)
     else:
-        row = model_flops_per_row(
-            ResNetConfig(stage_blocks=(3, 4, 6, 3), bottleneck=True), sequence_length=None, input_shape=(96, 96, 3),
-            num_outputs=1000, vocab_size=None,
-        )  # fmt: skip
+        if work == "resnet50":
+            resnet, shape, classes = ResNetConfig(stage_blocks=(3, 4, 6, 3), bottleneck=True), (96, 96, 3), 1000
+        else:
+            resnet, shape, classes = ResNetConfig(stem="small"), (8, 8, 1), 10
+        row = model_flops_per_row(resnet, sequence_length=None, input_shape=shape, num_outputs=classes, vocab_size=None)
     assert row is not None
     return row * _ITEMS[work][0]
 
@@ -142,8 +158,31 @@ def ask(running: Running, steps: int | None) -> dict[str, Any]:
     return {}
 
 
-def launch(peer: Peer, python: str, errors: IO[str]) -> Running:
-    """Start a peer and wait for its first step."""
+def write_given(work: str, folder: Path, *, steps: int, errors: IO[str]) -> Path:
+    """Write what all peers of a work start from and step on.
+
+    Args:
+        work: as of a peer.
+        folder: gets a folder of the work.
+        steps: number of steps that each peer will make.
+        errors: gets the standard error of the process.
+
+    Returns:
+        The folder of the work.
+    """
+    ours = next(peer for peer in PEERS if peer.work == work)
+    (folder / work).mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(HERE / "peers" / "given.py"), str(folder / work), str(steps), *ours.command]
+    done = subprocess.run(command, stdout=errors, stderr=errors, env=environment, check=False)
+    if done.returncode:
+        errors.seek(0)
+        raise SystemExit(f"bench_peers: what the peers of {work} start from was not written: {errors.read()[-2000:]}")
+    return folder / work
+
+
+def launch(peer: Peer, python: str, errors: IO[str], given: Path | None) -> Running:
+    """Start a peer and wait for its first step; `given` is the folder of its work."""
     # Each process compiles once, without the cache of an earlier run: torch.compile has its own cache.
     cache = tempfile.mkdtemp(prefix="peer-")
     environment = {
@@ -151,6 +190,7 @@ def launch(peer: Peer, python: str, errors: IO[str]) -> Running:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "JAX_PLATFORMS": "cpu",
+        **({} if given is None else {"PEER_GIVEN": str(given)}),
         **(SETTINGS if peer.malloc else {}),
     }
     began = time.time()
@@ -181,7 +221,13 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
     step_seconds = statistics.median(block["seconds"] for block in running.blocks) / steps
     row |= {name: facts[name] for name in ("parameters", "versions", "first_step_seconds", "peak_memory_bytes", "remat")
             if name in facts}  # fmt: skip
-    row |= {"step_seconds": step_seconds, "rounds": [block["seconds"] / steps for block in running.blocks]}
+    # Of all threads: comparable on a machine whose cores others use too, where peers keep the cores equally busy.
+    processor_seconds = statistics.median(block["processor_seconds"] for block in running.blocks) / steps
+    row |= {
+        "step_seconds": step_seconds,
+        "processor_seconds": processor_seconds,
+        "rounds": [block["seconds"] / steps for block in running.blocks],
+    }
     if peer.work == "matmul":
         return row | {"flops_per_second": facts["flops_per_step"] / step_seconds}
     rows, items = _ITEMS[peer.work]
@@ -209,6 +255,9 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "over_best_peer": best and round(rate(ours) / rate(best), 3),
             "best_peer": best and best["name"],
             "over": {row["name"]: round(rate(ours) / rate(row), 3) for row in peers},
+            "over_by_processor_time": {
+                row["name"]: round(row["processor_seconds"] / ours["processor_seconds"], 3) for row in peers
+            },
             "memory_over": {
                 row["name"]: round(ours["peak_memory_bytes"] / row["peak_memory_bytes"], 3) for row in peers
             },
@@ -217,6 +266,22 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
             ),
         }
     return answer
+
+
+def differing_losses(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each work whose peers did not train alike: they cannot be compared."""
+    lines = []
+    for work in _ITEMS:
+        losses = {row["name"]: row["loss"] for row in rows if row["work"] == work and "error" not in row}
+        if not losses:
+            continue
+        ours = next(iter(losses.values()))
+        # Written so that a loss that is no number differs.
+        apart = [name for name, loss in losses.items() if not abs(loss - ours) <= _SAME_LOSS * abs(ours)]
+        if apart:
+            shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+            lines.append(f"{work}: losses differ by more than {_SAME_LOSS:.0%} after the same steps: {shown}")
+    return lines
 
 
 def machine() -> dict[str, Any]:
@@ -267,12 +332,15 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [peer for peer in PEERS if wanted(peer, arguments.only)]
     about = machine()
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as folder:
         alive: list[Running] = []
+        steps = 1 + arguments.rounds * arguments.steps
+        works = {peer.work for peer in chosen} - {"matmul"}
+        given = {work: write_given(work, Path(folder), steps=steps, errors=errors) for work in sorted(works)}
         try:
             for peer in chosen:
                 python = arguments.peers_python if peer.theirs else sys.executable
-                alive.append(launch(peer, python, errors))
+                alive.append(launch(peer, python, errors, given.get(peer.work)))
                 print(f"{peer.name}: {alive[-1].error or alive[-1].facts}", file=sys.stderr, flush=True)
             for number in range(arguments.rounds):
                 for running in alive:
@@ -291,10 +359,14 @@ def main() -> None:
             print(errors.read()[-4000:], file=sys.stderr)
     print("\n".join(map(line_of, rows)))
     answer = {"machine": about, "rounds": arguments.rounds, "steps": arguments.steps, "rows": rows}
-    answer["ratios"] = compare(rows)
+    refused = differing_losses(rows)
+    unlike = {line.partition(":")[0] for line in refused}
+    answer["ratios"] = compare([row for row in rows if row["work"] not in unlike])
     print(json.dumps(answer["ratios"], indent=2))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+    if refused:
+        raise SystemExit("bench_peers: " + "; ".join(refused))
 
 
 if __name__ == "__main__":

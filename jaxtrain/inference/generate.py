@@ -132,6 +132,11 @@ def generate_text(
     decoder_of(sharded_model.model)
     new_tokens = _checked_new_tokens(new_tokens)
     stop = checked_stops(stop)
+    for name, flag in (("add_special_tokens", add_special_tokens), ("skip_special_tokens", skip_special_tokens)):
+        check_kind(flag, bool, what=f"generate_text: {name}", takes="True or False", write=f"{name}=False")
+    takes, write = "a list of token ids", "stop_tokens=[2]"
+    check_kind(stop_tokens, Collection, what="generate_text: stop_tokens", takes=takes, write=write)
+    stop_tokens = [check_whole(one, what="generate_text: stop_tokens", least=0, write=write) for one in stop_tokens]
     check_not_donated(params)
     if not len(prompts):
         return []

@@ -73,9 +73,13 @@ class StoredParameter:
         Args:
             position: Index in each dim of the row's stack.
         """
-        stack, transform = self.place.row.stack, self.place.row.transform
-        name = self.place.names[int(np.ravel_multi_index(position, stack)) if stack else 0]
-        return transform.read(self.published.source.read(name), [slice(None)] * len(transform.ours))
+        transform = self.place.row.transform
+        return transform.read(self.published.source.read(self.name_at(position)), [slice(None)] * len(transform.ours))
+
+    def name_at(self, position: tuple[int, ...]) -> str:
+        """Returns the name of the tensor that holds what stands at a position of the stack."""
+        stack = self.place.row.stack
+        return self.place.names[int(np.ravel_multi_index(position, stack)) if stack else 0]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.nf4 import Nf4Kernel
+from jaxtrain.published.bitsandbytes import PackedTensor, QuantizedSource
 from jaxtrain.published.bitsandbytes_writing import Kind, pack_floats, packed_kinds, packed_parts, state_name
 from jaxtrain.published.entries import Constant, Entry, Row, names_of, positions
 from jaxtrain.published.folder import SINGLE
@@ -171,7 +172,26 @@ def gathered(
 ) -> Iterator[tuple[str, WrittenTensor, list[Any]]]:
     """Each tensor with what it is made of, on the main process; None per part on the others, and for constants."""
     for name, tensor in tensors.items():
-        yield name, tensor, [_part(row, position, held) for row, position in tensor.parts]
+        packed = _as_stored(tensor, held)
+        parts = [_part(row, position, held) for row, position in tensor.parts] if packed is None else [packed]
+        yield name, tensor, parts
+
+
+def _as_stored(tensor: WrittenTensor, held: Mapping[bool, Mapping[str, Any]]) -> PackedTensor | None:
+    """A tensor that is quantized already as it is to be written: another quantization would round its scales again."""
+    if tensor.double is None or not is_main_process():
+        return None
+    arrays = [(held[row.state][row.path], at) for row, at in tensor.parts if isinstance(row, Entry)]
+    names = {one.name_at(at) for one, at in arrays if isinstance(one, StoredParameter)}
+    first = arrays[0][0] if len(arrays) == len(tensor.parts) and len(names) == 1 else None
+    if not isinstance(first, StoredParameter):
+        return None
+    source, name = first.published.source, names.pop()
+    if not isinstance(source, QuantizedSource) or name not in source.quantized:
+        return None
+    stored = source.quantized[name]
+    is_same = stored.shape == tensor.shape and (stored.offset is not None) == tensor.double
+    return source.as_stored(name) if is_same else None
 
 
 def _part(row: Entry | Constant, position: tuple[int, ...], held: Mapping[bool, Mapping[str, Any]]) -> Any:
@@ -197,7 +217,9 @@ def assembled(
         if tensor.double is None or packing is None:
             yield name, _floats(name, tensor, found)
             continue
-        if isinstance(found[0], Mapping):
+        if isinstance(found[0], PackedTensor):
+            packed = found[0]
+        elif isinstance(found[0], Mapping):
             rows = [row for row, _ in tensor.parts if isinstance(row, Entry)]
             packed = join_kernels(list(zip(rows, found, strict=True)), packing.linears)
         else:

@@ -53,7 +53,8 @@ def attach_parts(params: Params, *, skip: tuple[str, ...]) -> Params:
 
     Args:
         params: as a model is applied to them.
-        skip: sub-trees whose layers are attached one at a time, by `attach_layers`; they come as `Scattered`.
+        skip: sub-trees whose layers are attached one at a time, by `attach_layers`; their arrays come as `Scattered`.
+            The factors of an adapter, which are small and read before that, are attached at once.
     """
     parts = _parts.get()
     if parts is None:
@@ -63,7 +64,8 @@ def attach_parts(params: Params, *, skip: tuple[str, ...]) -> Params:
         name = path_name(path)
         if name not in parts:
             return leaf
-        if any(name == one or name.startswith(f"{one}/") for one in skip):
+        is_array = all(isinstance(key, jax.tree_util.DictKey) for key in path)
+        if is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
             return Scattered(leaf, *parts[name])
         return _attach(leaf, *parts[name])
 

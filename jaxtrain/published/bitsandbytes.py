@@ -116,13 +116,21 @@ class QuantizedSource:
             return self.folder.read(name, index)
         stored = self.quantized[name]
         if stored.shape[1] % BLOCK:
-            # Blocks run on from row to row.
-            flat = self._packed(name, (1, stored.shape[0] * stored.shape[1]))
+            flat = self.as_stored(name)
             whole = dequantize_rows(flat.codes, flat.magnitudes).reshape(stored.shape)
             return (whole if index is None else whole[index]).astype(stored.dtype)
         packed = self.packed(name)
         rows, inputs = (slice(None), slice(None)) if index is None else index
         return dequantize_rows(packed.codes[rows], packed.magnitudes[rows], inputs).astype(stored.dtype)
+
+    def as_stored(self, name: str) -> PackedTensor:
+        """Returns a quantized tensor; of one long row where blocks run on from row to row.
+
+        Raises:
+            CheckpointError: Its parts do not fit each other.
+        """
+        rows, inputs = self.quantized[name].shape
+        return self._packed(name, (1, rows * inputs) if inputs % BLOCK else (rows, inputs))
 
     def packed(self, name: str) -> PackedTensor:
         """Returns a quantized tensor as it is stored.

@@ -137,7 +137,10 @@ def _scan_segments(body: ScanBody, carry: Tree, layers: Tree) -> tuple[Tree, Tre
 def _unrolled(body: ScanBody, carry: Tree, layers: Tree) -> tuple[Tree, Tree]:
     """Compute what `jax.lax.scan` does, without a loop in the program."""
     outputs = []
-    for index in range(jax.tree.leaves(layers)[0].shape[0]):
-        carry, output = body(carry, jax.tree.map(lambda x, index=index: x[index], layers))
+    leaves, structure = jax.tree.flatten(layers)
+    # The gradient of a split is one concatenation; that of an index per block is a sum of arrays as large as the stack.
+    parts = [jax.lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
+    for layer in zip(*parts, strict=True):
+        carry, output = body(carry, structure.unflatten([jnp.squeeze(leaf, 0) for leaf in layer]))
         outputs.append(output)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)

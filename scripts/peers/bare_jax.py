@@ -9,7 +9,22 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
-from peer import B1, B2, BATCH, CLIP, EPSILON, HEADS, LEARNING_RATE, LENGTH, WEIGHT_DECAY, WIDTH, batches, serve
+from peer import (
+    B1,
+    B2,
+    BATCH,
+    CLIP,
+    EPSILON,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    WEIGHT_DECAY,
+    WIDTH,
+    batches,
+    rates,
+    serve,
+    values,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bare_transformer as bare
@@ -26,6 +41,31 @@ def block(x_BLD, p):
     y = jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(scores, axis=-1), v).reshape(BATCH, LENGTH, WIDTH)
     x_BLD = x_BLD + y @ p["o"]
     return x_BLD + jax.nn.gelu(bare.norm(x_BLD, p["norm2"]) @ p["up"]) @ p["down"], None
+
+
+def given() -> dict:
+    """Return the given values in the shapes of `bare.init`."""
+    ours = values()
+
+    def blocks(path: str, *shape: int):
+        return jnp.asarray(ours[f"blocks/{path}"].reshape(LAYERS, *shape))
+
+    attention = {
+        name[0]: blocks(f"attention/{name}/kernel", WIDTH, WIDTH) for name in ("query", "key", "value", "output")
+    }
+    return {
+        "embedding": jnp.asarray(ours["embedding"]),
+        "positions": jnp.asarray(ours["positions"]),
+        "blocks": {
+            "norm1": blocks("attention_norm/scale", WIDTH),
+            "norm2": blocks("mlp_norm/scale", WIDTH),
+            **attention,
+            "up": blocks("mlp/up/kernel", WIDTH, 4 * WIDTH),
+            "down": blocks("mlp/down/kernel", 4 * WIDTH, WIDTH),
+        },
+        "norm": jnp.asarray(ours["output_norm/scale"]),
+        "output": jnp.asarray(ours["output"]),
+    }
 
 
 def main(remat: str, *, flat: bool) -> None:
@@ -46,13 +86,9 @@ def main(remat: str, *, flat: bool) -> None:
     def decayed(params):
         return jax.tree.map(lambda p: p.ndim > 2 or (p.ndim == 2 and p.shape[0] != bare.LAYERS), params)
 
-    adamw = optax.adamw(LEARNING_RATE, b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, mask=decayed)
+    table = jnp.asarray(rates())
+    adamw = optax.adamw(lambda step: table[step], b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, mask=decayed)
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP), adamw)
-
-    @jax.jit
-    def create(key):
-        params = bare.init(key)
-        return params, optimizer.init(params)
 
     def step(params, state, inputs, targets):
         loss, gradients = jax.value_and_grad(loss_fn)(params, inputs, targets)
@@ -60,16 +96,18 @@ def main(remat: str, *, flat: bool) -> None:
         return optax.apply_updates(params, updates), state, loss
 
     step = jax.jit(step, donate_argnums=(0, 1))
-    params, state = create(jax.random.key(0))
+    params = given()
+    state = jax.jit(optimizer.init)(params)
     rows = batches()
 
     def run(steps: int) -> float:
         nonlocal params, state
-        loss = jnp.nan
+        losses = []
         for _ in range(steps):
             params, state, loss = step(params, state, *next(rows))
+            losses.append(loss)
         jax.block_until_ready((params, state))
-        return float(loss)
+        return float(sum(losses)) / steps
 
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     serve(run, parameters=count, versions=f"jax {jax.__version__}, optax {optax.__version__}")

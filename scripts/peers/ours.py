@@ -26,12 +26,12 @@ def main(name: str | dict[str, Any], overrides: list[str]) -> None:
     run_parts = assemble(config, open_run_data(config))
     step = run_parts.step
     step.compile(run_parts.batches.spec())
-    state, done, loss = step.init(config.seed), 0, float("nan")
+    state, done = step.init(config.seed), 0
+    losses: list[float] = []
     load = step.loader(run_parts.batches)
 
     def finished(number, metrics, seconds, waited) -> None:
-        nonlocal loss
-        loss = float(metrics["loss"])
+        losses.append(float(metrics["loss"]))
 
     never = (lambda number: False, lambda number, state: False, lambda number: False)
     hooks = Hooks(lambda number: None, finished, *never)
@@ -46,7 +46,7 @@ def main(name: str | dict[str, Any], overrides: list[str]) -> None:
         finally:
             loaded.close()
         jax.block_until_ready(state.params)
-        return loss
+        return sum(losses[-steps:]) / steps
 
     serve(run, parameters=run_parts.num_parameters, versions=f"jax {jax.__version__}", remat=config.remat.policy)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import peer
 import torch
-from peer import B1, B2, CLIP, EPSILON, LEARNING_RATE, NORM_EPSILON, WEIGHT_DECAY, batches, serve
+from peer import B1, B2, CLIP, EPSILON, LEARNING_RATE, NORM_EPSILON, WEIGHT_DECAY, serve, steps, values
 from torch import nn
 from torch.nn import functional
 
@@ -81,28 +81,61 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(B1, B2), eps=EPSILON, fused=True)
 
 
+def given(model: Transformer) -> None:
+    """Set the parameters of the model to the given values."""
+    ours = {path: torch.from_numpy(value) for path, value in values().items()}
+
+    def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        parameter.copy_(value.reshape(parameter.shape))
+
+    with torch.no_grad():
+        fill(model.embedding.weight, ours["embedding"])
+        fill(model.positions, ours["positions"])
+        fill(model.norm.weight, ours["output_norm/scale"])
+        fill(model.output.weight, ours["output"].T)
+        for number, block in enumerate(model.blocks):
+            own = {path.removeprefix("blocks/"): value[number] for path, value in ours.items() if "blocks/" in path}
+            width = own["attention_norm/scale"].numel()
+            rows = [own[f"attention/{name}/kernel"].reshape(width, width).T for name in ("query", "key", "value")]
+            fill(block.qkv.weight, torch.cat(rows))
+            fill(block.out.weight, own["attention/output/kernel"].reshape(width, width).T)
+            fill(block.up.weight, own["mlp/up/kernel"].T)
+            fill(block.down.weight, own["mlp/down/kernel"].T)
+            fill(block.norm1.weight, own["attention_norm/scale"])
+            fill(block.norm2.weight, own["mlp_norm/scale"])
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of the step that comes."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def main(*, compiled: bool) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
     model = Transformer(Sizes())
+    given(model)
     optimizer = adamw(model)
 
     def loss_of(inputs, targets):
         return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     loss_of = torch.compile(loss_of) if compiled else loss_of
-    rows = batches()
+    given_steps = steps()
 
     def run(steps: int) -> float:
-        loss = torch.tensor(float("nan"))
+        losses = []
         for _ in range(steps):
-            inputs, targets = (torch.from_numpy(part).long() for part in next(rows))
+            batch, rate = next(given_steps)
+            inputs, targets = (torch.from_numpy(batch[name]).long() for name in ("inputs", "targets"))
+            set_rate(optimizer, rate)
             optimizer.zero_grad(set_to_none=True)
             loss = loss_of(inputs, targets)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
-        return loss.item()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean().item()
 
     serve(run, parameters=sum(p.numel() for p in model.parameters()), versions=f"torch {torch.__version__}")
 

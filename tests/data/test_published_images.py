@@ -1,4 +1,4 @@
-"""Images of published models: the numbers that transformers' processors make of them (scripts/make_image_fixtures.py)."""
+"""Images of published models, as transformers makes numbers of them (scripts/make_image_fixtures.py)."""
 
 import json
 from pathlib import Path

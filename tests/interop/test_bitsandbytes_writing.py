@@ -24,6 +24,7 @@ from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.published.bitsandbytes_writing import pack_floats, packed_parts
 from jaxtrain.published.folder import open_folder
+from jaxtrain.run.import_run import export_folder
 
 PUBLISHED = Path(__file__).parent / "published"
 LLAMA = PUBLISHED / "llama"
@@ -53,6 +54,15 @@ def test_kernels_that_bitsandbytes_quantized_are_written_as_they_were(degrees, t
         json.loads((folder / "config.json").read_text())["quantization_config"] for folder in (tmp_path / "out", FOLDER)
     )
     assert said.items() <= wanted.items()
+
+
+def test_a_folder_in_nf4_is_written_again_as_it_is(tmp_path):
+    """Codes would stay, and scales be rounded to 8 bits a second time; blocks of the second folder run over rows."""
+    pretrained = jt.load_pretrained(LLAMA)
+    small = jt.save_pretrained(tmp_path / "small", pretrained.params, model=pretrained, base="nf4")
+    for folder in (FOLDER, small):
+        again = export_folder(folder, tmp_path / "again" / folder.name, base="nf4")
+        assert stored(again) == stored(folder)
 
 
 def test_floats_are_rounded_and_then_quantized_in_blocks_that_run_on(tmp_path):

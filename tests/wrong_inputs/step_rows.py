@@ -158,6 +158,9 @@ ROWS = {
     "generate_text: no tokens": (lambda: text_of(new_tokens=0), "new_tokens is 0", "1 or more"),
     "generate_text: a temperature": (lambda: text_of(sampling=0.8), "not 0.8", "Sampling(temperature=0.8)"),
     "generate_text: a seed of words": (lambda: text_of(seed="a"), "'a'", "seed=0"),
+    "generate_text: a stop token": (lambda: text_of(stop_tokens=2), "not 2", "stop_tokens=[2]"),
+    "generate_text: a stop token of words": (lambda: text_of(stop_tokens=["a"]), "'a'", "stop_tokens=[2]"),
+    "generate_text: special tokens": (lambda: text_of(add_special_tokens=1), "not 1", "add_special_tokens=False"),
     "generate_text: one stop": (lambda: text_of(stop="END"), "stop is 'END'", "['END']"),
     "generate_text: a cache of words": (lambda: text_of(cache_dtype="tiny"), "'tiny'", "cache_dtype='bfloat16'"),
     "generate_text: a model": (

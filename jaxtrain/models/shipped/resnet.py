@@ -7,7 +7,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxtrain.config.models import ResNetConfig
@@ -20,6 +19,9 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.axes import RESNET
 from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, resnet_stages, stem_shape
 from jaxtrain.models.stack import make_stack, scan_stack
+from jaxtrain.ops.images.batch_norm import batch_norm, normalise
+from jaxtrain.ops.images.convolution import convolve
+from jaxtrain.ops.images.max_pool import max_pool
 from jaxtrain.remat.policy import Remat
 
 _BATCH = ("batch", None, None, None)
@@ -39,17 +41,10 @@ class Conv(nnx.Module):
     def __init__(self, shape: ConvShape, *, rngs: nnx.Rngs):
         init = fan_in_normal(2.0)
         self.kernel = nnx.Param(init(rngs.params(), shape.kernel, jnp.float32))
-        self.size, self.stride = shape.size, shape.stride
+        self.stride = shape.stride
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        pad = (self.size - 1) // 2
-        return jax.lax.conv_general_dilated(
-            x_BHWC,
-            self.kernel[...],
-            window_strides=(self.stride, self.stride),
-            padding=((pad, pad), (pad, pad)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        return convolve(x_BHWC, self.kernel[...], stride=self.stride)
 
 
 class BatchNorm(nnx.Module):
@@ -71,19 +66,15 @@ class BatchNorm(nnx.Module):
         self.momentum = momentum
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
-        x = x_BHWC.astype(jnp.float32)
-        if train:
-            mean = jnp.mean(x, axis=(0, 1, 2))
-            variance = jnp.mean(jnp.square(x - mean), axis=(0, 1, 2))
-            count = x.size // x.shape[-1]
-            unbiased = variance * (count / max(count - 1, 1))
-            self.mean[...] = self.momentum * self.mean[...] + (1 - self.momentum) * mean
-            self.variance[...] = self.momentum * self.variance[...] + (1 - self.momentum) * unbiased
-        else:
-            mean, variance = self.mean[...], self.variance[...]
-        scale = self.scale[...].astype(jnp.float32) * jax.lax.rsqrt(variance + 1e-5)
-        y = (x - mean) * scale + self.bias[...].astype(jnp.float32)
-        return y.astype(x_BHWC.dtype)
+        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        if not train:
+            return normalise(x_BHWC, self.mean[...], self.variance[...], scale, bias)
+        y, mean, variance = batch_norm(x_BHWC, scale, bias)
+        count = x_BHWC.size // x_BHWC.shape[-1]
+        unbiased = variance * (count / max(count - 1, 1))
+        self.mean[...] = self.momentum * self.mean[...] + (1 - self.momentum) * mean
+        self.variance[...] = self.momentum * self.variance[...] + (1 - self.momentum) * unbiased
+        return y
 
 
 class ResidualBlock(nnx.Module):
@@ -155,8 +146,7 @@ class ResNet(nnx.Module):
         with jax.named_scope("stem"):
             x = jax.nn.relu(self.stem_norm(self.stem(x), train=train))
             if self.config.stem == "imagenet":
-                window, strides, padding = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
-                x = jax.lax.reduce_window(x, np.array(-np.inf, x.dtype), jax.lax.max, window, strides, padding)
+                x = max_pool(x)
         for stage, count in enumerate(self.config.stage_blocks):
             with jax.named_scope(f"stage{stage}"):
                 x = getattr(self, f"stage{stage}_first")(x, train=train)

@@ -1,0 +1,1 @@
+"""Operations on images in NHWC: batch norm, max-pooling and convolutions, each with a plain reference."""

@@ -1,0 +1,92 @@
+"""Batch norm, max-pooling and convolutions in their forms for CPU, against the plain forms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.ops.images import batch_norm, convolution, max_pool
+
+# float32 sums of at most 2,304 products, in another order.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def drawn(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(0.5, 1.0, shape), dtype)
+
+
+def agree(fast, plain, *arguments, **close):
+    """Compare outputs, and the gradients of a sum of the outputs by random weights, of two functions."""
+    wanted = plain(*arguments)
+    cotangent = drawn(*wanted.shape, seed=9, dtype=wanted.dtype)
+
+    def both(function):
+        outputs, pull = jax.vjp(function, *arguments)
+        return outputs, pull(cotangent)
+
+    found, expected = jax.jit(functools.partial(both, fast))(), jax.jit(functools.partial(both, plain))()
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), **(CLOSE | close))
+
+
+@pytest.mark.parametrize(
+    ("side", "inputs", "outputs", "size", "stride"),
+    [
+        pytest.param(4, 8, 16, 1, 1, id="a 1x1 kernel is one product"),
+        pytest.param(5, 8, 6, 1, 2, id="a 1x1 kernel with a stride, an odd side"),
+        pytest.param(3, 64, 24, 3, 1, id="few pixels, many channels"),
+        pytest.param(1, 32, 8, 3, 1, id="one pixel"),
+        pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel"),
+        pytest.param(6, 4, 8, 3, 1, id="many pixels: plain"),
+        pytest.param(2, 64, 8, 3, 2, id="a stride: plain"),
+    ],
+)
+def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
+    x, kernel = drawn(2, side, side, inputs), drawn(size, size, inputs, outputs, seed=1)
+    agree(
+        functools.partial(convolution.convolve, stride=stride),
+        lambda x, kernel: convolution.reference_convolve(x, kernel, stride),
+        x,
+        kernel,
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 4, 5), (2, 7, 3, 4), (2, 1, 2, 6), (2, 12, 2, 3)], ids=str)
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["outputs", "mean", "variance"])
+def test_batch_norm_is_the_plain_one(shape, number):
+    arguments = (drawn(*shape), drawn(shape[-1], seed=1), drawn(shape[-1], seed=2))
+    agree(
+        lambda *a: batch_norm.batch_norm(*a)[number], lambda *a: batch_norm.reference_batch_norm(*a)[number], *arguments
+    )
+
+
+def test_batch_norm_of_bfloat16_sums_in_float32():
+    x, scale, bias = drawn(4, 8, 8, 3, dtype=jnp.bfloat16), drawn(3, seed=1), drawn(3, seed=2)
+    # One rounding to bfloat16 of numbers up to 8.
+    close = {"rtol": 0.01, "atol": 0.02}
+    agree(
+        lambda *a: batch_norm.batch_norm(*a)[0],
+        lambda *a: batch_norm.reference_batch_norm(*a)[0],
+        x,
+        scale,
+        bias,
+        **close,
+    )
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        pytest.param(drawn(2, 6, 8, 3), id="no equal numbers"),
+        pytest.param(jnp.maximum(drawn(2, 8, 6, 3), 0.5), id="many equal numbers: the first takes the gradient"),
+        pytest.param(drawn(2, 4, 4, 3, dtype=jnp.bfloat16), id="bfloat16"),
+        pytest.param(drawn(2, 5, 6, 3), id="an odd side: plain"),
+    ],
+)
+def test_max_pooling_is_the_plain_one(x):
+    # The same numbers in other sums of at most four; bfloat16 rounds those.
+    close = {"rtol": 0.02, "atol": 0.02} if x.dtype == jnp.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+    agree(max_pool.max_pool, max_pool.reference_max_pool, x, **close)
