@@ -127,7 +127,7 @@ def main() -> None:
         write_program(arguments.write, arguments.on, arguments.words)
         return
     for target in arguments.on.split(","):
-        for layout in [name for name in LAYOUTS if arguments.only in name]:
+        for layout in [arguments.only] if arguments.only in LAYOUTS else [x for x in LAYOUTS if arguments.only in x]:
             text = scheduled_program(target, [*words_of(layout, arguments.layers), *arguments.words])
             if arguments.keep:
                 (arguments.keep / f"{target} {layout}.txt").write_text(text)
