@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.plan.compilers.schedule import Transfer, overlapped_share, transfers
 
@@ -41,6 +42,13 @@ BASE = (
 )
 _WRITTEN = "*_step*.after_optimizations.txt"
 _AFTER_IT = "*_step*.after_optimizations_after_buffer_assignment.txt"
+
+
+def layers_of(target: str, layout: str) -> int:
+    """Layers whose state a device holds: where it does not fit, the GPU compiler gives up all overlap."""
+    if not any(axis in layout for axis in ("fsdp", "tensor")):
+        return 8
+    return 16 if target.startswith("v5e") else 32
 
 
 def words_of(layout: str, layers: int) -> list[str]:
@@ -100,7 +108,7 @@ def write_program(folder: str, target: str, words: list[str]) -> None:
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
 
 
-def row_of(found: list[Transfer]) -> dict[str, object]:
+def row_of(found: list[Transfer]) -> dict[str, Any]:
     """Bytes of a step and the share of them beside matmuls, in all and by kind of collective."""
     kinds = {kind: [one for one in found if one.kind == kind] for kind in sorted({one.kind for one in found})}
     gigabytes = {kind: round(sum(one.step_bytes for one in some) / 1e9, 2) for kind, some in kinds.items()}
@@ -116,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", default="h100x8,v5px8", help="targets, as of jaxtrain plan")
     parser.add_argument("--only", default="", help="part of a layout's name")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, help="of the model; else 32, or as many as a device can hold")
     parser.add_argument("--each", action="store_true", help="also print each collective, the largest first")
     parser.add_argument("--json", action="store_true", help="print a line of JSON per row")
     parser.add_argument("--keep", type=Path, help="a folder for the programs")
@@ -128,16 +136,20 @@ def main() -> None:
         return
     for target in arguments.on.split(","):
         for layout in [arguments.only] if arguments.only in LAYOUTS else [x for x in LAYOUTS if arguments.only in x]:
-            text = scheduled_program(target, [*words_of(layout, arguments.layers), *arguments.words])
+            layers = arguments.layers or layers_of(target, layout)
+            text = scheduled_program(target, [*words_of(layout, layers), *arguments.words])
             if arguments.keep:
                 (arguments.keep / f"{target} {layout}.txt").write_text(text)
             found = transfers(text)
             row = row_of(found)
             if arguments.json:
-                print(json.dumps({"target": target, "layout": layout, "layers": arguments.layers, **row}), flush=True)
+                print(json.dumps({"target": target, "layout": layout, "layers": layers, **row}), flush=True)
                 continue
             kinds = ", ".join(f"{kind} {size} GB {share:.0%}" for kind, (size, share) in row["kinds"].items())
-            print(f"{target} {layout}: {row['gigabytes']} GB, {row['overlapped']:.1%} beside matmuls ({kinds})", flush=True)
+            print(
+                f"{target} {layout}: {row['gigabytes']} GB, {row['overlapped']:.1%} beside matmuls ({kinds})",
+                flush=True,
+            )
             for one in sorted(found, key=lambda one: -one.step_bytes) if arguments.each else ():
                 print(
                     f"  {one.kind:20} {one.bytes / 1e6:9.2f} MB x {one.turns:3}  {one.beside.number:4} matmuls "

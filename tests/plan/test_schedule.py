@@ -40,7 +40,12 @@ STEPS = (
     "%m = f32[4,8]{1,0} fusion(%x, %w, %s), kind=kCustom, calls=%async_collective_fusion.1",
     "%e = bf16[4096]{0} fusion(%s, %b), kind=kCustom, calls=%end",
 )
-WRAPPED = "\n%wrapped (p: bf16[512]) -> bf16[64] {\n  %p = bf16[512]{0} parameter(0)\n  ROOT %rs = bf16[64]{0} reduce-scatter(%p), dimensions={0}\n}\n"
+WRAPPED = """
+%wrapped (p: bf16[512]) -> bf16[64] {
+  %p = bf16[512]{0} parameter(0)
+  ROOT %rs = bf16[64]{0} reduce-scatter(%p), dimensions={0}
+}
+"""
 ASYNC = ("%a = ((bf16[512]{0}), bf16[64]{0}) async-start(%s), calls=%wrapped", "%u = (bf16[512]{0}) async-update(%a)")
 ASYNC_DONE = "%ad = bf16[64]{0} async-done(%u)"
 
@@ -56,7 +61,9 @@ PROGRAMS = {
 
 def program(others: str, instructions: tuple[str, ...]) -> str:
     lines = "\n".join(f"  {one}" for one in instructions)
-    return f"HloModule m, is_scheduled=true\n{others}\nENTRY %main (x: f32[4,16]) -> f32[] {{\n  {OPERANDS}\n{lines}\n}}\n"
+    return (
+        f"HloModule m, is_scheduled=true\n{others}\nENTRY %main (x: f32[4,16]) -> f32[] {{\n  {OPERANDS}\n{lines}\n}}\n"
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -124,7 +131,8 @@ def test_a_convolution_leaves_out_the_padding():
         (
             "%a = bf16[4,16,1]{2,1,0} parameter(3)",
             "%k = bf16[8,8,16]{2,1,0} parameter(4)",
-            "%c = bf16[4,8,8]{2,1,0} convolution(%a, %k), window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=bf0_0oi->b0f",
+            "%c = bf16[4,8,8]{2,1,0} convolution(%a, %k), window={size=8 pad=7_7 rhs_reversal=1}, "
+            "dim_labels=bf0_0oi->b0f",
         ),
     )
     counter = MatmulCounter(read_program(text))
@@ -141,6 +149,7 @@ def test_a_compiled_program_is_counted():
     spec = PartitionSpec()
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
     text = run.lower(jnp.ones((8, 16)), jnp.ones((3, 16, 16))).compile().as_text()
+    assert text is not None
     (one,) = transfers(text)
     assert (one.kind, one.step_bytes, one.beside.number) == ("all-reduce", 3 * 2 * 4 * 8 * 16, 0)
     counter = MatmulCounter(read_program(text))
