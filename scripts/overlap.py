@@ -45,10 +45,15 @@ _AFTER_IT = "*_step*.after_optimizations_after_buffer_assignment.txt"
 
 
 def layers_of(target: str, layout: str) -> int:
-    """Layers whose state a device holds: where it does not fit, the GPU compiler gives up all overlap."""
+    """Layers whose state a device holds: where it does not fit, compilers give up all overlap.
+
+    A v5e holds no layer of a layout that replicates the parameters: its embedding and head alone fill it.
+    """
     if not any(axis in layout for axis in ("fsdp", "tensor")):
         return 8
-    return 16 if target.startswith("v5e") else 32
+    if target.startswith("v5e"):
+        return 8 if "fsdp=4" in layout else 16
+    return 32
 
 
 def words_of(layout: str, layers: int) -> list[str]:
