@@ -29,7 +29,6 @@ class Option:
         several_devices: Whether the option is for programs of several devices only.
         older: Name of the option in older compilers; None: the same.
         older_value: Value of the option under its older name.
-        device_kinds: As in `device.device_kind`, the kinds that it is for; empty: all of the backend.
     """
 
     backend: str
@@ -40,7 +39,6 @@ class Option:
     several_devices: bool = True
     older: str | None = None
     older_value: Value = True
-    device_kinds: tuple[str, ...] = ()
 
 
 _PIPELINED = (
@@ -66,45 +64,14 @@ _GPU = tuple(
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 
-_SEEN_V5E = (
-    "libtpu 0.0.51, compiled for v5e:2x4, Llama-3 8B of 16 layers, fsdp=8, one sequence of 4,096 per chip "
-    "(scripts/overlap.py): with both options 84 % of the bytes of reduce-scatters are sent beside matmuls; of 8 layers "
-    "74 %, and none with one option or none. Never run on a TPU"
-)
-
-_TPU = (
-    *(
-        Option(
-            "tpu",
-            name,
-            True,
-            "fuses the steps of a reduce-scatter of gradients with the matmul beside it",
-            _SEEN_V5E,
-            device_kinds=("TPU v5 lite", "TPU v5e"),
-        )
-        for name in (
-            "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
-            "xla_enable_async_reduce_scatter_fusion",
-        )
-    ),
-    Option(
-        "tpu",
-        "xla_tpu_decompose_einsum_reduce_scatter",
-        True,
-        "multiplies and sends the gradients of a layer in parts, one part sent while the next is multiplied; there the "
-        "compiler otherwise sums them over all chips in one piece, with no matmul beside it",
-        "libtpu 0.0.51, compiled for v5p:2x2x2, Llama-3 8B of 8 layers, fsdp=8, one sequence of 4,096 per chip "
-        "(scripts/overlap.py): 35 % of all bytes are sent beside matmuls, none without. Never run on a TPU",
-        device_kinds=("TPU v5", "TPU v5p"),
-    ),
-)
-
 # These options were tried and left the program of jax 0.10.2 unchanged: the latency-hiding scheduler,
-# optimization_level=1 and (data=8) the analytical latency estimator on H100; the scheduler on v5p; on v5e asynchronous
-# collective fusion, and its variants for Pallas kernels and for several collectives. Two collectives at a time
-# (xla_gpu_experimental_parallel_collective_overlap_limit=2) took fsdp=8 on H100 from 90 to 89 %. On v5p libtpu refuses
-# fused all-gathers ("incorrect results, hang, SDC"), and neither decomposed nor pipelined ones, nor those offloaded to
-# SparseCores, had matmuls beside them.
+# optimization_level=1 and (data=8) the analytical latency estimator on H100; the scheduler on v5p; asynchronous
+# collective fusion on v5e. Two collectives at a time (xla_gpu_experimental_parallel_collective_overlap_limit=2) took
+# fsdp=8 on H100 from 90 to 89 % of bytes beside matmuls. On v5p libtpu refuses fused all-gathers ("incorrect results,
+# hang, SDC"). Two that help by the schedule are left out: fused reduce-scatters on v5e
+# (xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter with xla_enable_async_reduce_scatter_fusion) take fsdp=8 of
+# Llama-3 8B with 8 layers from 43.5 to 64.9 %, but with them libtpu 0.0.51 runs out of vmem on a model of width 1,024;
+# xla_tpu_decompose_einsum_reduce_scatter on v5p takes it from 0 to 35 %, but code of that was never generated.
 OPTIONS = (
     Option(
         "cpu",
@@ -116,7 +83,6 @@ OPTIONS = (
         several_devices=False,
     ),
     *_GPU,
-    *_TPU,
 )
 
 
@@ -147,9 +113,7 @@ def choose_options(device: Any, num_devices: int, more: Mapping[str, Value] | No
     table = [
         option
         for option in OPTIONS
-        if option.backend == device.platform
-        and (num_devices > 1 or not option.several_devices)
-        and (not option.device_kinds or device.device_kind in option.device_kinds)
+        if option.backend == device.platform and (num_devices > 1 or not option.several_devices)
     ]
     asked = dict(more or {})
     wanted = {option.name: option.value for option in table} | asked
