@@ -64,6 +64,8 @@ def words_of(layout: str, layers: int) -> list[str]:
 
 def scheduled_program(target: str, words: list[str]) -> str:
     """The scheduled program of a step, compiled in a process of its own."""
+    # libtpu ends the process at a flag that it does not know, such as those of CPUs.
+    environment = {**{key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}, "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / "messages").open("w") as messages:
@@ -71,7 +73,7 @@ def scheduled_program(target: str, words: list[str]) -> str:
                 [sys.executable, __file__, "--write", name, "--on", target, *words],
                 stdout=messages,
                 stderr=messages,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                env=environment,
             )
             try:
                 while process.poll() is None and not list(folder.glob(_AFTER_IT)):
@@ -152,7 +154,8 @@ def main() -> None:
                 continue
             kinds = ", ".join(f"{kind} {size} GB {share:.0%}" for kind, (size, share) in row["kinds"].items())
             print(
-                f"{target} {layout}: {row['gigabytes']} GB, {row['overlapped']:.1%} beside matmuls ({kinds})",
+                f"{target} {layout}, {layers} layers: {row['gigabytes']} GB, {row['overlapped']:.1%} beside matmuls "
+                f"({kinds})",
                 flush=True,
             )
             for one in sorted(found, key=lambda one: -one.step_bytes) if arguments.each else ():
