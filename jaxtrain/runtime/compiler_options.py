@@ -70,7 +70,7 @@ _GPU = tuple(
 # fsdp=8 on H100 from 90 to 89 % of bytes beside matmuls. On v5p libtpu refuses fused all-gathers ("incorrect results,
 # hang, SDC"). Two that help by the schedule are left out: fused reduce-scatters on v5e
 # (xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter with xla_enable_async_reduce_scatter_fusion) take fsdp=8
-# of Llama-3 8B with 8 layers from 43.5 to 64.9 %, but with them libtpu 0.0.51 ran out of vmem on a model of width 1,024;
+# of Llama-3 8B with 8 layers from 43.5 to 64.9 %, but with them libtpu 0.0.51 ran out of vmem at width 1,024;
 # xla_tpu_decompose_einsum_reduce_scatter on v5p takes it from 0 to 35 %, but code of that was never generated.
 OPTIONS = (
     Option(
