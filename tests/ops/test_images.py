@@ -39,9 +39,9 @@ def agree(fast, plain, *arguments, **close):
         pytest.param(5, 8, 6, 1, 2, id="a 1x1 kernel with a stride, an odd side"),
         pytest.param(3, 64, 24, 3, 1, id="few pixels, many channels"),
         pytest.param(1, 32, 8, 3, 1, id="one pixel"),
-        pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel"),
-        pytest.param(6, 4, 8, 3, 1, id="many pixels: plain"),
-        pytest.param(2, 64, 8, 3, 2, id="a stride: plain"),
+        pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel", marks=pytest.mark.long),
+        pytest.param(6, 4, 8, 3, 1, id="many pixels: plain", marks=pytest.mark.long),
+        pytest.param(2, 64, 8, 3, 2, id="a stride: plain", marks=pytest.mark.long),
     ],
 )
 def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
@@ -54,8 +54,22 @@ def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
     )
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 4, 5), (2, 7, 3, 4), (2, 1, 2, 6), (2, 12, 2, 3)], ids=str)
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["outputs", "mean", "variance"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((3, 8, 4, 5), id="eight slices"),
+        pytest.param((2, 1, 2, 6), id="one slice", marks=pytest.mark.long),
+        pytest.param((2, 12, 2, 3), id="six slices of two rows"),
+    ],
+)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(0, id="outputs"),
+        pytest.param(1, id="mean", marks=pytest.mark.long),
+        pytest.param(2, id="variance"),
+    ],
+)
 def test_batch_norm_is_the_plain_one(shape, number):
     arguments = (drawn(*shape), drawn(shape[-1], seed=1), drawn(shape[-1], seed=2))
     agree(
@@ -83,7 +97,7 @@ def test_batch_norm_of_bfloat16_sums_in_float32():
         pytest.param(drawn(2, 6, 8, 3), id="no equal numbers"),
         pytest.param(jnp.maximum(drawn(2, 8, 6, 3), 0.5), id="many equal numbers: the first takes the gradient"),
         pytest.param(drawn(2, 4, 4, 3, dtype=jnp.bfloat16), id="bfloat16"),
-        pytest.param(drawn(2, 5, 6, 3), id="an odd side: plain"),
+        pytest.param(drawn(2, 5, 6, 3), id="an odd side: plain", marks=pytest.mark.long),
     ],
 )
 def test_max_pooling_is_the_plain_one(x):
