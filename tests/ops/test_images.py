@@ -10,14 +10,14 @@ import pytest
 from jaxtrain.ops.images import batch_norm, convolution, max_pool
 
 # float32 sums of at most 2,304 products, in another order.
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+RTOL = ATOL = 1e-4
 
 
 def drawn(*shape, seed=0, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(0.5, 1.0, shape), dtype)
 
 
-def agree(fast, plain, *arguments, **close):
+def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
     """Compare outputs, and the gradients of a sum of the outputs by random weights, of two functions."""
     wanted = plain(*arguments)
     cotangent = drawn(*wanted.shape, seed=9, dtype=wanted.dtype)
@@ -29,7 +29,7 @@ def agree(fast, plain, *arguments, **close):
     found, expected = jax.jit(functools.partial(both, fast))(), jax.jit(functools.partial(both, plain))()
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), **(CLOSE | close))
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_batch_norm_is_the_plain_one(shape, number):
 def test_batch_norm_of_bfloat16_sums_in_float32():
     x, scale, bias = drawn(4, 8, 8, 3, dtype=jnp.bfloat16), drawn(3, seed=1), drawn(3, seed=2)
     # One rounding to bfloat16 of numbers up to 8.
-    close = {"rtol": 0.01, "atol": 0.02}
     agree(
         lambda *a: batch_norm.batch_norm(*a)[0],
         lambda *a: batch_norm.reference_batch_norm(*a)[0],
         x,
         scale,
         bias,
-        **close,
+        rtol=0.01,
+        atol=0.02,
     )
 
 
@@ -102,5 +102,5 @@ def test_batch_norm_of_bfloat16_sums_in_float32():
 )
 def test_max_pooling_is_the_plain_one(x):
     # The same numbers in other sums of at most four; bfloat16 rounds those.
-    close = {"rtol": 0.02, "atol": 0.02} if x.dtype == jnp.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
-    agree(max_pool.max_pool, max_pool.reference_max_pool, x, **close)
+    tolerance = 0.02 if x.dtype == jnp.bfloat16 else 1e-6
+    agree(max_pool.max_pool, max_pool.reference_max_pool, x, rtol=tolerance, atol=tolerance)
