@@ -54,7 +54,8 @@ def attach_parts(params: Params, *, skip: tuple[str, ...]) -> Params:
     Args:
         params: as a model is applied to them.
         skip: sub-trees whose layers are attached one at a time, by `attach_layers`; their arrays come as `Scattered`.
-            The factors of an adapter, which are small and read before that, are attached at once.
+            The factors of an adapter, which are small and read before that, are attached at once, and so is a stack
+            that is scattered over its layers, as one may be whose table does not name that dim.
     """
     parts = _parts.get()
     if parts is None:
@@ -64,10 +65,11 @@ def attach_parts(params: Params, *, skip: tuple[str, ...]) -> Params:
         name = path_name(path)
         if name not in parts:
             return leaf
+        part, dim = parts[name]
         is_array = all(isinstance(key, jax.tree_util.DictKey) for key in path)
-        if is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
-            return Scattered(leaf, *parts[name])
-        return _attach(leaf, *parts[name])
+        if dim > 0 and is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
+            return Scattered(leaf, part, dim)
+        return _attach(leaf, part, dim)
 
     return jax.tree_util.tree_map_with_path(attach, params)
 

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 import jaxtrain as jt
 from jaxtrain.inference.choose import bias_rows, choose_rows, row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout
+from jaxtrain.inference.engine.compiled import Programs
 from jaxtrain.inference.engine.compiles import CompileCounter
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.programs import SlotState, prefill_chunk
@@ -342,3 +343,18 @@ def test_quantized_kernels_write_what_they_write_alone(model):
         found = [[one.token for one in ticket] for ticket in tickets]
     wanted = [generate_ids(sharded_model, small, [one], new_tokens=8, sampling=GREEDY)[0] for one in prompts]
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.long
+def test_what_zero_shards_over_data_is_gathered_once_before_the_first_step() -> None:
+    """Parameters of a step with ZeRO, which an engine would gather for each token if they stayed in parts."""
+    model = jt.build_model(SMALL, input_shape=(LENGTH,), vocab_size=VOCABULARY)
+    mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
+    sharded_model = jt.shard_model(model, mesh=mesh, parallelism=jt.Parallelism(zero=1))
+    params = jax.tree.map(
+        lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding), sharded_model.abstract_params
+    )
+    assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
+    programs = Programs(sharded_model, params, slots=2, length=8, chunk=4, cache_dtype=None, speculate=0)
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(programs.params))
+    jax.tree.map(np.testing.assert_array_equal, programs.params, params)

@@ -18,6 +18,7 @@ from jaxtrain.inference.choose import RowSampling, row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout, fitting
 from jaxtrain.inference.engine.programs import Chosen, SlotState, copy_slot, decode_slots, prefill_chunk, set_penalties
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.model import Params
 from jaxtrain.models.ring_cache import make_cache
@@ -66,6 +67,10 @@ class Programs:
         layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, chunk=most, dtype=dtype)
         # Once, and not in every step, which would read the parameters as they are stored.
         self.params = cast_floats(params, sharded_model.policy.compute_dtype)
+        if sharded_model.layout.state_axes:
+            # Nor gather what ZeRO 1 and 2 shard over `data`.
+            with sharded_model.context():
+                self.params = jax.jit(hold_parameters)(self.params)
         self.slots, self.chunk = slots, chunk
         one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         with sharded_model.context():
