@@ -221,7 +221,7 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
     step_seconds = statistics.median(block["seconds"] for block in running.blocks) / steps
     row |= {name: facts[name] for name in ("parameters", "versions", "first_step_seconds", "peak_memory_bytes", "remat")
             if name in facts}  # fmt: skip
-    # Of all threads: comparable on a machine whose cores others use too, where peers keep the cores equally busy.
+    # Of all threads. PyTorch's spin while they wait, so that a busy machine adds to its time and hardly to ours.
     processor_seconds = statistics.median(block["processor_seconds"] for block in running.blocks) / steps
     row |= {
         "step_seconds": step_seconds,

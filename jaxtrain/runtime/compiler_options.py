@@ -64,9 +64,14 @@ _GPU = tuple(
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 
-# These options were tried and left the program of jax 0.10.2 unchanged: the latency-hiding scheduler and
-# optimization_level=1 on H100, the scheduler on v5p, asynchronous collective fusion on v5e. On v5p libtpu refuses the
-# last one ("incorrect results, hang, SDC").
+# These options were tried and left the program of jax 0.10.2 unchanged: the latency-hiding scheduler,
+# optimization_level=1 and (data=8) the analytical latency estimator on H100; the scheduler on v5p; asynchronous
+# collective fusion on v5e. Two collectives at a time (xla_gpu_experimental_parallel_collective_overlap_limit=2) took
+# fsdp=8 on H100 from 90 to 89 % of bytes beside matmuls. On v5p libtpu refuses fused all-gathers ("incorrect results,
+# hang, SDC"). Two that help by the schedule are left out: fused reduce-scatters on v5e
+# (xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter with xla_enable_async_reduce_scatter_fusion) take fsdp=8
+# of Llama-3 8B with 8 layers from 43.5 to 64.9 %, but with them libtpu 0.0.51 ran out of vmem at width 1,024;
+# xla_tpu_decompose_einsum_reduce_scatter on v5p takes it from 0 to 35 %, but code of that was never generated.
 OPTIONS = (
     Option(
         "cpu",

@@ -1,12 +1,16 @@
 """Routing and the grouped experts against every expert on every token, forward and gradient."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_experts import dense_experts
 
+from jaxtrain.ops.experts import triton
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts, route, router_loss
+from jaxtrain.ops.experts.grouped import BLOCKED, Form, multiply_groups
 
 BATCH, LENGTH, WIDTH, HIDDEN = 2, 12, 8, 16
 # fp32 sums of up to 24 tokens x 16 products in another order: a few times 2^-24 = 6e-8, measured below 1e-6.
@@ -127,6 +131,50 @@ def test_bfloat16_stays_close():
     in_float32 = dense_experts(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, weights)), ids, _float32(kernels))
     # bfloat16 holds 8 bits; the hidden layer and the outputs, of size up to 2, are rounded to it.
     np.testing.assert_allclose(y.astype(jnp.float32), in_float32, rtol=0.02, atol=0.05)
+
+
+# Rows of each of three experts, of 256.
+GROUPS = {
+    "even, some unfilled": (70, 70, 70),
+    "the middle one is empty": (129, 0, 127),
+    "all to the last": (0, 0, 256),
+    "nothing": (0, 0, 0),
+}
+TILED_INTERPRETED = Form(
+    lambda rows, kernels, sizes, transposed: triton.tile_products(
+        rows, kernels, sizes, transposed=transposed, interpret=True
+    ),
+    lambda rows, gradient, sizes: triton.tile_kernel_gradients(rows, gradient, sizes, interpret=True),
+)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(
+    "form", [BLOCKED, pytest.param(TILED_INTERPRETED, marks=pytest.mark.long)], ids=["blocks", "tiles"]
+)
+def test_forms_multiply_each_group_with_its_kernel(form, groups):
+    """Products and both gradients of the filled rows, where the others hold NaN."""
+    sizes = GROUPS[groups]
+    filled, rng = sum(sizes), np.random.default_rng(0)
+    rows, target = (rng.normal(size=(256, 128)).astype(np.float32) for _ in range(2))
+    kernels = rng.normal(size=(3, 128, 128)).astype(np.float32)
+    rows[filled:] = target[filled:] = np.nan
+    group_sizes = jnp.array(sizes, jnp.int32)
+    y, pull = jax.vjp(lambda rows, kernels: multiply_groups(form, rows, kernels, group_sizes), rows, kernels)
+    rows_gradient, kernels_gradient = pull(jnp.asarray(target))
+    of_row = np.repeat(np.arange(3), sizes)
+    # float32 sums of 128 to 256 products of size up to 10 in another order.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
+    close(y[:filled], np.einsum("RI,RIO->RO", rows[:filled], kernels[of_row]))
+    close(rows_gradient[:filled], np.einsum("RO,RIO->RI", target[:filled], kernels[of_row]))
+    expected = [rows[:filled][of_row == e].T @ target[:filled][of_row == e] for e in range(3)]
+    close(kernels_gradient, np.stack(expected))
+
+
+@pytest.mark.parametrize(("num_rows", "num_experts"), [(8192, 8), (16384, 8), (65536, 64)])
+def test_tiles_are_little_more_than_the_rows(num_rows, num_experts):
+    """What the kernels for NVIDIA multiply at most, over what was routed."""
+    assert triton.num_tiles(num_rows, num_experts) * triton.TILE <= 1.15 * num_rows
 
 
 def _float32(kernels):

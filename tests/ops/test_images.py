@@ -10,14 +10,14 @@ import pytest
 from jaxtrain.ops.images import batch_norm, convolution, max_pool
 
 # float32 sums of at most 2,304 products, in another order.
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+RTOL = ATOL = 1e-4
 
 
 def drawn(*shape, seed=0, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(0.5, 1.0, shape), dtype)
 
 
-def agree(fast, plain, *arguments, **close):
+def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
     """Compare outputs, and the gradients of a sum of the outputs by random weights, of two functions."""
     wanted = plain(*arguments)
     cotangent = drawn(*wanted.shape, seed=9, dtype=wanted.dtype)
@@ -29,7 +29,7 @@ def agree(fast, plain, *arguments, **close):
     found, expected = jax.jit(functools.partial(both, fast))(), jax.jit(functools.partial(both, plain))()
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), **(CLOSE | close))
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def agree(fast, plain, *arguments, **close):
         pytest.param(5, 8, 6, 1, 2, id="a 1x1 kernel with a stride, an odd side"),
         pytest.param(3, 64, 24, 3, 1, id="few pixels, many channels"),
         pytest.param(1, 32, 8, 3, 1, id="one pixel"),
-        pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel"),
-        pytest.param(6, 4, 8, 3, 1, id="many pixels: plain"),
-        pytest.param(2, 64, 8, 3, 2, id="a stride: plain"),
+        pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel", marks=pytest.mark.long),
+        pytest.param(6, 4, 8, 3, 1, id="many pixels: plain", marks=pytest.mark.long),
+        pytest.param(2, 64, 8, 3, 2, id="a stride: plain", marks=pytest.mark.long),
     ],
 )
 def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
@@ -54,8 +54,22 @@ def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
     )
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 4, 5), (2, 7, 3, 4), (2, 1, 2, 6), (2, 12, 2, 3)], ids=str)
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["outputs", "mean", "variance"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((3, 8, 4, 5), id="eight slices"),
+        pytest.param((2, 1, 2, 6), id="one slice", marks=pytest.mark.long),
+        pytest.param((2, 12, 2, 3), id="six slices of two rows"),
+    ],
+)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(0, id="outputs"),
+        pytest.param(1, id="mean", marks=pytest.mark.long),
+        pytest.param(2, id="variance"),
+    ],
+)
 def test_batch_norm_is_the_plain_one(shape, number):
     arguments = (drawn(*shape), drawn(shape[-1], seed=1), drawn(shape[-1], seed=2))
     agree(
@@ -66,14 +80,14 @@ def test_batch_norm_is_the_plain_one(shape, number):
 def test_batch_norm_of_bfloat16_sums_in_float32():
     x, scale, bias = drawn(4, 8, 8, 3, dtype=jnp.bfloat16), drawn(3, seed=1), drawn(3, seed=2)
     # One rounding to bfloat16 of numbers up to 8.
-    close = {"rtol": 0.01, "atol": 0.02}
     agree(
         lambda *a: batch_norm.batch_norm(*a)[0],
         lambda *a: batch_norm.reference_batch_norm(*a)[0],
         x,
         scale,
         bias,
-        **close,
+        rtol=0.01,
+        atol=0.02,
     )
 
 
@@ -83,10 +97,10 @@ def test_batch_norm_of_bfloat16_sums_in_float32():
         pytest.param(drawn(2, 6, 8, 3), id="no equal numbers"),
         pytest.param(jnp.maximum(drawn(2, 8, 6, 3), 0.5), id="many equal numbers: the first takes the gradient"),
         pytest.param(drawn(2, 4, 4, 3, dtype=jnp.bfloat16), id="bfloat16"),
-        pytest.param(drawn(2, 5, 6, 3), id="an odd side: plain"),
+        pytest.param(drawn(2, 5, 6, 3), id="an odd side: plain", marks=pytest.mark.long),
     ],
 )
 def test_max_pooling_is_the_plain_one(x):
     # The same numbers in other sums of at most four; bfloat16 rounds those.
-    close = {"rtol": 0.02, "atol": 0.02} if x.dtype == jnp.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
-    agree(max_pool.max_pool, max_pool.reference_max_pool, x, **close)
+    tolerance = 0.02 if x.dtype == jnp.bfloat16 else 1e-6
+    agree(max_pool.max_pool, max_pool.reference_max_pool, x, rtol=tolerance, atol=tolerance)

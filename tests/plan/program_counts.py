@@ -13,9 +13,14 @@ import sys
 from typing import Any
 
 from jaxtrain.config import load_config
+from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.layout.degrees import AXES
+from jaxtrain.ops.experts.rows import block_rows, round_rows
+from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.workload.record import Workload
 from jaxtrain.runtime import distributed
 
 # Plain attention and whole logits: each product is one matmul of the program.
@@ -46,12 +51,16 @@ def _bytes(text: str) -> int:
     return sum(size * math.prod(dims) for size, dims in _arrays(text))
 
 
-def program_counts(text: str, kinds: tuple[str, ...] = ("all-to-all", "collective-permute")) -> dict[str, float]:
+def program_counts(
+    text: str, kinds: tuple[str, ...] = ("all-to-all", "collective-permute"), *, expert_blocks: int | None = None
+) -> dict[str, float]:
     """FLOPs of the matmuls of a program on one device, and bytes of the results of its collectives by kind.
 
     Args:
         text: optimized HLO, as `compiled.as_text()` gives it.
         kinds: of collectives.
+        expert_blocks: turns of the loops over the blocks of rows of an expert, which the routing gives; None: there
+            are no such loops. The loop of further rounds of the exchange does not turn, as with an even routing.
     """
     lines: dict[str, list[str]] = {}
     entry = name = None
@@ -87,10 +96,14 @@ def program_counts(text: str, kinds: tuple[str, ...] = ("all-to-all", "collectiv
                 one.strip().lstrip("%") for branches in _BRANCHES.findall(line) for one in branches.split(",")
             ]
             turns = _TURNS.search(line)
-            assert kind != "while" or turns is not None, f"a loop without a known number of turns: {line[:200]}"
+            number_of_turns = 1
+            if kind == "while":
+                known = int(turns.group(1)) if turns else 0 if "further_rounds" in line else expert_blocks
+                assert known is not None, f"a loop without a known number of turns: {line[:200]}"
+                number_of_turns = known
             for one in called if kind not in ("reduce", "all-reduce", "reduce-scatter", "sort", "scatter") else ():
                 for what, number in count(one).items():
-                    total[what] += number * (int(turns.group(1)) if turns and kind == "while" else 1)
+                    total[what] += number * number_of_turns
         return total
 
     return count(entry)
@@ -101,6 +114,20 @@ def tiny_config(words: str) -> tuple[int, Config]:
     devices, *overrides = words.split()
     attention = [] if "parallel.context" in words else ["model.attention=reference"]
     return int(devices), load_config(None, overrides=[*TINY.split(), *attention, *overrides]).config
+
+
+def _expert_blocks(config: Config, workload: Workload) -> int | None:
+    """Blocks of each expert of a device where the routing is even."""
+    if not isinstance(config.model, TransformerConfig) or config.model.experts is None:
+        return None
+    degrees = {axis: int(getattr(config.parallel, axis)) for axis in AXES}
+    rows = workload.rows / batch_shards(degrees) / config.train.accumulation_steps
+    tokens = rows * (workload.sequence_length or 1) / degrees["context"]
+    experts, shards = config.model.experts, degrees["expert"]
+    here = experts.num_experts // shards
+    sent = round_rows(tokens, experts.experts_per_token, experts.num_experts, shards)
+    num_rows = tokens * experts.experts_per_token if shards == 1 else shards * sent
+    return math.ceil(tokens * experts.experts_per_token / here / block_rows("cpu", num_rows, here))
 
 
 def compile_counts(words: str) -> dict[str, Any]:
@@ -114,7 +141,9 @@ def compile_counts(words: str) -> dict[str, Any]:
     sizes = {name: getattr(workload, name) for name in ("input_shape", "vocab_size", "num_outputs")}
     step = build_step(config, **sizes, devices=jax.devices()[:count])
     compiled = step.compile(batch_shapes(workload))
-    found = program_counts(compiled.as_text(), ("all-to-all", "all-reduce"))
+    found = program_counts(
+        compiled.as_text(), ("all-to-all", "all-reduce"), expert_blocks=_expert_blocks(config, workload)
+    )
     return {
         "config": words,
         "flops": round(found["flops"]),

@@ -125,7 +125,8 @@ def _further_rounds(capacity: int, arguments: tuple[Any, ...], queues: _Queues, 
 
     zeros_ND = vary_like(jnp.zeros(arguments[0].shape, jnp.float32), arguments[0])
     start = vary_like(jnp.int32(1), num_rounds)
-    return jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, zeros_ND))[1]
+    with jax.named_scope("further_rounds"):
+        return jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, zeros_ND))[1]
 
 
 def _further_rounds_forward(
@@ -144,7 +145,8 @@ def _further_rounds_backward(capacity: int, saved: Any, gradient_ND: jax.Array) 
 
     zeros = jax.tree.map(lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), arguments)
     start = vary_like(jnp.int32(1), num_rounds)
-    total = jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, zeros))[1]
+    with jax.named_scope("further_rounds"):
+        total = jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, zeros))[1]
     return jax.tree.map(lambda a, b: a.astype(b.dtype), total, arguments), None, None
 
 

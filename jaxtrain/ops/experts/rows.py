@@ -34,7 +34,7 @@ def block_rows(platform: str, num_rows: float, num_experts: int) -> int:
 
 
 def multiplied_rows(platform: str, num_rows: float, filled: float, num_experts: int) -> float:
-    """Count the rows that a backend multiplies with the kernel of one expert each, where the routing is even.
+    """Count the rows that a backend multiplies with the kernel of one expert each, if the routing is even.
 
     Args:
         platform: cpu, gpu or tpu.

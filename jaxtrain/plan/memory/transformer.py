@@ -12,7 +12,6 @@ from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.memory.record import Work
 from jaxtrain.plan.work.block import DeviceBatch
-from jaxtrain.plan.work.experts import ExpertWork
 from jaxtrain.plan.work.transformer import logit_blocks_of
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.remat.segments import segment_layers
@@ -29,14 +28,6 @@ _STREAMS = 6
 # and count as one.
 _NORM_STREAMS = 4
 _NORMS = {"sandwich": 4, "parallel": 1}
-
-
-def _masked_copies(work: ExpertWork) -> float:
-    """Hidden rows for each token that are masked once for each local expert, in the backward pass of a layer.
-
-    Four copies are what CPU programs hold at once with several local experts (`tests/plan/compiled_counts.json`).
-    """
-    return 4 * work.multiplied if work.multiplied > work.rows else 0.0
 
 
 def transformer_work(
@@ -123,8 +114,11 @@ def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedul
     # Of what is offloaded, that of one layer is on its way. More norms than two work on as much again each.
     streams = _STREAMS + 2 * max(0, norms - 2)
     block = again + moved + streams * stream + (_SCORE_WORK[kind] + size) * max(scores, crossed)
-    if batch.experts is not None:
-        block += size * t * (4 * rows * d + _masked_copies(batch.experts) * model.mlp_width / tensor)
+    if batch.experts is not None and model.experts is not None:
+        block += size * t * 4 * rows * d
+        if batch.experts.sums_gradients:
+            here = model.experts.num_experts / degrees["expert"]
+            block += _FP32 * here * (matrices + 1) * d * model.mlp_width / tensor
     if attention.name == "blockwise":
         block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
     chunk = layers // (1 if schedule is None else schedule.num_chunks)

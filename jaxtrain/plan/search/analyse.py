@@ -106,7 +106,9 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
     attention = stack_attention(config, target, model_structure(config.model, workload))
-    batch = device_batch(config, workload, schedule, attention, expert_work(config, target))
+    rows = workload.rows / batch_shards(degrees) / microbatches_of(config)
+    experts = expert_work(config, target, rows * (workload.sequence_length or 1) / degrees["context"])
+    batch = device_batch(config, workload, schedule, attention, experts)
     placed = shard_parameters(config, tensors, degrees)
     _check_replicated(config, placed, degrees["fsdp"])
     state = state_bytes(config, tensors, placed, degrees)
@@ -233,12 +235,4 @@ def _notes(
             )
         elif isinstance(config.model, TransformerConfig) and config.model.experts is not None:
             notes.append("precision.policy=fp8: the experts' matmuls run in bf16")
-    if batch.experts is not None and isinstance(config.model, TransformerConfig) and config.model.experts is not None:
-        chosen = config.model.experts.experts_per_token
-        if batch.experts.multiplied > chosen:
-            notes.append(
-                f"experts: jax has no kernel for grouped matmuls on this {target.hardware.kind}, and every row meets "
-                f"every expert of its device: {batch.experts.multiplied / chosen:g} times the FLOPs of the "
-                f"{chosen} experts that a token chooses"
-            )
     return tuple(notes)

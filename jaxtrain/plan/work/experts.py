@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
-from jaxtrain.ops.experts.rows import grouped_rows, multiplied_rows
+from jaxtrain.ops.experts.rows import is_one_round, multiplied_rows, round_rows
 from jaxtrain.plan.catalogue.hardware import Target
 
 # Expert ids are int32, the weights of a token's experts float32.
@@ -18,32 +18,36 @@ class ExpertWork:
     """Experts of one layer on one device, for each token of the device.
 
     Attributes:
-        rows: of the grouped matmuls, which hold the worst case.
-        multiplied: rows times kernels that are multiplied.
+        rows: of the grouped matmuls.
+        multiplied: rows that are multiplied with the kernel of one expert each, those that fill up blocks among them.
         again: forward passes that the backward pass runs whatever the remat policy keeps.
+        sums_gradients: whether a loop sums gradients of the kernels in float32, beside those of the first round.
     """
 
     rows: float
     multiplied: float
     again: float = 0.0
+    sums_gradients: bool = False
 
 
-def expert_work(config: Config, target: Target) -> ExpertWork | None:
-    """The experts of a config on a target; None: the model has none.
+def expert_work(config: Config, target: Target, tokens: float) -> ExpertWork | None:
+    """The experts of a config on a target, where the routing is even; None: the model has none.
 
     Args:
         config: with degrees resolved.
         target: hardware and count.
+        tokens: of one microbatch on one device.
     """
     model = config.model
     if not isinstance(model, TransformerConfig) or model.experts is None:
         return None
-    shards, choices = int(config.parallel.expert), model.experts.experts_per_token
-    here = model.experts.num_experts // shards
-    # Every device of the axis sends its tokens to every other.
-    rows = grouped_rows(shards, choices, here)
+    shards, choices, total = int(config.parallel.expert), model.experts.experts_per_token, model.experts.num_experts
+    sizes = (tokens, choices, total, shards)
+    # A device gets from each as many rows as it sends to each.
+    rows = tokens * min(choices, total) if shards == 1 else shards * round_rows(*sizes)
+    multiplied = multiplied_rows(target.hardware.kind, rows, tokens * choices, total // shards)
     again = 1.0 if runs_in_manual_region(config) else 0.0
-    return ExpertWork(rows, multiplied_rows(target.hardware.kind, rows, choices, here), again)
+    return ExpertWork(rows / tokens, multiplied / tokens, again, shards > 1 and not is_one_round(*sizes))
 
 
 def least_experts(model: TransformerConfig) -> ExpertWork | None:
@@ -67,9 +71,9 @@ def exchanged_bytes(
 ) -> float:
     """Bytes that one device sends over `expert` for one layer and microbatch.
 
-    A buffer of all its tokens goes to every other shard, as do ids and weights of their experts; results come back.
-    A backward pass sends the gradients of both buffers and of the weights. What is computed again sends tokens once
-    more, and results only where the next layer needs them.
+    The routing is even, so that one round takes it: a buffer of rows goes to every other shard, as do ids and weights
+    of their experts; results come back. A backward pass sends the gradients of both buffers and of the weights. What is
+    computed again sends tokens once more, and results only where the next layer needs them.
 
     Args:
         config: the run.
@@ -85,5 +89,7 @@ def exchanged_bytes(
     whole = forwards + (policy == "sqrt")
     blocks = 1 if policy != "none" or runs_in_manual_region(config) else 0
     buffers, choices = 2 * whole + blocks + 2, 2 * (whole + blocks) + 1
-    row = size * buffers * model.embed_dim + _ID_BYTES * choices * model.experts.experts_per_token
-    return (degrees["expert"] - 1) * tokens * row
+    row = size * buffers * model.embed_dim + _ID_BYTES * choices
+    shards = degrees["expert"]
+    rows = round_rows(tokens, model.experts.experts_per_token, model.experts.num_experts, shards)
+    return (shards - 1) * rows * row

@@ -116,13 +116,16 @@ def _stack_blocks(stack: Stack, index: int, config: Config, batch: DeviceBatch) 
         rows, multiplied, stored = work.rows, work.multiplied, experts.num_experts / degrees["expert"]
         router = 2 * t * d * experts.num_experts
     mlp_weights = matrices * d * f / tensor
-    mlp_recomputed = recomputed_share(remat, matmul=experts is None, names=("mlp_hidden", "mlp_output"))
+    mlp_flops = 2 * t * mlp_weights * multiplied
+    # What a manual region runs again is the experts, not the router before it.
+    experts_again = 0.0 if work is None else work.again * mlp_flops / (mlp_flops + router)
+    mlp_recomputed = recomputed_share(remat, matmul=True, names=("mlp_hidden", "mlp_output"))
     mlp = BlockWork(
         f"{label}MLP" if experts is None else "experts",
         count,
-        2 * t * mlp_weights * multiplied + router,
+        mlp_flops + router,
         size * (mlp_weights * stored + rows * t * (2 * d + matrices * f / tensor)),
-        max(mlp_recomputed, 0.0 if work is None else work.again) + again,
+        max(mlp_recomputed, experts_again) + again,
         stage=True,
         linear=experts is None,
     )

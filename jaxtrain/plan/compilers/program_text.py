@@ -1,0 +1,127 @@
+"""Compiled programs (HLO text) as computations, each a list of instructions. No jax here."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# Their computation is applied to elements; it is no part of the schedule.
+_APPLIED = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "sort", "scatter", "map")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction of a computation.
+
+    Attributes:
+        name: Its name.
+        result: Type of its result, a tuple in parentheses.
+        kind: Its opcode.
+        rest: What follows the opcode's parenthesis: operands and attributes.
+    """
+
+    name: str
+    result: str
+    kind: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0])
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs: bodies, branches, fused ones."""
+        if self.kind in _APPLIED:
+            return []
+        branches = [one.strip().lstrip("%") for names in _BRANCHES.findall(self.rest) for one in names.split(",")]
+        return [*_CALLED.findall(self.rest), *branches]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The computations of a program by name, and the name of the one that it begins with."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    is_scheduled: bool
+
+    def turns(self, one: Instruction, body: list[Instruction]) -> int:
+        """How often a loop turns; 1 for what is no loop, and where the program does not say.
+
+        Args:
+            one: The instruction.
+            body: The computation that it stands in.
+        """
+        if one.kind != "while":
+            return 1
+        if known := _TURNS.search(one.rest):
+            return int(known.group(1))
+        # TPUs write the bound in the condition alone: a number of the loop's state is less than a constant.
+        condition = re.search(r"condition=%?([\w.\-]+)", one.rest)
+        inside = {each.name: each for each in self.computations.get(condition.group(1) if condition else "", [])}
+        compared = [each for each in inside.values() if each.kind == "compare" and "direction=LT" in each.rest]
+        if len(compared) != 1:
+            return 1
+        counter, bound = (inside.get(name) for name in compared[0].operands)
+        if counter is None or bound is None or _number(bound) is None:
+            return 1
+        place = re.search(r"index=(\d+)", counter.rest)
+        beside = {each.name: each for each in body}
+        state = beside.get(one.operands[0])
+        first = beside.get(state.operands[int(place.group(1))]) if place and state and state.kind == "tuple" else None
+        return (_number(bound) or 0) - ((_number(first) or 0) if first else 0)
+
+    def flattened(self, name: str) -> Iterator[tuple[Instruction, dict[str, str]]]:
+        """Give the instructions of a computation and of all that it calls, each with the results beside it."""
+        body = self.computations.get(name, [])
+        results = {one.name: one.result for one in body}
+        for one in body:
+            yield one, results
+            for called in one.called:
+                yield from self.flattened(called)
+
+
+def read_program(text: str) -> Program:
+    """Read a program.
+
+    Args:
+        text: Optimized HLO, as `compiled.as_text()` gives it.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            name = header.group(2)
+            computations[name] = []
+            entry = name if header.group(1) else entry
+        elif name and (match := _INSTRUCTION.match(line)):
+            computations[name].append(Instruction(*match.groups()))
+    return Program(computations, entry, "is_scheduled=true" in text.split("\n", 1)[0])
+
+
+def _number(one: Instruction) -> int | None:
+    """The value of an integer constant."""
+    found = re.match(r"(-?\d+)\)", one.rest) if one.kind == "constant" else None
+    return int(found.group(1)) if found else None
+
+
+def arrays(result: str) -> list[tuple[int, list[int]]]:
+    """(bits of an element, dims) of each array of a type."""
+    return [
+        (8 if name == "pred" else int(re.sub(r"\D", "", name)), [int(n) for n in dims.split(",") if n])
+        for name, dims in _ARRAY.findall(result)
+    ]
+
+
+def array_bytes(result: str) -> int:
+    """Bytes of all arrays of a type."""
+    return sum(bits * math.prod(dims) // 8 for bits, dims in arrays(result))
