@@ -116,5 +116,5 @@ def test_a_causal_ring_computes_the_pairs_of_the_step(context):
 
 
 def test_more_shards_than_experts_are_refused_in_one_line():
-    with pytest.raises(ConfigError, match="use parallel.expert=2"):
+    with pytest.raises(ConfigError, match=r"use parallel\.expert=2"):
         planned("4 parallel.expert=4 model.experts.num_experts=2 model.experts.experts_per_token=2")
