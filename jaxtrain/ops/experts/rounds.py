@@ -68,7 +68,7 @@ def exchanged_experts(
     num_rounds = jax.lax.pmax((jnp.max(queues.count_S) + capacity - 1) // capacity, "expert")
     leaves, tree = jax.tree.flatten(((x_ND, weights_NK, kernels), queues))
     arguments, queues = jax.tree.unflatten(tree, vary_alike(*leaves))
-    further_ND: Any = _further_rounds(capacity, arguments, queues, num_rounds)
+    further_ND: jax.Array = _further_rounds(capacity, arguments, queues, num_rounds)
     return first_ND + further_ND
 
 

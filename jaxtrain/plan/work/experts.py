@@ -52,7 +52,10 @@ def expert_work(config: Config, target: Target, tokens: float) -> ExpertWork | N
 
 def least_experts(model: TransformerConfig) -> ExpertWork | None:
     """What experts take at least: each token meets those that it chose."""
-    return None if model.experts is None else ExpertWork(*[float(model.experts.experts_per_token)] * 2)
+    if model.experts is None:
+        return None
+    chosen = float(model.experts.experts_per_token)
+    return ExpertWork(rows=chosen, multiplied=chosen)
 
 
 def runs_in_manual_region(config: Config) -> bool:
