@@ -100,7 +100,7 @@ def run_sample(
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     is_main = distributed.is_main_process()
     sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
-    as_written = stream or (sys.stdout.isatty() and not as_json and beams is None)
+    as_written = stream or (_is_watched() and not as_json and beams is None)
     # Without a stop nobody looks before the end.
     piece = 1 if as_written else (_PIECE if stop else None)
     writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
@@ -129,6 +129,14 @@ def run_sample(
         if logprobs is not None:
             print_scores(scored)
     return 0
+
+
+def _is_watched() -> bool:
+    """Whether standard output is the terminal of the one process that there is."""
+    import jax
+
+    # Several processes must take pieces of one length, and only some of them may have a terminal.
+    return sys.stdout is not None and sys.stdout.isatty() and jax.process_count() == 1
 
 
 def _prompts(given: Sequence[str] | None) -> Sequence[str]:

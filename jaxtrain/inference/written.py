@@ -58,7 +58,7 @@ def write_texts(
     stop: Sequence[str] = (),
     stop_tokens: Collection[int] = (),
     hidden: Collection[int] = (),
-    begins: bool = False,
+    begins: Sequence[bool] | None = None,
     top: int | None = None,
     piece: int | None = 1,
 ) -> Iterator[Written]:
@@ -75,8 +75,8 @@ def write_texts(
         stop: texts at which a continuation ends; they are not part of it.
         stop_tokens: ids that end it; they are not part of it.
         hidden: ids that the text leaves out.
-        begins: whether the text stands alone, so that a tokenizer that writes a space before each word leaves out the
-            first one; otherwise it follows its prompt.
+        begins: whether each text stands alone, so that a tokenizer that writes a space before each word leaves out the
+            first one; otherwise it follows its prompt, as all do by default.
         top: alternatives whose log-probabilities are given; None: no log-probabilities.
         piece: tokens of each row between two looks; None: all.
 
@@ -85,7 +85,14 @@ def write_texts(
     """
     ended_B = np.zeros(len(encoded), bool)
     rows = [
-        _Row(index, tokenizer, stop=stop, stop_tokens=stop_tokens, hidden=hidden, begins=begins)
+        _Row(
+            index,
+            tokenizer,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            hidden=hidden,
+            begins=begins is not None and begins[index],
+        )
         for index in range(len(encoded))
     ]
     texts = TokenTexts(tokenizer)

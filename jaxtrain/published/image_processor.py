@@ -11,6 +11,9 @@ from jaxtrain.errors import ConfigError
 PROCESSOR_FILE = "preprocessor_config.json"
 # Kinds of processors without "ImageProcessor" or "FeatureExtractor" -> whether one number as size is the shorter edge.
 _KINDS = {"ViT": False, "ConvNext": True, "Bit": True, "CLIP": True}
+# Kinds that keep the centre and scale with the cubic filter where the file does not say it; others do neither.
+_CENTRED = ("Bit", "CLIP")
+_LINEAR, _CUBIC = 2, 3
 _ENDINGS = ("Fast", "Pil", "ImageProcessor", "FeatureExtractor")
 # Below this size ConvNext enlarges the image by `crop_pct` and takes its centre, from it on it squeezes the image.
 _CONVNEXT_SQUEEZED = 384
@@ -72,7 +75,7 @@ def _processing(content: Mapping[str, Any], file: Path) -> ImageProcessing:
     shortest_edge, size, crop = None, None, None
     if content.get("do_resize", True):
         shortest_edge, size = _size(content.get("size"), file, is_edge=_KINDS[kind])
-    if content.get("do_center_crop", False) and kind != "ConvNext":
+    if content.get("do_center_crop", kind in _CENTRED) and kind != "ConvNext":
         _, crop = _size(content.get("crop_size"), file, is_edge=False, key="crop_size")
     if kind == "ConvNext" and shortest_edge is not None:
         edge = shortest_edge
@@ -83,7 +86,7 @@ def _processing(content: Mapping[str, Any], file: Path) -> ImageProcessing:
             if not isinstance(share, int | float) or not 0 < share <= 1:
                 raise _unknown(file, "crop_pct", share, "a number above 0, up to 1")
             shortest_edge, crop = int(edge / share), (edge, edge)
-    resample = content.get("resample", 2)
+    resample = content.get("resample", _CUBIC if kind in _CENTRED else _LINEAR)
     if resample not in _RESAMPLES:
         raise _unknown(file, "resample", resample, "0 to 5")
     scale = content.get("rescale_factor", _SCALE) if content.get("do_rescale", True) else 1.0

@@ -156,7 +156,7 @@ def write_continuations(writer: Writer, prompts: Sequence[str], writing: Writing
         stop=writing.stop,
         stop_tokens={*writer.special.stop, *(() if encoded.end is None else (encoded.end,))},
         hidden=special_tokens(tokenizer) if writing.skip_special_tokens else (),
-        begins=not any(encoded.given),
+        begins=[not given for given in encoded.given],
         top=_top(writing, model.model.vocab_size),
         piece=writing.piece,
     )
@@ -189,7 +189,7 @@ def write_answers(writer: Writer, questions: Sequence[str], writing: Writing) ->
         stop=writing.stop,
         stop_tokens=writer.chat.stop,
         hidden=special_tokens(tokenizer) if writing.skip_special_tokens else (),
-        begins=True,
+        begins=[True] * len(questions),
         top=_top(writing, model.model.vocab_size),
         piece=writing.piece,
     )

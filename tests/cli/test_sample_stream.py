@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jaxtrain.cli import main
+from jaxtrain.commands.sample import _is_watched
 from jaxtrain.commands.sample_print import print_stream
 from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.inference.written import TokenScore, Written
@@ -99,6 +100,15 @@ def test_a_terminal_gets_text_as_it_is_written(cli, text_run, monkeypatch):
     # The prompt, and a piece per token at most: one program step may end no character.
     assert pieces[0].text == "ab"
     assert len(pieces) >= 6
+
+
+def test_several_processes_take_pieces_of_one_length_whoever_has_a_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert _is_watched()
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    assert not _is_watched()
+    monkeypatch.setattr("sys.stdout", None)  # closed
+    assert not _is_watched()
 
 
 WRONG = {

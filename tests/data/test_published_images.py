@@ -46,6 +46,13 @@ def test_older_files_name_a_size_alone(tmp_path):
     assert read_image_processing(tmp_path / "none") is None
 
 
+@pytest.mark.parametrize(("kind", "found"), [("CLIP", ((4, 4), 3)), ("Bit", ((4, 4), 3)), ("ViT", (None, 2))])
+def test_what_a_file_leaves_out_is_as_transformers_has_it(tmp_path, kind, found):
+    """The class attributes of transformers 5.23: CLIP and Bit keep the centre and use the cubic filter."""
+    processing = processing_of(tmp_path, {**WHOLE, "image_processor_type": f"{kind}ImageProcessor", "crop_size": 4})
+    assert (processing.crop, processing.resample) == found
+
+
 WRONG = {
     "no JSON": ("{", "is not JSON"),
     "a list": ([], "holds no object"),

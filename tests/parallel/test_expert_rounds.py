@@ -113,6 +113,45 @@ def test_no_routing_drops_a_token(mesh: str, routing: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), found, reference(*inputs(), ids))
 
 
+def test_tokens_that_every_shard_of_experts_has_get_all_of_their_gradient() -> None:
+    """A batch of one does not divide by the degree of `expert`: shards have the same tokens, and sum gradients."""
+    layout = Layout(make_mesh(data=1, expert=2, devices=jax.devices()[:2]), AXES)
+
+    def run(*arguments: Any) -> Any:
+        with use_layout(layout):
+            return differentiated(experts_mlp)(*arguments)
+
+    x, weights, kernels, target = inputs()
+    arguments = (x[:1], weights[:1], kernels, target[:1], even()[:1].astype(np.int32))
+    found = jax.jit(run)(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), found, reference(*arguments))
+
+
+@pytest.mark.long
+def test_a_gradient_over_several_rounds_can_be_differentiated_forward() -> None:
+    """The curvature that Sophia takes; all tokens go to one shard."""
+    layout = Layout(make_mesh(data=1, expert=2, devices=jax.devices()[:2]), AXES)
+    x, weights, kernels, target = jax.tree.map(lambda leaf: jnp.asarray(leaf), inputs())
+    ids = jnp.asarray(to_one_shard(), jnp.int32)
+
+    def curvature(experts: Any) -> Any:
+        def loss(x: Any, weights: Any, kernels: Any) -> jax.Array:
+            return jnp.sum(jnp.tanh(experts(x, weights, ids, kernels)) * target)
+
+        given = (x, weights, kernels)
+        return jax.jvp(jax.grad(loss, (0, 1, 2)), given, jax.tree.map(jnp.cos, given))[1]
+
+    def run() -> Any:
+        with use_layout(layout):
+            return curvature(experts_mlp)
+
+    expected = jax.jit(lambda: curvature(dense_experts))()
+    # Float32 sums of up to 512 tokens in another order, relative to the largest number.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), jax.jit(run)(), expected
+    )
+
+
 @pytest.mark.parametrize(("expert", "rounds"), [(2, 2), (4, 3), (8, 3)])
 def test_the_routings_take_several_rounds(expert: int, rounds: int) -> None:
     """All tokens to one shard, by the sizes that `program` has on meshes of eight devices."""

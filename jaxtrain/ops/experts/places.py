@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.layout.manual import vary_alike
+
 
 class Places(NamedTuple):
     """Which pair of a token and an expert is in which row.
@@ -27,7 +29,9 @@ def spread(x_ND: jax.Array, places: Places) -> jax.Array:
     The gradient is `collect`, and that of `collect` is `spread`: both are gathers, where autodiff would add up rows in
     a scatter, one after the other on CPU and in no fixed order on GPU.
     """
-    return _spread(x_ND, places)
+    # Tokens that every shard of experts has go to other rows on each, and their gradients are summed over the shards.
+    x_ND, pair_R, row_NK = vary_alike(x_ND, *places)
+    return _spread(x_ND, Places(pair_R, row_NK))
 
 
 def collect(y_RD: jax.Array, places: Places) -> jax.Array:

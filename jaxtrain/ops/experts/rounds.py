@@ -119,10 +119,14 @@ def _round(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _further_rounds(capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array) -> jax.Array:
     """Sum the rounds from the second to the last."""
+    return _sum_of_rounds(capacity, arguments, queues, num_rounds)
 
+
+def _sum_of_rounds(capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array) -> jax.Array:
     def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, y_ND = state
-        return index + 1, y_ND + _round(capacity, index, queues, *arguments)
+        # The result of `jax.vjp`, whose operations can be differentiated forward, as those of a custom VJP cannot.
+        return index + 1, y_ND + jax.vjp(partial(_round, capacity, index, queues), *arguments)[0]
 
     zeros_ND = vary_like(jnp.zeros(arguments[0].shape, jnp.float32), arguments[0])
     start = vary_like(jnp.int32(1), num_rounds)
@@ -133,7 +137,8 @@ def _further_rounds(capacity: int, arguments: tuple[Any, ...], queues: _Queues, 
 def _further_rounds_forward(
     capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array
 ) -> tuple[jax.Array, Any]:
-    return _further_rounds(capacity, arguments, queues, num_rounds), (arguments, queues, num_rounds)
+    # Not `_further_rounds`, so that a gradient can be differentiated forward.
+    return _sum_of_rounds(capacity, arguments, queues, num_rounds), (arguments, queues, num_rounds)
 
 
 def _further_rounds_backward(capacity: int, saved: Any, gradient_ND: jax.Array) -> tuple[Any, None, None]:

@@ -106,10 +106,11 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
     attention = stack_attention(config, target, model_structure(config.model, workload))
+    # It refuses experts that do not divide, which are counted per device next.
+    placed = shard_parameters(config, tensors, degrees)
     rows = workload.rows / batch_shards(degrees) / microbatches_of(config)
     experts = expert_work(config, target, rows * (workload.sequence_length or 1) / degrees["context"])
     batch = device_batch(config, workload, schedule, attention, experts)
-    placed = shard_parameters(config, tensors, degrees)
     _check_replicated(config, placed, degrees["fsdp"])
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, batch, schedule)
