@@ -168,6 +168,12 @@ def test_files_are_short(path):
     assert path.read_text(encoding="utf-8").count("\n") <= MOST_LINES
 
 
+def test_names_of_test_files_are_unique():
+    # Without packages below tests/ pytest imports a file by its name alone, and refuses a second one.
+    names = [path.name for path in ROOT.glob("tests/**/test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_files_that_say_no_jax_start_none():
     said = [name for name, text in TEXTS.items() if "no jax here" in (ast.get_docstring(parse(text)) or "").lower()]
     assert len(said) > 20
