@@ -17,7 +17,12 @@ from jaxtrain.plan.search.analyse import analyse
 
 COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text())
 ROWS = [
-    pytest.param(row, id=f"{kind} {row['target']} {row['config']}")
+    pytest.param(
+        row,
+        id=f"{kind} {row['target']} {row['config']}",
+        # A miss that is known stands in docs/known_gaps.md, and is to be taken off where it is mended.
+        marks=[pytest.mark.xfail(reason=row["misses"], strict=True)] if "misses" in row else [],
+    )
     for kind in ("fitted", "held_out")
     for row in COMPILED[kind]
 ]
