@@ -7,15 +7,13 @@ once, however often it runs, and every branch of a condition.
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from jaxtrain.plan.compilers.program_text import Instruction, Program, number_of, read_program
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "token": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_DEFINED = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
-_OPERATION = re.compile(r"([\w-]+)\(")
-_NAME = re.compile(r"%([\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 _SLICES = ("dynamic-slice", "slice")
 # Operand that holds the new numbers; operand 0 is changed in place.
@@ -38,27 +36,6 @@ _FREE = {
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """An instruction of a program.
-
-    Attributes:
-        type: shapes of its result, as the program writes them.
-        operation: such as "fusion".
-        operands: names of instructions of the same computation.
-        number: of a parameter, or the value of a constant.
-        rest: what stands behind the operands.
-        is_root: whether it is the result of its computation.
-    """
-
-    type: str
-    operation: str
-    operands: tuple[str, ...]
-    number: str
-    rest: str
-    is_root: bool
-
-
-@dataclass(frozen=True)
 class Moved:
     """Bytes that one instruction moves in a run of the program.
 
@@ -75,7 +52,7 @@ class Moved:
     result: str
 
 
-Computation = dict[str, Instruction]
+Computation = Mapping[str, Instruction]
 
 
 def moved_bytes(program: str, *, unknown_trips: int = 1) -> list[Moved]:
@@ -89,47 +66,9 @@ def moved_bytes(program: str, *, unknown_trips: int = 1) -> list[Moved]:
         program: `as_text()` of a compiled program.
         unknown_trips: how often loops run whose number of turns is not in the program.
     """
-    computations, entry = _parse(program)
-    found: list[Moved] = []
-    _count(computations, entry, unknown_trips, 1, found)
+    read, found = read_program(program), list[Moved]()
+    _count(read, read.entry, unknown_trips, 1, found)
     return sorted(found, key=lambda one: -one.bytes)
-
-
-def _parse(program: str) -> tuple[dict[str, Computation], str]:
-    computations: dict[str, Computation] = {}
-    entry, current = "", {}
-    for line in program.splitlines():
-        header = _HEADER.match(line)
-        if header:
-            current = computations[header[2]] = {}
-            entry = header[2] if header[1] else entry
-            continue
-        defined = _DEFINED.match(line)
-        if defined:
-            current[defined[2]] = _instruction(re.sub(r"/\*.*?\*/", "", defined[3]), bool(defined[1]))
-    return computations, entry
-
-
-def _instruction(text: str, is_root: bool) -> Instruction:
-    if text.startswith("("):
-        end = _closing(text, 0) + 1
-    else:
-        end = text.index(" ")
-    operation = _OPERATION.match(text, end + 1)
-    assert operation is not None, f"no operation in {text[:200]}"
-    last = _closing(text, operation.end() - 1)
-    inside = text[operation.end() : last]
-    return Instruction(text[:end], operation[1], tuple(_NAME.findall(inside)), inside, text[last + 1 :], is_root)
-
-
-def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += (text[index] == "(") - (text[index] == ")")
-        if depth == 0:
-            return index
-    raise AssertionError(f"no end of {text[start : start + 200]}")
 
 
 def _size(type_text: str, *, everywhere: bool = False) -> float:
@@ -144,88 +83,72 @@ def _size(type_text: str, *, everywhere: bool = False) -> float:
 
 def _called(instruction: Instruction, key: str) -> str:
     found = re.search(rf"\b{key}=\{{?%?([\w.-]+)", instruction.rest)
-    assert found is not None, f"{instruction.operation} without {key}"
+    assert found is not None, f"{instruction.kind} without {key}"
     return found[1]
 
 
-def _count(computations: dict[str, Computation], name: str, unknown_trips: int, runs: int, found: list[Moved]) -> float:
+def _count(program: Program, name: str, unknown_trips: int, runs: int, found: list[Moved]) -> float:
     """Bytes of one run of a computation; appends its instructions, each with all `runs` of it."""
-    computation, total = computations[name], 0.0
+    computation, total = program.named[name], 0.0
     for key, one in computation.items():
-        types = [computation[operand].type for operand in one.operands if operand in computation]
-        if one.operation in _FREE or one.operation.endswith("-done"):
+        types = [computation[operand].result for operand in one.operands if operand in computation]
+        if one.kind in _FREE or one.kind.endswith("-done"):
             continue
-        if one.operation == "while":
-            trips = _trips(one, computations, unknown_trips)
-            total += trips * _count(computations, _called(one, "body"), unknown_trips, runs * trips, found)
-        elif one.operation == "conditional":
+        if one.kind == "while":
+            trips = program.turns(one, list(computation.values()), unknown=unknown_trips)
+            total += trips * _count(program, _called(one, "body"), unknown_trips, runs * trips, found)
+        elif one.kind == "conditional":
             branches = [
-                (_count(computations, branch, unknown_trips, runs, listed), listed)
-                for branch in _branches(one)
+                (_count(program, branch, unknown_trips, runs, listed), listed)
+                for branch in one.called
                 for listed in [[]]
             ]
             least, listed = min(branches, key=lambda branch: branch[0])
             found += listed
             total += least
-        elif one.operation in ("call", "async-start"):
-            inner = _called(one, "to_apply" if one.operation == "call" else "calls")
-            total += _count(computations, inner, unknown_trips, runs, found)
+        elif one.kind in ("call", "async-start"):
+            inner = _called(one, "to_apply" if one.kind == "call" else "calls")
+            total += _count(program, inner, unknown_trips, runs, found)
         else:
-            moved = _moved(one, types, computation, computations)
+            moved = _moved(one, types, computation, program)
             total += moved
             if moved:
-                found.append(Moved(key, moved * runs, runs, one.type))
+                found.append(Moved(key, moved * runs, runs, one.result))
     return total
 
 
-def _trips(loop: Instruction, computations: dict[str, Computation], unknown: int) -> int:
-    known = _TRIPS.search(loop.rest)
-    if known:
-        return int(known[1])
-    # A TPU's program does not say it; its counters begin at 0 and are compared with a constant.
-    condition = computations[_called(loop, "condition")]
-    limits = [one.number for one in condition.values() if one.operation == "constant" and one.number.isdigit()]
-    return int(limits[0]) if len(limits) == 1 else unknown
-
-
-def _branches(condition: Instruction) -> list[str]:
-    several = re.search(r"branch_computations=\{([^}]*)\}", condition.rest)
-    if several:
-        return _NAME.findall(several[1])
-    return [_called(condition, f"{which}_computation") for which in ("true", "false")]
-
-
-def _moved(one: Instruction, types: list[str], computation: Computation, computations: dict[str, Computation]) -> float:
+def _moved(one: Instruction, types: list[str], computation: Computation, program: Program) -> float:
     """Bytes that one run of an instruction reads and writes."""
-    result = _size(one.type, everywhere=True)
-    if one.operation == "fusion":
-        return _fused(one, types, computations)
-    if one.operation in (*_SLICES, "gather"):
-        return (_size(types[0]) > 0) * result + _size(one.type)
-    if one.operation in _UPDATES:
-        return 2 * _size(computation[one.operands[_UPDATES[one.operation]]].type, everywhere=True)
-    if one.operation in ("copy-start", "slice-start"):
+    result = _size(one.result, everywhere=True)
+    if one.kind == "fusion":
+        return _fused(one, types, program)
+    if one.kind in (*_SLICES, "gather"):
+        return (_size(types[0]) > 0) * result + _size(one.result)
+    if one.kind in _UPDATES:
+        return 2 * _size(computation[one.operands[_UPDATES[one.kind]]].result, everywhere=True)
+    if one.kind in ("copy-start", "slice-start"):
         # The type lists what is read too: (target, source, context), or ((source), target, context).
-        target = _ARRAY.findall(one.type)[0 if one.operation == "copy-start" else 1]
+        target = _ARRAY.findall(one.result)[0 if one.kind == "copy-start" else 1]
         written = f"{target[0]}[{target[1]}]{{{target[2]}}}"
         return (_size(types[0]) > 0) * _size(written, everywhere=True) + _size(written)
-    if one.operation.endswith("-start"):
+    if one.kind.endswith("-start"):
         return 2 * sum(map(_size, types))
-    return sum(map(_size, types)) + _size(one.type)
+    return sum(map(_size, types)) + _size(one.result)
 
 
-def _fused(one: Instruction, types: list[str], computations: dict[str, Computation]) -> float:
-    inner = computations[_called(one, "calls")]
+def _fused(one: Instruction, types: list[str], program: Program) -> float:
+    inner = program.named[_called(one, "calls")]
     total = 0.0
     for name, parameter in inner.items():
-        if parameter.operation == "parameter":
-            whole = _size(types[int(parameter.number)])
-            total += min(whole, _read(name, inner, computations, whole)) if whole else 0
+        number = number_of(parameter, kind="parameter")
+        if number is not None:
+            whole = _size(types[number])
+            total += min(whole, _read(name, inner, program, whole)) if whole else 0
     root = next(name for name, instruction in inner.items() if instruction.is_root)
-    return total + min(_size(one.type), _written(root, inner, computations))
+    return total + min(_size(one.result), _written(root, inner, program))
 
 
-def _read(name: str, inner: Computation, computations: dict[str, Computation], whole: float) -> float:
+def _read(name: str, inner: Computation, program: Program, whole: float) -> float:
     """Bytes of a value of `whole` bytes that its users inside a fusion read."""
     users: dict[str, list[int]] = defaultdict(list)
     for key, one in inner.items():
@@ -235,20 +158,18 @@ def _read(name: str, inner: Computation, computations: dict[str, Computation], w
     total = 0.0
     for key, places in users.items():
         one = inner[key]
-        if one.operation in _SLICES or (one.operation == "gather" and places == [0]):
-            total += _size(one.type, everywhere=True)
-        elif one.operation in _UPDATES and places == [0]:
+        if one.kind in _SLICES or (one.kind == "gather" and places == [0]):
+            total += _size(one.result, everywhere=True)
+        elif one.kind in _UPDATES and places == [0]:
             continue
-        elif one.operation in _SAME or _ALIAS in one.rest:
-            total += _read(key, inner, computations, whole)
-        elif one.operation == "fusion" and len(places) == 1:
-            nested = computations[_called(one, "calls")]
-            parameter = next(
-                name for name, it in nested.items() if it.operation == "parameter" and int(it.number) == places[0]
-            )
+        elif one.kind in _SAME or _ALIAS in one.rest:
+            total += _read(key, inner, program, whole)
+        elif one.kind == "fusion" and len(places) == 1:
+            nested = program.named[_called(one, "calls")]
+            parameter = next(name for name, it in nested.items() if number_of(it, kind="parameter") == places[0])
             # Where the inner fusion only names the value in another shape, its users stand out here.
             passed = _passed_on(parameter, nested)
-            total += _read(key, inner, computations, whole) if passed else _read(parameter, nested, computations, whole)
+            total += _read(key, inner, program, whole) if passed else _read(parameter, nested, program, whole)
         else:
             return whole
     return min(total, whole)
@@ -258,22 +179,22 @@ def _passed_on(name: str, inner: Computation) -> bool:
     """Whether a parameter is the result of its computation, in whatever shape."""
     while not inner[name].is_root:
         users = [key for key, one in inner.items() if name in one.operands]
-        if len(users) != 1 or inner[users[0]].operation not in _SAME:
+        if len(users) != 1 or inner[users[0]].kind not in _SAME:
             return False
         name = users[0]
     return True
 
 
-def _written(name: str, inner: Computation, computations: dict[str, Computation]) -> float:
+def _written(name: str, inner: Computation, program: Program) -> float:
     """Bytes that a fusion writes for one of its results."""
     one = inner[name]
-    if one.operation == "tuple":
-        return sum(_written(operand, inner, computations) for operand in one.operands)
-    if one.operation in ("bitcast", "reshape"):
-        return _written(one.operands[0], inner, computations)
-    if one.operation in _UPDATES:
-        return _size(inner[one.operands[_UPDATES[one.operation]]].type, everywhere=True)
-    if one.operation == "fusion":
-        nested = computations[_called(one, "calls")]
-        return _written(next(key for key, it in nested.items() if it.is_root), nested, computations)
-    return _size(one.type, everywhere=True)
+    if one.kind == "tuple":
+        return sum(_written(operand, inner, program) for operand in one.operands)
+    if one.kind in ("bitcast", "reshape"):
+        return _written(one.operands[0], inner, program)
+    if one.kind in _UPDATES:
+        return _size(inner[one.operands[_UPDATES[one.kind]]].result, everywhere=True)
+    if one.kind == "fusion":
+        nested = program.named[_called(one, "calls")]
+        return _written(next(key for key, it in nested.items() if it.is_root), nested, program)
+    return _size(one.result, everywhere=True)

@@ -19,6 +19,7 @@ from jaxtrain.layout.degrees import AXES
 from jaxtrain.ops.experts.rows import block_rows, round_rows
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.compilers.exact import batch_shapes
+from jaxtrain.plan.compilers.program_text import array_bytes, arrays, read_program
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.runtime import distributed
@@ -30,25 +31,7 @@ TINY = """
     remat.policy=none precision.policy=fp32 loss.logits=whole parallel.data=1
 """
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_RESULT = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:to_apply|calls|body)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-
-
-def _arrays(text: str) -> list[tuple[int, list[int]]]:
-    """(bytes of an element, dims) of each array of a type."""
-    found = []
-    for name, dims in _ARRAY.findall(text):
-        bits = 8 if name == "pred" else int(re.sub(r"\D", "", name))
-        found.append((bits // 8, [int(n) for n in dims.split(",") if n]))
-    return found
-
-
-def _bytes(text: str) -> int:
-    return sum(size * math.prod(dims) for size, dims in _arrays(text))
 
 
 def program_counts(
@@ -62,51 +45,32 @@ def program_counts(
         expert_blocks: turns of the loops over the blocks of rows of an expert, which the routing gives; None: there
             are no such loops. The loop of further rounds of the exchange does not turn, as with an even routing.
     """
-    lines: dict[str, list[str]] = {}
-    entry = name = None
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header:
-            name = header.group(2)
-            lines[name] = []
-            entry = name if header.group(1) else entry
-        elif name is not None:
-            lines[name].append(line)
-    assert entry is not None
+    program = read_program(text)
 
     def count(computation: str) -> dict[str, float]:
         total = {"flops": 0.0, **dict.fromkeys(kinds, 0.0)}
-        shapes: dict[str, list[int]] = {}
-        for line in lines[computation]:
-            match = _RESULT.match(line)
-            if match is None:
-                continue
-            result, kind, rest = match.group(2), match.group(3), match.group(4)
-            arrays = _arrays(result)
-            shapes[match.group(1)] = arrays[0][1] if len(arrays) == 1 else []
-            if kind == "dot":
-                operand = re.findall(r"%([\w.\-]+)", rest)[0]
-                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+        beside = program.named[computation]
+        for one in beside.values():
+            if one.kind == "dot":
+                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
                 assert contracted is not None
-                dims = [shapes[operand][int(n)] for n in contracted.group(1).split(",") if n]
-                total["flops"] += 2 * math.prod(arrays[0][1]) * math.prod(dims)
-            elif kind in kinds:
-                total[kind] += _bytes(result)
-            called = _CALLED.findall(line) + [
-                one.strip().lstrip("%") for branches in _BRANCHES.findall(line) for one in branches.split(",")
-            ]
-            turns = _TURNS.search(line)
+                (_, left), (_, result) = arrays(beside[one.operands[0]].result)[0], arrays(one.result)[0]
+                dims = [left[int(n)] for n in contracted.group(1).split(",") if n]
+                total["flops"] += 2 * math.prod(result) * math.prod(dims)
+            elif one.kind in kinds:
+                total[one.kind] += array_bytes(one.result)
             number_of_turns = 1
-            if kind == "while":
-                known = int(turns.group(1)) if turns else 0 if "further_rounds" in line else expert_blocks
-                assert known is not None, f"a loop without a known number of turns: {line[:200]}"
+            if one.kind == "while":
+                turns = _TURNS.search(one.rest)
+                known = int(turns.group(1)) if turns else 0 if "further_rounds" in one.rest else expert_blocks
+                assert known is not None, f"a loop without a known number of turns: {one.name} {one.rest[:200]}"
                 number_of_turns = known
-            for one in called if kind not in ("reduce", "all-reduce", "reduce-scatter", "sort", "scatter") else ():
-                for what, number in count(one).items():
+            for called in one.called:
+                for what, number in count(called).items():
                     total[what] += number * number_of_turns
         return total
 
-    return count(entry)
+    return count(program.entry)
 
 
 def tiny_config(words: str) -> tuple[int, Config]:

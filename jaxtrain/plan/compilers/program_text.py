@@ -4,9 +4,10 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -24,14 +25,16 @@ class Instruction:
         result: Type of its result, a tuple in parentheses.
         kind: Its opcode.
         rest: What follows the opcode's parenthesis: operands and attributes.
+        is_root: Whether it is the result of its computation.
     """
 
     name: str
     result: str
     kind: str
     rest: str
+    is_root: bool
 
-    @property
+    @cached_property
     def operands(self) -> list[str]:
         """Names of the operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0])
@@ -53,12 +56,18 @@ class Program:
     entry: str
     is_scheduled: bool
 
-    def turns(self, one: Instruction, body: list[Instruction]) -> int:
-        """How often a loop turns; 1 for what is no loop, and where the program does not say.
+    @cached_property
+    def named(self) -> dict[str, dict[str, Instruction]]:
+        """The instructions of each computation by name, in their order."""
+        return {name: {one.name: one for one in body} for name, body in self.computations.items()}
+
+    def turns(self, one: Instruction, body: list[Instruction], *, unknown: int = 1) -> int:
+        """How often a loop turns; 1 for what is no loop.
 
         Args:
             one: The instruction.
             body: The computation that it stands in.
+            unknown: For loops of which the program does not say it.
         """
         if one.kind != "while":
             return 1
@@ -66,18 +75,18 @@ class Program:
             return int(known.group(1))
         # TPUs write the bound in the condition alone: a number of the loop's state is less than a constant.
         condition = re.search(r"condition=%?([\w.\-]+)", one.rest)
-        inside = {each.name: each for each in self.computations.get(condition.group(1) if condition else "", [])}
+        inside = self.named.get(condition.group(1) if condition else "", {})
         compared = [each for each in inside.values() if each.kind == "compare" and "direction=LT" in each.rest]
         if len(compared) != 1:
-            return 1
+            return unknown
         counter, bound = (inside.get(name) for name in compared[0].operands)
-        if counter is None or bound is None or _number(bound) is None:
-            return 1
+        if counter is None or bound is None or number_of(bound) is None:
+            return unknown
         place = re.search(r"index=(\d+)", counter.rest)
         beside = {each.name: each for each in body}
         state = beside.get(one.operands[0])
         first = beside.get(state.operands[int(place.group(1))]) if place and state and state.kind == "tuple" else None
-        return (_number(bound) or 0) - ((_number(first) or 0) if first else 0)
+        return (number_of(bound) or 0) - ((number_of(first) or 0) if first else 0)
 
     def flattened(self, name: str) -> Iterator[tuple[Instruction, dict[str, str]]]:
         """Give the instructions of a computation and of all that it calls, each with the results beside it."""
@@ -104,13 +113,14 @@ def read_program(text: str) -> Program:
             computations[name] = []
             entry = name if header.group(1) else entry
         elif name and (match := _INSTRUCTION.match(line)):
-            computations[name].append(Instruction(*match.groups()))
+            root, *parts = match.groups()
+            computations[name].append(Instruction(*parts, is_root=root is not None))
     return Program(computations, entry, "is_scheduled=true" in text.split("\n", 1)[0])
 
 
-def _number(one: Instruction) -> int | None:
-    """The value of an integer constant."""
-    found = re.match(r"(-?\d+)\)", one.rest) if one.kind == "constant" else None
+def number_of(one: Instruction, *, kind: str = "constant") -> int | None:
+    """The number in the parentheses of an integer constant, or of a parameter; None for other kinds."""
+    found = re.match(r"(-?\d+)\)", one.rest) if one.kind == kind else None
     return int(found.group(1)) if found else None
 
 
