@@ -15,6 +15,7 @@ from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.watchdog import WatchdogConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
@@ -302,6 +303,8 @@ class Config(Group):
     """Where metrics are written."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """How long a run may stand still before it is ended."""
 
     def __repr__(self) -> str:
         groups = {"task": self.task, "model": self.model, "data": self.data, "optimizer": self.optimizer}

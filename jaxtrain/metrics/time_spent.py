@@ -4,8 +4,8 @@ No jax here.
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, get_args
 
 Part = Literal[
@@ -21,6 +21,7 @@ class TimeSpent:
     Args:
         earlier: part -> seconds of the processes before this one, as `seconds` gave them.
         began: `time.monotonic()` when this process began to work on the run; None: at this call.
+        during: marks a block as a part for others, such as the watchdog.
 
     Example:
         spent = TimeSpent()
@@ -29,7 +30,14 @@ class TimeSpent:
         spent.seconds()["evaluation"]
     """
 
-    def __init__(self, earlier: Mapping[str, float] | None = None, *, began: float | None = None) -> None:
+    def __init__(
+        self,
+        earlier: Mapping[str, float] | None = None,
+        *,
+        began: float | None = None,
+        during: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._during = during
         self._began = time.monotonic() if began is None else began
         self._earlier = dict(earlier or {})
         self._own = dict.fromkeys(PARTS, 0.0)
@@ -47,7 +55,8 @@ class TimeSpent:
         """Add the time of a block to a part, also where the block raises."""
         begin = time.monotonic()
         try:
-            yield
+            with self._during(part):
+                yield
         finally:
             self._own[part] += time.monotonic() - begin
 

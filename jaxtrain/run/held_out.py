@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
+from jaxtrain.run.activity import Activity
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.record import RunRecord
 from jaxtrain.train.assemble import Run, reading_threads
@@ -22,14 +23,17 @@ class HeldOut:
         record: receives the metrics.
         progress: what people see.
         evaluator: of the run's step.
+        activity: is told of every batch.
 
     Attributes:
         metrics: of the last evaluation; empty before it.
     """
 
-    def __init__(self, run: Run, record: RunRecord, progress: Progress, *, evaluator: Evaluator) -> None:
+    def __init__(
+        self, run: Run, record: RunRecord, progress: Progress, *, evaluator: Evaluator, activity: Activity
+    ) -> None:
         self._run, self._record, self._progress = run, record, progress
-        self._evaluator = evaluator
+        self._evaluator, self._activity = evaluator, activity
         self._step: int | None = None
         self.metrics: Scalars = {}
 
@@ -50,7 +54,7 @@ class HeldOut:
         count = min(len(rows), self._run.config.evaluation.max_batches or len(rows))
         loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
         try:
-            return flat_scalars(self._evaluator(state, loaded))
+            return flat_scalars(self._evaluator(state, self._activity.ticking(loaded)))
         finally:
             loaded.close()
 

@@ -21,6 +21,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
+from jaxtrain.run.activity import Activity
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
@@ -71,6 +72,7 @@ def prepare_session(
     callbacks: Sequence[Callback],
     progress: Progress,
     interrupt: Interrupt,
+    activity: Activity,
     main: bool,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made.
@@ -84,12 +86,13 @@ def prepare_session(
         callbacks: called between the steps.
         progress: what people see.
         interrupt: entered.
+        activity: is told what this process does.
         main: whether this process writes.
 
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
-    spent = TimeSpent()
+    spent = TimeSpent(during=activity.during)
     with spent.measure("reading data"):
         run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
@@ -129,6 +132,7 @@ def prepare_session(
         )
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
+        activity.begins_at(start)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
             checkpointer.score_again(watch.recorded_scores(start))
@@ -162,11 +166,12 @@ def prepare_session(
             checkpointer=checkpointer,
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator, activity=activity),
             watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
             interrupt=interrupt,
+            activity=activity,
         )
 
 

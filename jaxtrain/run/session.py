@@ -10,10 +10,12 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.directory import step_path
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.run.activity import Activity
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt
@@ -49,6 +51,7 @@ class Session:
         profile: the profiler's window.
         progress: what people see.
         interrupt: says when to stop.
+        activity: is told what this process does.
     """
 
     run: Run
@@ -64,6 +67,7 @@ class Session:
     profile: ProfileWindow
     progress: Progress
     interrupt: Interrupt
+    activity: Activity
 
 
 def train_session(session: Session) -> Result:
@@ -118,7 +122,9 @@ def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     with session.record.spent.measure("saving"):
         session.checkpointer.close()
-    session.record.close(status, _final_metrics(session), session.progress)
+    session.activity.writes(None)
+    with session.activity.during("report"):
+        session.record.close(status, _final_metrics(session), session.progress)
 
 
 def _make_up_evaluation(session: Session) -> None:
@@ -144,7 +150,7 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
         state, done = train_loop(
             run.step,
             session.state,
-            batches,
+            session.activity.fed(batches, first=start + 1),
             first=start + 1,
             last=train.steps,
             max_skipped_in_a_row=train.max_skipped_in_a_row,
@@ -165,6 +171,7 @@ def _hooks(session: Session) -> Hooks:
     save_every = session.run.config.checkpoint.every
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+        session.activity.finished(number, seconds, waited)
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)
@@ -228,6 +235,8 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.checkpointer.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
+    if began:
+        session.activity.writes(step_path(session.checkpointer.directory, number))
     record.keep_time()
     return began
 
@@ -236,7 +245,8 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
 def _saving_on_failure(session: Session, number: int, state: TrainState) -> Iterator[None]:
     """Save the state where a callback fails, then raise its error."""
     try:
-        yield
+        with session.activity.during("callback"):
+            yield
     except Exception:
         _saved_on_failure(session, number, state)
         raise

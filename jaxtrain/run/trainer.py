@@ -81,7 +81,8 @@ def run_config(
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
     folder = loaded.run_dir if run_dir is None and loaded.run_dir is not None else run_folder(run_dir, loaded.name)
-    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
+    lost = loaded.config.watchdog.lost_seconds if loaded.config.watchdog.enabled else None
+    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
     _check_parts(model=model, task=task, data=data)
     own_step = _own_step(optimizer, learning_rate)
     if loaded.config.parallel.auto:
@@ -140,10 +141,12 @@ def train_loaded(
     loaded = _with_early_stopping(loaded, stopping)
     from jaxtrain.run.interrupt import Interrupt
     from jaxtrain.run.lock import RunLock
+    from jaxtrain.run.watchdog import watched
 
     main = distributed.is_main_process()
     shown = progress or Progress(process_index=0 if main else 1)
-    with shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt:
+    watch = watched(loaded.config.watchdog, folder, shown.message)
+    with shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt, watch as activity:
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
 
@@ -158,6 +161,7 @@ def train_loaded(
             callbacks=functions,
             progress=shown,
             interrupt=interrupt,
+            activity=activity,
             main=main,
         )
         with closing_on_failure(lambda status: close_session(session, status)):
