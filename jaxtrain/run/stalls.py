@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def _step(status: Mapping[str, Any]) -> int:
 def place(status: Mapping[str, Any]) -> str:
     """Where a process is: `at step 12 in phase step`."""
     if "phase" not in status:
-        return "before it said what it does"
+        return "at its start"
     return f"at step {status.get('step', 0)} in phase {status['phase']}"
 
 
@@ -112,7 +113,9 @@ def write_stacks(path: Path, line: str, table: Sequence[str]) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "w", encoding="utf-8") as file:
-            file.write("\n".join([line, "", "processes:", *table, "", "threads of this process:", ""]))
+            names = [f"  0x{thread.ident:016x} {thread.name}" for thread in threading.enumerate() if thread.ident]
+            parts = [line, "", "processes:", *table, "", "threads of this process:", *names, ""]
+            file.write("\n".join([*parts, "their stacks:", ""]))
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 

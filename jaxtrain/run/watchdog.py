@@ -133,7 +133,10 @@ class Watchdog:
             return
         if late > self._config.lost_seconds / 2:
             self._end(f"this process was not running for {late:.0f} s, and the others have ended", STALLED)
-        self._end(f"{self._named(one.process)} was lost {place(self._status_of(one.process))}: {one.text}", STALLED)
+        self._end(
+            f"{self._named(one.process)} was lost, last heard of {place(self._status_of(one.process))}: {one.text}",
+            STALLED,
+        )
 
     def _check(self, now: float) -> None:
         """End where the phase has lasted longer than it may."""
