@@ -44,6 +44,7 @@ class Runs:
         self.processes: list[subprocess.Popen[bytes]] = []
         for index, log in enumerate(self.logs):
             words = [sys.executable, "-m", "jaxtrain", "train", str(folder / "config.yaml"), "--emulate", "1"]
+            words += ["--run-dir", str(self.run_dir)]
             environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "JAX_PLATFORMS": "cpu"}
             if count > 1:
                 environment |= dict(
@@ -162,12 +163,46 @@ def test_a_stuck_main_thread_is_named_by_all(tmp_path: Path, victim: int) -> Non
 @pytest.mark.long
 def test_a_stuck_source_of_one_process_is_named_by_all(tmp_path: Path) -> None:
     """The limit of the one that waits for data counts, not the shorter one of the other's step."""
-    with running(tmp_path, 2, step_seconds=1, compile_seconds=60, data_seconds=4) as runs:
+    with running(tmp_path, 2, step_seconds=3, compile_seconds=60, data_seconds=8) as runs:
         runs.wait_for_steps(3)
         (runs.marks / "1").write_text("block")
         assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
     for index in (0, 1):
         [line] = runs.lines(index)
         assert line.startswith("jaxtrain: process 1 of 2 "), runs.said()
-        assert "waiting for data (limit: watchdog.data_seconds=4)" in line
+        assert "waiting for data (limit: watchdog.data_seconds=8)" in line
         check_clean(runs.said()[index])
+
+
+@pytest.mark.long
+def test_pauses_and_errors_are_not_stalls(tmp_path: Path) -> None:
+    """A process that was stopped itself goes on; one that fails by itself is named with its own error."""
+    with running(tmp_path, 2, lost_seconds=10, step_seconds=3, compile_seconds=60, data_seconds=3) as runs:
+        runs.wait_for_steps(3)
+        for process in runs.processes:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        for process in runs.processes:
+            process.send_signal(signal.SIGCONT)
+        runs.wait_for_steps(3)
+        assert not (runs.run_dir / "stalls").exists()
+        (runs.marks / "1").write_text("damaged")
+        assert [runs.code(0), runs.code(1)] == [3, 3]
+    assert runs.lines(1) == ["jaxtrain: row 7 is damaged"]
+    [line] = runs.lines(0)
+    assert line.startswith("jaxtrain: process 1 of 2 ")
+    assert "ended with exit code 3: row 7 is damaged" in line
+    for log in runs.said():
+        check_clean(log)
+
+
+@pytest.mark.long
+def test_a_slow_process_is_named_and_training_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, 2) as runs:
+        runs.wait_for_steps(3)
+        (runs.marks / "1").write_text("0.1")
+        runs.wait_until(lambda: " is slow: " in runs.said()[0])
+        runs.wait_for_steps(3)
+    [line] = [line for line in runs.said()[0].splitlines() if " is slow: " in line]
+    assert line.startswith("process 1 of 2 (host ")
+    assert " is slow: " not in runs.said()[1]

@@ -13,7 +13,7 @@ import jaxtrain as jt
 
 
 class _Rows(jt.ArrayRows):
-    """Rows that wait where a file says so: `block` for ever, or a number of seconds for each batch."""
+    """Rows that wait where a file says so: `block` for ever, or a number of seconds per batch; `damaged` raises."""
 
     def __init__(self, columns, marker):
         super().__init__(columns)
@@ -26,6 +26,8 @@ class _Rows(jt.ArrayRows):
             wanted = ""
         if wanted == "block":
             threading.Event().wait()
+        elif wanted == "damaged":
+            raise jt.DataError("row 7 is damaged")
         elif wanted:
             time.sleep(float(wanted))
         return super().gather(indices)
