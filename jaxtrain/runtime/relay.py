@@ -12,6 +12,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 65_536
@@ -50,8 +51,10 @@ def relayed(coordinator: str, *, timeout: float) -> str:
     return f"unix:{path}"
 
 
-def _start(function: object, *arguments: object) -> None:
-    threading.Thread(target=function, args=arguments, name="jaxtrain-relay", daemon=True).start()  # pyright: ignore
+def _start(function: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, name="jaxtrain-relay", daemon=True)
+    thread.start()
+    return thread
 
 
 def _accept(listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float) -> None:
@@ -75,14 +78,18 @@ def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float) 
                 client.close()
                 return
             time.sleep(_RETRY_SECONDS)
-    server.settimeout(None)
-    for one in (server,):
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _start(_copy, server, client)
-    _copy(client, server)
-    # The client has ended the connection.
-    with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)
+    with client, server:
+        server.settimeout(None)
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        answers = _start(_copy, server, client)
+        _copy(client, server)
+        # The coordinator may have gone: what the client says is heard until it ends the connection itself.
+        with contextlib.suppress(OSError):
+            while client.recv(_CHUNK_BYTES):
+                pass
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        answers.join()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
