@@ -72,6 +72,7 @@ class Watchdog:
         self._not_running: list[tuple[float, float]] = []
         self._left: tuple[float, News] | None = None
         self._farewell: tuple[int, str] | None = None
+        self._has_left = threading.Event()
         self._has_told = False
         self._thread = threading.Thread(target=self._watch, name="jaxtrain-watchdog", daemon=True)
 
@@ -88,7 +89,7 @@ class Watchdog:
         """
         self._farewell = (code, text)
         self._exchange.wake()
-        self._thread.join(_END_SECONDS)
+        self._has_left.wait(_END_SECONDS)
 
     def await_reason(self) -> None:
         """Wait for what made a collective fail; where another process was lost, this one ends here."""
@@ -100,14 +101,21 @@ class Watchdog:
                 self._round()
             code, text = self._farewell
             self._exchange.leave(code, text)
+            self._has_left.set()
+            # At its exit jax waits for process 0, which may be lost meanwhile.
+            while not code and self._exchange.is_waiting():
+                for one in self._listen():
+                    if one.kind == "lost":
+                        self._hear(one, 0.0)
         except Exception as error:
             print_remark(f"jaxtrain: the watchdog failed ({type(error).__name__}: {error}); the run goes on unwatched")
         finally:
+            self._has_left.set()
             self._exchange.close()
 
     def _round(self) -> None:
         began = time.monotonic()
-        news = self._exchange.round(self._activity.status(), self._tick, lambda status: patience(self._config, status))
+        news = self._listen()
         now = time.monotonic()
         late = now - began - self._tick
         if late > max(2.0, 2 * self._tick):
@@ -124,6 +132,10 @@ class Watchdog:
             self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
         self._check(now)
         self._look_for_stragglers()
+
+    def _listen(self) -> list[News]:
+        status = self._activity.status()
+        return self._exchange.round(status, self._tick, lambda said: patience(self._config, said))
 
     def _hear(self, one: News, late: float) -> None:
         if one.kind == "end":

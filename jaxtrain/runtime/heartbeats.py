@@ -82,6 +82,10 @@ class Exchange(Protocol):
         """Say farewell: this process ends by itself, with an exit code and, for an error, its line."""
         ...
 
+    def is_waiting(self) -> bool:
+        """Whether process 0, which jax waits for when a process exits, has not said farewell yet."""
+        ...
+
     def forgive(self) -> None:
         """Count the silence of the others from now on: this process was not running itself."""
         ...
@@ -192,6 +196,10 @@ class Alone:
 
     def leave(self, code: int, text: str) -> None:
         """There is nobody to tell."""
+
+    def is_waiting(self) -> bool:
+        """There is nobody to wait for."""
+        return False
 
     def forgive(self) -> None:
         """There is nobody to forgive."""

@@ -74,7 +74,8 @@ class Hub:
             self._drop(stranger)
         for process, member in self._members.items():
             silent = now - member.heard
-            if member.connection is not None and silent > patience(member.status):
+            is_here = member.connection is not None and process not in self._left
+            if is_here and silent > patience(member.status):
                 news.append(News("lost", process, f"silent for {silent:.0f} s"))
         self._tell({"peers": self._told(now)})
         return news
@@ -99,6 +100,10 @@ class Hub:
     def leave(self, code: int, text: str) -> None:
         """Tell all."""
         self._tell({"leave": code, "text": text})
+
+    def is_waiting(self) -> bool:
+        """This is process 0."""
+        return False
 
     def forgive(self) -> None:
         """Count every silence from now on."""

@@ -92,6 +92,10 @@ class Spoke:
         if self._connection is not None:
             self._connection.write({"leave": code, "text": text})
 
+    def is_waiting(self) -> bool:
+        """Whether process 0 is connected."""
+        return self._connection is not None and not self._is_over
+
     def forgive(self) -> None:
         """Count the silence of process 0 from now on."""
         self._heard = time.monotonic()

@@ -8,7 +8,8 @@ from jaxtrain.config.watchdog import WatchdogConfig
 from jaxtrain.run.activity import Activity, Moment
 from jaxtrain.run.stalls import behind, budget, describe_processes, patience, place, write_stacks
 from jaxtrain.run.stragglers import Stragglers, window_delays
-from jaxtrain.runtime.heartbeats import Peer
+from jaxtrain.run.watchdog import Watchdog
+from jaxtrain.runtime.heartbeats import Alone, Peer
 
 LIMITS = WatchdogConfig(
     start_seconds=1,
@@ -174,3 +175,86 @@ def test_the_file_says_what_every_process_did(tmp_path: Path):
     assert "test_stalls.py" in text, "the stack of this thread"
     write_stacks(Path("/dev/null/x.txt"), "why", table)  # no error: the process ends anyway
     assert place({}) == "at its start"
+
+
+class Ended(BaseException):
+    """In place of the end of this process."""
+
+
+class Rounds(Alone):
+    """An exchange whose rounds make the clock of the activity go on, and which may come back late."""
+
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def round(self, status, seconds, patience):
+        self.clock.now += self.seconds
+        return []
+
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch, capfd):
+    """Runs rounds of a watchdog over an activity, and returns what it said where it ended the process."""
+
+    def end(code):
+        raise Ended(code)
+
+    clock = Clock()
+    monkeypatch.setattr("jaxtrain.run.watchdog.os._exit", end)
+    monkeypatch.setattr("jaxtrain.run.watchdog.time.monotonic", clock)
+    activity = Activity(clock)
+
+    def run(rounds, seconds):
+        options = {"process": 0, "num_processes": 1, "report": pytest.fail}
+        watchdog = Watchdog(LIMITS, activity, Rounds(clock, seconds), tmp_path, **options)
+        code = None
+        try:
+            for _ in range(rounds):
+                watchdog._round()
+        except Ended as ended:
+            code = ended.args[0]
+        return code, capfd.readouterr().err
+
+    return activity, clock, run
+
+
+@pytest.mark.parametrize(
+    ("is_written", "code"), [pytest.param(True, None, id="complete"), pytest.param(False, 70, id="stuck")]
+)
+def test_a_checkpoint_in_the_background_has_a_limit(watch, tmp_path, is_written, code):
+    activity, _, run = watch
+    activity.finished(1, seconds=100.0, waited=0.0)  # so that the step may take longer than the save
+    activity.computes(2)
+    activity.writes(tmp_path / "5")
+    if is_written:
+        (tmp_path / "5").mkdir()
+    found, said = run(rounds=40, seconds=0.25)
+    assert found == code
+    assert ("is still being written after 7 s, in phase saving (limit: watchdog.save_seconds=7)" in said) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "code"),
+    [
+        pytest.param(1, 500.0, None, id="stopped-once-for-long"),
+        pytest.param(3, 500.0, None, id="stopped-three-times"),
+        pytest.param(30, 0.25, 70, id="standing-still"),
+    ],
+)
+def test_time_in_which_the_process_was_stopped_does_not_count(watch, rounds, seconds, code):
+    activity, _, run = watch
+    with activity.during("saving"):
+        found, said = run(rounds, seconds)
+    assert found == code
+    assert ("no progress for 7 s at step 0 in phase saving (limit: watchdog.save_seconds=7)" in said) == bool(code)
+
+
+def test_a_notebook_is_told_once_and_not_ended(watch, monkeypatch, tmp_path):
+    activity, _, run = watch
+    monkeypatch.setattr("jaxtrain.run.watchdog.in_notebook", lambda: True)
+    with activity.during("saving"):
+        found, said = run(rounds=40, seconds=0.25)
+    assert found is None
+    assert said.count("interrupt the cell to stop") == 1
+    assert len(list((tmp_path / "stalls").iterdir())) == 1
