@@ -303,8 +303,8 @@ class Config(Group):
     """Where metrics are written."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
-    watchdog: WatchdogConfig = WatchdogConfig()
-    """How long a run may stand still before it is ended."""
+    watchdog: WatchdogConfig | None = None
+    """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
 
     def __repr__(self) -> str:
         groups = {"task": self.task, "model": self.model, "data": self.data, "optimizer": self.optimizer}

@@ -14,7 +14,7 @@ class WatchdogConfig(Group):
     """How long each phase may take without progress; a run that stands still for longer ends with exit code 70."""
 
     enabled: bool = True
-    """Watch for stalls and lost processes; false: nothing is watched, and a run that hangs hangs for ever."""
+    """Watch for stalls and lost processes; false: a run that hangs does so for ever."""
     start_seconds: Seconds = 14_400.0
     """Limit for starting and reading data."""
     compile_seconds: Seconds = 7_200.0
@@ -33,3 +33,9 @@ class WatchdogConfig(Group):
     """Silence after which another process counts as lost; 4 times as long while it starts or reads data."""
     slow_fraction: Annotated[float, Field(gt=0, le=10)] = 0.2
     """Name a process that delays each step by more than this fraction of it, 3 windows in a row."""
+
+
+def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:
+    """Returns the limits that the key `watchdog` stands for; None: nothing is watched."""
+    chosen = WatchdogConfig() if watchdog is None else watchdog
+    return chosen if chosen.enabled else None

@@ -30,7 +30,7 @@ _SAME_TRAINING = (
     *(f"{group}." for group in ("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile")),
     *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
-    *("loss.logits ", "loss.block ", "compiler_options", "watchdog."),
+    *("loss.logits ", "loss.block ", "compiler_options", "watchdog"),
 )
 # What identifies rows that were given for evaluation, in the description of the data.
 _HELD_OUT = "validation."

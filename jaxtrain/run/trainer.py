@@ -9,6 +9,7 @@ from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.arguments import check_choice, check_kind
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.schema import EarlyStoppingConfig
+from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
@@ -81,7 +82,8 @@ def run_config(
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
     folder = loaded.run_dir if run_dir is None and loaded.run_dir is not None else run_folder(run_dir, loaded.name)
-    lost = loaded.config.watchdog.lost_seconds if loaded.config.watchdog.enabled else None
+    watchdog = limits(loaded.config.watchdog)
+    lost = None if watchdog is None else watchdog.lost_seconds
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
     _check_parts(model=model, task=task, data=data)
     own_step = _own_step(optimizer, learning_rate)
@@ -145,7 +147,7 @@ def train_loaded(
 
     main = distributed.is_main_process()
     shown = progress or Progress(process_index=0 if main else 1)
-    watch = watched(loaded.config.watchdog, folder, shown.message)
+    watch = watched(limits(loaded.config.watchdog), folder, shown.message)
     with shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt, watch as activity:
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session

@@ -249,11 +249,11 @@ def _exists(path: Path) -> bool:
 
 
 @contextmanager
-def watched(config: WatchdogConfig, run_dir: Path, report: Callable[[str], None]) -> Iterator[Activity]:
+def watched(config: WatchdogConfig | None, run_dir: Path, report: Callable[[str], None]) -> Iterator[Activity]:
     """Watch a run until the block is left; every process of the run enters it, after `jax.distributed`.
 
     Args:
-        config: the limits.
+        config: the limits; None: nothing is watched.
         run_dir: directory of the run.
         report: called with one line that names a slow process.
 
@@ -263,8 +263,8 @@ def watched(config: WatchdogConfig, run_dir: Path, report: Callable[[str], None]
     import jax
 
     activity = Activity()
-    exchange = open_exchange(wanted=config.enabled, report=print_remark)
-    if not config.enabled:
+    exchange = open_exchange(wanted=config is not None, report=print_remark)
+    if config is None:
         exchange.close()
         yield activity
         return

@@ -132,8 +132,12 @@ class Connection:
 
     def write(self, message: Mapping[str, Any]) -> None:
         """Send a message, or keep what cannot be sent at once for the next call."""
+        self.send(encoded(message))
+
+    def send(self, line: bytes) -> None:
+        """Send what `encoded` gave; see `write`."""
         if len(self._out) < _MOST_WAITING:
-            self._out += json.dumps(message).encode() + b"\n"
+            self._out += line
         with contextlib.suppress(OSError):
             while self._out:
                 self._out = self._out[self.socket.send(self._out) :]
@@ -141,6 +145,11 @@ class Connection:
     def close(self) -> None:
         """Close the connection."""
         self.socket.close()
+
+
+def encoded(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent, for many connections."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def _message(line: bytes) -> dict[str, Any] | None:

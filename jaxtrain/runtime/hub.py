@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.runtime.heartbeats import Connection, News, Patience, Peer, Status, Waker
+from jaxtrain.runtime.heartbeats import Connection, News, Patience, Peer, Status, Waker, encoded
 
 # Who connects and does not say who it is within this time is none of ours.
 _HELLO_SECONDS = 10.0
@@ -48,6 +48,7 @@ class Hub:
         self._waker = Waker()
         self._strangers: dict[Connection, float] = {}
         self._members: dict[int, _Member] = {}
+        self._indices: dict[Connection, int] = {}
         self._left: set[int] = set()
         self._own: Status = {}
         self._selector = selectors.DefaultSelector()
@@ -133,7 +134,7 @@ class Hub:
         messages, is_open = connection.read()
         news: list[News] = []
         for message in messages:
-            process = self._process_of(connection)
+            process = self._indices.get(connection)
             if process is None:
                 if not self._welcome(connection, message):
                     self._drop(connection)
@@ -141,17 +142,14 @@ class Hub:
             else:
                 news += self._hear(process, message)
         if not is_open:
-            process = self._process_of(connection)
+            process = self._indices.get(connection)
             self._drop(connection)
             if process is not None and process not in self._left:
                 news.append(News("lost", process, "its connection closed"))
         return news
 
     def _are_connected(self) -> bool:
-        return any(member.connection is not None for member in self._members.values())
-
-    def _process_of(self, connection: Connection) -> int | None:
-        return next((index for index, member in self._members.items() if member.connection is connection), None)
+        return bool(self._indices)
 
     def _welcome(self, connection: Connection, message: dict[str, Any]) -> bool:
         token, process, host = message.get("token"), message.get("process"), message.get("host")
@@ -161,6 +159,7 @@ class Hub:
             return False
         self._strangers.pop(connection, None)
         self._members[process] = _Member(connection, str(host), {}, time.monotonic())
+        self._indices[connection] = process
         return True
 
     def _hear(self, process: int, message: dict[str, Any]) -> list[News]:
@@ -181,7 +180,7 @@ class Hub:
             self._selector.unregister(connection.socket)
         connection.close()
         self._strangers.pop(connection, None)
-        process = self._process_of(connection)
+        process = self._indices.pop(connection, None)
         if process is not None:
             self._members[process].connection = None
 
@@ -194,9 +193,10 @@ class Hub:
         return sorted(known, key=lambda one: one[2].get("step", 0))[:most]
 
     def _tell(self, message: dict[str, Any]) -> None:
+        line = encoded(message)
         for member in self._members.values():
             if member.connection is not None:
-                member.connection.write(message)
+                member.connection.send(line)
 
 
 def _listen(host: str | None) -> socket.socket:
