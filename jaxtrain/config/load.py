@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.adapter import adapter_settings
-from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.arguments import check_kind, refusal, shown
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import CALLED
 from jaxtrain.config.finetune import LoraConfig
@@ -20,8 +20,10 @@ from jaxtrain.config.no_effect import no_effect_notes
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
+from jaxtrain.config.secrets import redacted_keys
 from jaxtrain.config.shipped import find_config, is_shipped
 from jaxtrain.config.sizes import ALL_SIZES
+from jaxtrain.config.texts import check_texts
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, tokenizer_origin
@@ -273,7 +275,7 @@ def _split_override(override: str) -> tuple[KeyPath, Any]:
     check_kind(override, str, what="load_config: overrides", takes="key=value texts", write="'train.steps=100'")
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key or any(not part for part in key.split(".")):
-        raise ConfigError(f"cannot read {override!r} (command line); write key=value, as in train.steps=100")
+        raise ConfigError(f"cannot read {shown(override)} (command line); write key=value, as in train.steps=100")
     return tuple(key.split(".")), parse_value(text, f"command line, {key}")
 
 
@@ -352,6 +354,9 @@ def load_config(
     if tree.where.get(("model", "from")) != f"{run_dir}/run.json":
         tree.take_tokenizer()
     tree.take_adapter()
+    check_texts(tree.values, tree.where)
+    for key in redacted_keys(tree.values):
+        raise ConfigError(f"{key} looked like a secret, so the run did not write it down; give it again: {key}=...")
     tree.values = _with_kinds(tree.values)
     try:
         config = Config.model_validate(tree.values)

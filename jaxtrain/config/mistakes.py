@@ -69,7 +69,10 @@ def explain(error: ValidationError, values: dict[str, Any], where: Mapping[KeyPa
     line = message.line.format(**message.words(Mistake(path, value, first["msg"], first.get("ctx", {}), values, where)))
     # A list that loses a wrong item can be too short as well: what stands above the first mistake is no second one.
     here = _key_path(first["loc"], values)
-    others = len({at for found in error.errors() if not here.startswith(at := _key_path(found["loc"], values))})
+    found = error.errors()
+    # Naming the keys of thousands of mistakes would take longer than anybody waits for a number.
+    paths = {_key_path(one["loc"], values) for one in found} if len(found) <= _MOST_COUNTED else None
+    others = len(found) - 1 if paths is None else sum(not here.startswith(path) for path in paths)
     return line + (f" (and {others} more)" if others else "")
 
 
@@ -142,6 +145,10 @@ def _too_short(mistake: Mistake) -> dict[str, Any]:
     return _wrong_value(mistake, f"at least {mistake.context['min_length']} of them")
 
 
+def _too_long(mistake: Mistake) -> dict[str, Any]:
+    return _wrong_value(mistake, f"at most {mistake.context['max_length']} of them")
+
+
 def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]:
     # Errors inside a union or a list go on below the key, which is named with all of its value.
     key, siblings = locate(mistake.path, mistake.values)
@@ -156,7 +163,7 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
     value = _value(mistake.values, key.path, mistake.value)
     message = message or mistake.message.removeprefix("Input should be ")
     example = f", as in [{value}]" if key.type == "list of text" and isinstance(value, str) else ""
-    limit = f", {message}" if "than" in message or "finite" in message or "at least" in message else ""
+    limit = f", {message}" if any(word in message for word in ("than", "finite", "at least", "at most")) else ""
     return {
         "key": key.path,
         "value": _show(value),
@@ -165,6 +172,8 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
     }
 
 
+_MOST_COUNTED = 100
+_LONGEST_SHOWN = 200
 # Of more than this, only the nearest are shown.
 _MOST_OPTIONS = 20
 
@@ -180,6 +189,7 @@ _MESSAGES: dict[str, Message] = {
     "unknown_size": Message(_CHOICE, _wrong_size),
     "value_error": Message("{key} ({where}): {reason}", _own_check),
     "too_short": Message(_VALUE, _too_short),
+    "too_long": Message(_VALUE, _too_long),
 }
 _OTHER = Message(_VALUE, _wrong_value)
 
@@ -224,11 +234,12 @@ def _value(values: Any, path: str, default: Any) -> Any:
 
 def _show(value: Any) -> str:
     """A value as it is written in a file, near enough for a message."""
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else repr(value)
-    )
+    if value is None or value is True or value is False:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > _LONGEST_SHOWN:  # Python writes no such number out
+        return "a number of more than 60 digits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _hint(path: KeyPath, values: dict[str, Any]) -> str:
