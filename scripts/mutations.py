@@ -196,7 +196,10 @@ COMMANDS: list[list[str]] = [
         ["sample", "nothing", "-p", "x", option]
         for option in ("--temperature=nan", "--tokens=-1", "--top-p=7", "--seed=x")
     ),
-    *(["launch", "-n", count, "--", "train", "quickstart"] for count in ("0", "-1", "abc", "1e9")),
+    *(
+        ["launch", "--processes", count, "--", "train", "quickstart", "train.steps=0"]
+        for count in ("0", "-1", "abc", "1e9")
+    ),
     *(["plan", word] for word in ("", "a" * 300, "nothing")),
 ]
 
@@ -228,7 +231,6 @@ FITS = [
     "data={}",
     "data={'inputs': x}",
     "data={'inputs': x[:0], 'targets': y[:0]}",
-    "data={'inputs': x * nan, 'targets': y}",
     "data={'inputs': x, 'targets': y + 99}",
     "data={'inputs': x, 'targets': y[:3]}",
     "data=[1, 2]",

@@ -96,7 +96,9 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "jaxtrain launch --processes N [--emulate M] -- COMMAND\n\nCOMMAND: train CONFIG ..., python my.py ..."
     )
-    parser.add_argument("--processes", type=count, required=True, metavar="N", help="how many processes to start")
+    parser.add_argument(
+        "--processes", type=process_count, required=True, metavar="N", help="how many processes to start"
+    )
     parser.add_argument("--emulate", type=count, metavar="M", help="emulate M CPU devices in each process")
 
 

@@ -114,7 +114,7 @@ class _Tree:
 
     def _drop_published_head(self, where: str) -> None:
         """Drop the head of a published model, which was set as one value: who names a kind describes the whole head."""
-        model, path = self.values.get("model", {}), ("model", "head")
+        model, path = self._given("model"), ("model", "head")
         if path in self.where and isinstance(model.get("head"), dict):
             self.notes.append(f"model.head ({self.where.pop(path)}) gave way to model.head.kind ({where})")
             model["head"] = {key: value for key, value in model["head"].items() if (*path, key) in self.where}
@@ -122,7 +122,7 @@ class _Tree:
     def _take_published(self, folder: str, where: str) -> None:
         """Set the keys of the model that a published model gives; what is set later has precedence."""
         settings = published_settings(folder)
-        kind = self.values.get("model", {}).get("kind", settings["kind"])
+        kind = self._given("model").get("kind", settings["kind"])
         # One that was set elsewhere, before, gives way to the published model.
         if kind != settings["kind"] and self.where.get(("model", "kind")) == where:
             raise ConfigError(
@@ -143,9 +143,9 @@ class _Tree:
         """Use the tokenizer of the published model where the data takes one and none is set."""
         model = self.values.get("model")
         folder = model.get("from") if isinstance(model, dict) else None
-        data = self.values.get("data", {})
+        data = self._given("data")
         kinds = members(Config.model_fields["data"].annotation)
-        kind = kinds.get(data.get("kind", Config.model_fields["data"].default.kind))
+        kind = kinds.get(str(data.get("kind", Config.model_fields["data"].default.kind)))
         if not isinstance(folder, str) or not self.reads_published or kind is None:
             return
         if "tokenizer" in kind.model_fields and "tokenizer" not in data:
@@ -172,6 +172,11 @@ class _Tree:
         for key, value in adapter_settings(adapter, base=base).items():
             if key not in known:
                 self._leaf(("finetune", "lora", key), value, adapter)
+
+    def _given(self, name: str) -> dict[str, Any]:
+        """What is set of a group; a value in its place, which the schema refuses, says nothing."""
+        group = self.values.get(name)
+        return group if isinstance(group, dict) else {}
 
     def _set_inside(self, path: KeyPath, parts: Sequence[str], value: Any, where: str) -> None:
         """Merge a value below a group whose kind is set already."""
@@ -350,7 +355,7 @@ def load_config(
         key, value = _split_override(override)
         tree.set(key, value, "command line")
     for key, value in (keywords or {}).items():
-        tree.set(tuple(key.split(".")), value, "keyword")
+        tree.set(tuple(str(key).split(".")), value, "keyword")
     if tree.where.get(("model", "from")) != f"{run_dir}/run.json":
         tree.take_tokenizer()
     tree.take_adapter()

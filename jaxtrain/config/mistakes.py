@@ -4,6 +4,7 @@ A mistake of another kind is a row of `_MESSAGES`; what no row knows is shown wi
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,7 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
     value = _value(mistake.values, key.path, mistake.value)
     message = message or mistake.message.removeprefix("Input should be ")
     example = f", as in [{value}]" if key.type == "list of text" and isinstance(value, str) else ""
+    message = re.sub(r"\d{13,}", lambda digits: f"{int(digits[0]):.0e}", message)
     limit = f", {message}" if any(word in message for word in ("than", "finite", "at least", "at most")) else ""
     return {
         "key": key.path,
