@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from mutations import BASES, COMMANDS, FITS, VALUES, write_files
+from mutations import BASES, COMMANDS, FITS, VALUES, write_files  # noqa: E402  beside this file
 
 # What the cases prove is decided before LLVM, whose optimizations take most of compiling small models.
 FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"

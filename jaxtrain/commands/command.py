@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 _MOST, _MOST_PROCESSES = 10**9, 4096
 
 
