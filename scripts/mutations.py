@@ -274,7 +274,7 @@ def _write_wrong(folder: Path) -> None:
         "bomb.yaml": _BOMB,
         "merges.yaml": _MERGES,
         "keys.yaml": "".join(f"key{i}: {i}\n" for i in range(20_000)),
-        "keys_in_a_group.yaml": "model:\n" + "".join(f"  key{i}: {i}\n" for i in range(4_000)),
+        "keys_in_a_group.yaml": "model:\n" + "".join(f"  key{i}: {i}\n" for i in range(2_500)),
         "dots.yaml": "a" + ".a" * 50_000 + ": 1\n",
         "deep.yaml": "a: " + "[" * 100_000,
         "deep_blocks.yaml": "".join(f"{' ' * i}a:\n" for i in range(500)),

@@ -23,7 +23,7 @@ from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.secrets import redacted_keys
 from jaxtrain.config.shipped import find_config, is_shipped
 from jaxtrain.config.sizes import ALL_SIZES
-from jaxtrain.config.texts import check_texts
+from jaxtrain.config.texts import DEEPEST, check_texts
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, tokenizer_origin
@@ -84,6 +84,8 @@ class _Tree:
 
     def set(self, path: KeyPath, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
+        if len(path) > DEEPEST:
+            raise ConfigError(f"{path[0]} ({where}) is nested more than {DEEPEST} deep; a config is much smaller")
         if len(path) == 2 and path[0] in (*CALLABLE_GROUPS, "task") and path[1] == "call":
             path, value = path[:1], {"call": value}
         if path == ("parallel",) and value == "auto":
@@ -187,10 +189,12 @@ class _Tree:
             self.set(full, value, where)
 
     def _leaf(self, path: KeyPath, value: Any, where: str) -> None:
-        self._node(path[:-1])[path[-1]] = value
-        # What was set below is gone, and the order of `where` is the order of setting.
-        for known in [known for known in self.where if known[: len(path)] == path]:
-            del self.where[known]
+        node = self._node(path[:-1])
+        if path[-1] in node:
+            # What was set below is gone, and the order of `where` is the order of setting.
+            for known in [known for known in self.where if known[: len(path)] == path]:
+                del self.where[known]
+        node[path[-1]] = value
         self.where[path] = where
 
     def _node(self, path: KeyPath) -> dict[str, Any]:

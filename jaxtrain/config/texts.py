@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 
 _LONGEST = 10_000
-_DEEPEST = 20
+DEEPEST = 20
 _MOST_VALUES = 10_000
 
 
@@ -26,8 +26,8 @@ def check_texts(values: Mapping[str, Any], where: Mapping[tuple[str, ...], str])
         path, value = stack.pop()
         visited += 1
         key = ".".join(path)
-        if len(path) > _DEEPEST or visited > _MOST_VALUES:
-            least = f"{_DEEPEST} deep" if len(path) > _DEEPEST else f"{_MOST_VALUES:,} values"
+        if len(path) > DEEPEST or visited > _MOST_VALUES:
+            least = f"{DEEPEST} deep" if len(path) > DEEPEST else f"{_MOST_VALUES:,} values"
             raise ConfigError(f"{path[0] if path else 'config'} is nested more than {least}; a config is much smaller")
         if isinstance(value, Mapping):
             stack += [((*path, str(name)), item) for name, item in value.items()]

@@ -51,7 +51,7 @@ _TOO_DEEP = "nested more than 20 deep; a config has about three levels"
 # A shipped config has about 2 KiB and 40 values. What is larger is another file, or one made to exhaust the memory:
 # an alias repeats a value, which may repeat another one, and so on.
 _MOST_BYTES = 1 << 18
-_MOST_VALUES = 5_000
+_MOST_VALUES = 3_000
 _TOO_MANY = f"more than {_MOST_VALUES:,} values, an alias counted as what it repeats; a config has about a hundred"
 _LONGEST_KEY = 200
 
