@@ -20,7 +20,7 @@ from jaxtrain.runtime import collector, distributed
 from jaxtrain.runtime.accelerators import has_accelerator
 from jaxtrain.runtime.allocator import restart
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.runtime.streams import drop_unwritten, open_closed_streams, write_error
+from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, write_error
 
 INTERNAL_ERROR = 1
 INTERRUPTED = 130
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             distributed.leave(code)
         return code
     finally:
-        if write_error(sys.stderr) is not None:
+        if has_unwritten(sys.stderr):
             drop_unwritten(sys.stderr)
 
 

@@ -113,9 +113,10 @@ def _wrong_choice(mistake: Mistake, tag: str = "") -> dict[str, Any]:
     given = mistake.value.get(tag) if tag else mistake.value
     expected = mistake.context.get("expected_tags") or mistake.context.get("expected", "")
     options = [option.strip().strip("'") for option in expected.replace(" or ", ", ").split(",")]
-    close = difflib.get_close_matches(str(given), options, 1)
+    word = given[:_LONGEST_SHOWN] if isinstance(given, str) else _show(given)
+    close = difflib.get_close_matches(word, options, 1)
     if len(options) > _MOST_OPTIONS:
-        shown = difflib.get_close_matches(str(given), options, 6, 0.0)
+        shown = difflib.get_close_matches(word, options, 6, 0.0)
         options = [*shown, f"and {len(options) - len(shown)} others"]
     return {
         "key": ".".join(path),

@@ -26,12 +26,27 @@ def open_closed_streams() -> None:
 
 
 def write_error(stream: TextIO) -> OSError | None:
-    """Returns why what was printed to a stream cannot be written, or None where it is."""
+    """Returns why a stream that a write may have failed on cannot be written, or None where it can.
+
+    What failed once is no longer held by the stream, so a line end is written to find out.
+    """
     try:
         stream.flush()
+        os.write(stream.fileno(), b"\n")
+    except ValueError:  # a stream of a test, or of a notebook, has no number
+        return None
     except OSError as error:
         return error
     return None
+
+
+def has_unwritten(stream: TextIO) -> bool:
+    """Returns whether a stream still holds what cannot be written."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def drop_unwritten(stream: TextIO) -> None:
