@@ -120,6 +120,9 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 # Values as they are written after `key=`: their name is shown in place of the long ones.
+# Cases that train to no loss -> why that is right.
+NO_LOSS = {"masked data.corruption.probability=1e-3": "no token of the batch is masked, so that none has a loss"}
+
 VALUES: dict[str, str] = {
     **{text: text for text in ("0", "-1", "1", "2", "3", "7", "0.5", "-0.5", "1e-3", "1e5", "1e23", "1e308", "1e-300")},
     **{text: text for text in ("1e400", ".nan", ".inf", "-.inf", "true", "false", "null", "auto", "abc", "[]", "[1]")},

@@ -23,7 +23,7 @@ from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.secrets import redacted_keys
 from jaxtrain.config.shipped import find_config, is_shipped
 from jaxtrain.config.sizes import ALL_SIZES
-from jaxtrain.config.texts import DEEPEST, check_texts
+from jaxtrain.config.texts import DEEPEST, MOST_BITS, check_texts
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, tokenizer_origin
@@ -86,6 +86,8 @@ class _Tree:
         """Merge a value (a mapping merges key by key) at a path."""
         if len(path) > DEEPEST:
             raise ConfigError(f"{path[0]} ({where}) is nested more than {DEEPEST} deep; a config is much smaller")
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise ConfigError(f"{'.'.join(path)} ({where}) is a number of more than 60 digits; no key takes one")
         if len(path) == 2 and path[0] in (*CALLABLE_GROUPS, "task") and path[1] == "call":
             path, value = path[:1], {"call": value}
         if path == ("parallel",) and value == "auto":

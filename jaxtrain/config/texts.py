@@ -7,6 +7,8 @@ from jaxtrain.errors import ConfigError
 
 _LONGEST = 10_000
 DEEPEST = 20
+# Of a number; Python writes none out that has thousands of digits.
+MOST_BITS = 200
 _MOST_VALUES = 10_000
 
 

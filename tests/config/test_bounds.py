@@ -83,7 +83,7 @@ SENSELESS = {
     "layers": ("model.num_layers=1" + "0" * 23, f"model.num_layers is 1{'0' * 23} (command line); {INT} 10000"),
     "layers of 5000 digits": (
         "model.num_layers=0x" + "f" * 5000,
-        f"model.num_layers is a number of more than 60 digits (command line); {INT} 10000",
+        "model.num_layers (command line) is a number of more than 60 digits; no key takes one",
     ),
     "rows of a batch": (
         "train.global_batch_size=1000000000000",
