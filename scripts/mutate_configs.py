@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from mutations import BASES, COMMANDS, FITS, NO_LOSS, VALUES, write_files  # noqa: E402  beside this file
+from mutations import BASES, COMMANDS, FITS, LARGEST, NO_LOSS, VALUES, write_files  # noqa: E402  beside this file
 
 # What the cases prove is decided before LLVM, whose optimizations take most of compiling small models.
 FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
@@ -48,6 +48,7 @@ def main() -> int:
     """Runs the cases in processes and prints what they did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=None, help="about this many, evenly chosen; default: all")
+    parser.add_argument("--largest", action="store_true", help="only the largest number that each key takes")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--seed", type=int, default=0, help="of the values of each key, and of the pairs")
     parser.add_argument("--seconds", type=int, default=60, help="of a case; a hang ends there")
@@ -88,6 +89,30 @@ def all_cases(seed: int, folder: Path) -> list[dict[str, Any]]:
     return cases
 
 
+def largest_cases(folder: Path) -> list[dict[str, Any]]:
+    """A case for each key of a number: the largest one that the schema takes."""
+    from jaxtrain.config import Config, load_config
+    from jaxtrain.config.keys import walk
+    from jaxtrain.errors import ConfigError
+
+    cases, seen = [], set()
+    for base in BASES:
+        path = str(folder / f"{base}.yaml")
+        config = load_config(path).config
+        for key in walk(Config, config):
+            kind = getattr(getattr(config, key.path.partition(".")[0]), "kind", "")
+            if (kind, key.path) in seen or not any(word in key.type for word in ("int", "number")):
+                continue
+            seen.add((kind, key.path))
+            for value in LARGEST:
+                with contextlib.suppress(ConfigError):
+                    load_config(path, overrides=[f"{key.path}={value}"])
+                    words = [f"{key.path}={value}"]
+                    cases.append({"name": f"{base} {words[0]}", "base": base, "words": words})
+                    break
+    return cases
+
+
 def train_case(base: str, values: Mapping[str, str]) -> dict[str, Any]:
     """A config of `BASES` with some keys set to values of `VALUES`."""
     words = [f"{key}={VALUES[name]}" for key, name in values.items()]
@@ -97,7 +122,7 @@ def train_case(base: str, values: Mapping[str, str]) -> dict[str, Any]:
 def run_processes(asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Runs the cases in one process after another, and goes on behind a case that ended its process."""
     write_files(folder)
-    cases = all_cases(asked.seed, folder)
+    cases = largest_cases(folder) if asked.largest else all_cases(asked.seed, folder)
     cases = [case for case in cases if asked.only in case["name"]]
     if asked.cases is not None:
         step = max(1, len(cases) // asked.cases)

@@ -120,6 +120,23 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 # Values as they are written after `key=`: their name is shown in place of the long ones.
+# The bounds of the schema, the largest first.
+LARGEST = (
+    "1.0e+30",
+    "1000000000",
+    "16777216",
+    "1048576",
+    "1000000",
+    "65536",
+    "10000",
+    "4096",
+    "1024",
+    "500",
+    "100",
+    "1.0",
+)
+LARGEST += ("0.999",)
+
 # Cases that train to no loss -> why that is right.
 NO_LOSS = {"masked data.corruption.probability=1e-3": "no token of the batch is masked, so that none has a loss"}
 
