@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            print_remark(traceback.format_exc().rstrip("\n"))
         unwritten = write_error(sys.stdout) if isinstance(error, OSError) else None
         if unwritten is not None:
             drop_unwritten(sys.stdout)
