@@ -301,14 +301,17 @@ class Checkpointer:
         self._upkeep.restored(chosen)
         return info
 
-    def wait(self) -> None:
+    def wait(self, *, hurry: bool = False) -> None:
         """Wait until the last save is complete, verified and copied, then delete the steps that the rules do not keep.
+
+        Args:
+            hurry: whether the step is not waited for to be verified and copied, which goes on in the background.
 
         Raises:
             SaveError: that save failed, or reads otherwise than it was written.
         """
         self._settle()
-        if not self._read_only and arrays.is_process_0():
+        if not hurry and not self._read_only and arrays.is_process_0():
             self._upkeep.finish()
 
     def check(self) -> None:
@@ -324,13 +327,9 @@ class Checkpointer:
             self._upkeep.watch(self._saving)
 
     def close(self, *, hurry: bool = False) -> None:
-        """Wait for the last save, then release the threads.
-
-        Args:
-            hurry: whether the step is not waited for to be verified and copied, which the next save makes up for.
-        """
+        """Wait for the last save (see `wait`), then release the threads."""
         try:
-            self._settle() if hurry else self.wait()
+            self.wait(hurry=hurry)
         finally:
             opened, self._storage = self._storage, None
             if opened is not None:

@@ -41,6 +41,7 @@ from jaxtrain.run.resume import (
     run_metadata,
     set_aside,
 )
+from jaxtrain.run.saves import RunSaves, mirror_folder
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
@@ -142,6 +143,7 @@ def prepare_session(
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
         if resumed is None:
+            checkpointer.begin_anew()
             keep_base(base, run, state, run_dir)
         if run.awaits_reference:
             with spent.measure("evaluation"):
@@ -151,8 +153,17 @@ def prepare_session(
         row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
         record = open_record(
-            loaded, run, run_dir, start=start, has_ended=has_ended, metadata=metadata, spent=spent, main=main
+            loaded,
+            run,
+            run_dir,
+            start=start,
+            has_ended=has_ended,
+            metadata=metadata,
+            spent=spent,
+            main=main,
+            report=progress.message,
         )
+        metadata["run"] = record.kept
         return Session(
             run=run,
             run_dir=run_dir,
@@ -160,6 +171,7 @@ def prepare_session(
             state=state,
             metadata=metadata,
             checkpointer=checkpointer,
+            saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
             held_out=HeldOut(run, record, progress, evaluator=evaluator),
@@ -218,6 +230,7 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         keep_best=keep.keep_best,
+        mirror=mirror_folder(keep.mirror, run_dir),
         report=progress.message,
     )
 

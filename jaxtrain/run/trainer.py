@@ -13,6 +13,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.result import Result
 from jaxtrain.runtime import distributed
 
@@ -77,6 +78,7 @@ def run_config(
         4
     """
     _check_call(overrides, resume, progress)
+    mend_run(config if isinstance(config, str | Path) else None)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
@@ -147,6 +149,8 @@ def train_loaded(
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
 
+        if main:
+            mend_run(folder, shown.message)
         session = prepare_session(
             loaded,
             folder,
