@@ -8,12 +8,15 @@ Orbax keeps back. So all of them are freed here, at a moment when such reports o
 
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,8 +65,27 @@ class ReadError(Exception):
 
 
 def silence_log() -> None:
-    """Drop what Orbax logs: failures that it also raises, with tracebacks of hundreds of lines."""
+    """Drop what Orbax logs: failures that it also raises, with tracebacks of hundreds of lines.
+
+    What is still being written when one write has failed ends later, in threads of C++, and finds the event loop closed
+    that would hear of it: each would print a traceback.
+    """
     logging.getLogger("absl").addFilter(_without_orbax)
+    _silence_closed_loops()
+
+
+@functools.cache
+def _silence_closed_loops() -> None:
+    hook = sys.excepthook
+
+    def without_closed_loops(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        is_ours = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not is_ours or threading.current_thread() is threading.main_thread():
+            hook(kind, error, trace)
+
+    sys.excepthook = without_closed_loops
 
 
 def read_or_reason(read: Callable[[], Found]) -> Found:
@@ -131,6 +153,8 @@ def cause(error: BaseException) -> str:
     for phrase in ("No space left on device", "Permission denied", "Disk quota exceeded", "Read-only file system"):
         if phrase in text:
             return phrase
+    if text.startswith("NOT_FOUND"):
+        return "its directory is gone"
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(chain[0]).__name__)
     return line if len(line) <= 160 else f"{line[:157]}..."
 

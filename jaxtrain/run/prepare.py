@@ -46,7 +46,7 @@ from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compilation_cache import cache_folder
+from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.own_step import OwnStep
@@ -299,7 +299,8 @@ def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], 
     try:
         with progress.phase("compiling") as phase:
             run.step.use(lowered.compile(), choices=choices)
-            kept = cache_folder(run.config.compilation_cache) is not None
+            folder = cache_folder(run.config.compilation_cache)
+            kept = folder is not None and why_not_writable(folder) is None
             # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
             found = "cache_hits" in seen and "cache_misses" not in seen
             phase.note("from cache" if found else "cached next time" if kept else "")

@@ -71,6 +71,7 @@ class RunRecord:
         self._place, self._report = place, report
         self._tokenizer: Tokenizer | None = None
         self._unwritten: str | None = None
+        self._has_begun = False
         self.spent = spent
         self.draws_report = draws_report
 
@@ -91,6 +92,7 @@ class RunRecord:
             raise StorageError(
                 f"{self._run_dir} cannot be written: {error.strerror or error}; free space, or use another --run-dir"
             ) from None
+        self._has_begun = True
         if self.draws_report:
             self._write("rows.json", shown_chats(run.data))
 
@@ -110,7 +112,7 @@ class RunRecord:
 
     def look(self) -> None:
         """Write again what is gone of the run directory, and say so."""
-        if self._place is None:
+        if self._place is None or not self._has_begun:
             return
         files: dict[str, Callable[[], None]] = {}
         if self._info is not None:
