@@ -13,6 +13,7 @@ from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.run.called_sources import called_sources
+from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
 from jaxtrain.train.assemble import Run
@@ -105,7 +106,7 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    more = ("held_out.json", "rows.json", "reference.npz", "profile", KEPT)
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", COPY_FILE, KEPT)
     old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None
