@@ -14,6 +14,7 @@ from jaxtrain.config.models import ModelConfig
 from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
+from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
@@ -300,6 +301,10 @@ class Config(Group):
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
+    spikes: SpikesConfig = SpikesConfig()
+    """Steps whose loss or gradient norm is far above those before them."""
+    checks: ChecksConfig = ChecksConfig()
+    """Comparisons that find devices which compute or keep wrong numbers."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
 

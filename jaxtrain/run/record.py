@@ -1,8 +1,9 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
 import contextlib
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.published import keep_published
+from jaxtrain.run.roll_back import RECORD
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import strict_json, write_text_atomic
@@ -35,6 +37,7 @@ class RunRecord:
         was_done: the run had ended before this process.
         spent: where the time of the run goes.
         draws_report: whether report.html is drawn at the end.
+        reopened: the writers again, for a run that goes on from an earlier step; drops the rows after it.
 
     Attributes:
         spent: as given; who spends time on the run adds it there.
@@ -50,9 +53,10 @@ class RunRecord:
         was_done: bool,
         spent: TimeSpent,
         draws_report: bool,
+        reopened: Callable[[int], MultiWriter] = lambda step: MultiWriter(()),
     ) -> None:
         self._run_dir = run_dir
-        self._writers = writers
+        self._writers, self._reopened = writers, reopened
         self._info = None if was_done else info
         self._is_main = info is not None
         self._was_done = was_done
@@ -72,6 +76,19 @@ class RunRecord:
         """Write into run.json where the time went so far: a run that is killed and resumed goes on counting from it."""
         if self._info is not None:
             write_json_atomic(self._run_dir / "run.json", {**self._info, "seconds": self.spent.seconds()})
+
+    def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
+
+        Args:
+            step: the step.
+            metadata: of the run's next checkpoint.
+        """
+        self._writers.close()
+        self._writers = self._reopened(step)
+        if self._info is not None:
+            self._info = {**self._info, RECORD: metadata[RECORD]}
+            self.keep_time()
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
@@ -163,7 +180,8 @@ def open_record(
     info = _info(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
     # Last, because whatever fails after it would leave them open.
-    writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
+    reopened = functools.partial(_writers, run_dir, loaded)
+    writers = reopened(start)
     adapters = config.finetune.lora is not None
     info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
     info["created"] = before.get("created") or info["created"]
@@ -177,7 +195,12 @@ def open_record(
         was_done=has_ended and before.get("status") in ("done", EARLY_STOPPED),
         spent=spent,
         draws_report=draws_report,
+        reopened=reopened,
     )
+
+
+def _writers(run_dir: Path, loaded: Loaded, step: int) -> MultiWriter:
+    return open_writers(run_dir, loaded.config.logging, run_name=loaded.name, resumed_step=step)
 
 
 def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
@@ -217,6 +240,8 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]
     info["base"] = metadata.get("base")
+    if RECORD in metadata:
+        info[RECORD] = metadata[RECORD]
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info
