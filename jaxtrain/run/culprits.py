@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
+from jaxtrain.train.update import MeanGradients
 
 _MOST_ROWS = 8
 # Each is a forward and a backward pass; one row of 1,024 takes 20.
@@ -65,6 +67,7 @@ class _Halves:
             out_shardings=shardings,
         )
         self._everywhere = NamedSharding(step.mesh, PartitionSpec())
+        self._is_finite = jax.jit(_is_finite, out_shardings=self._everywhere)
         self._tries = 0
 
     def search(self) -> list[int]:
@@ -87,9 +90,12 @@ class _Halves:
         # Each row of the half stays at its place, where it meets the same random numbers.
         places = np.full(self._size, rows[0], np.int32)
         places[list(rows)] = rows
-        batch = self._take(self._batch, jax.device_put(places, self._everywhere))
-        found = self._step.gradients(self._state, batch)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(found.tree)))
-        # Without weight there is no mean.
-        is_finite = jnp.isfinite(norm) & (jnp.isfinite(found.loss) | (found.weight == 0))
-        return not bool(is_finite)
+        # Awaited: with two programs in flight, emulated devices can wait for each other for ever.
+        batch = jax.block_until_ready(self._take(self._batch, jax.device_put(places, self._everywhere)))
+        return not bool(self._is_finite(self._step.gradients(self._state, batch)))
+
+
+def _is_finite(found: MeanGradients) -> jax.Array:
+    norm = optax.tree.norm(found.tree)
+    # Without weight there is no mean.
+    return jnp.isfinite(norm) & (jnp.isfinite(found.loss) | (found.weight == 0))

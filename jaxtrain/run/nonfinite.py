@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data.row_names import row_name
@@ -47,6 +48,7 @@ class Diagnosis:
         self._kept: dict[int, Any] = {}
         everywhere = NamedSharding(run.step.mesh, PartitionSpec())
         self._counts = jax.jit(self._counted, out_shardings=everywhere)
+        self._largest = jax.jit(_largest, out_shardings=everywhere)
 
     def following(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         """The batches of the steps from `first` on; see `BadSteps.following`."""
@@ -99,8 +101,11 @@ class Diagnosis:
             "model_state": self._table(state.model_state),
             "gradients": self._table(gradients.tree),
         }
+        largest, norm = jax.device_get(self._largest(gradients.tree))
         del gradients
-        again = not np.isfinite(loss) or bool(tables["gradients"])
+        again = not np.isfinite(loss) or not np.isfinite(norm)
+        ranked = sorted(largest.items(), key=lambda row: -row[1])[:_LISTED]
+        tables["largest_gradients"] = [{"path": path, "largest": float(value)} for path, value in ranked]
         found = {"parameters_of_step": done, "found_again": again, "loss_found_again": loss, **tables}
         if tables["parameters"] or tables["model_state"]:
             return found  # every row would be at fault
@@ -139,6 +144,15 @@ class Diagnosis:
         return [*rows[:_LISTED], *([{"and_more": len(rows) - _LISTED}] if len(rows) > _LISTED else [])]
 
 
+def _largest(tree: Any) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Path -> largest magnitude among the finite numbers of an array; and the norm of all."""
+    found = {
+        path_name(path): jnp.max(jnp.abs(leaf), where=jnp.isfinite(leaf), initial=0)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    return found, optax.tree.norm(tree)
+
+
 def _line(found: Mapping[str, Any], path: Path) -> str:
     said = f"step {found['step']} is not finite and skipped (loss {found['loss']:.4g}): batch {found['batch']}"
     rows = found.get("rows") or []
@@ -150,6 +164,9 @@ def _line(found: Mapping[str, Any], path: Path) -> str:
         if tables:
             shown = ", ".join(_array_text(row) for row in tables[:_SHOWN])
             said += f"; not finite in {kind.replace('_', ' ')}: {shown}{_more(found[kind])}"
+    if found.get("found_again") and not (found["gradients"] or found["parameters"] or found["model_state"]):
+        largest = found["largest_gradients"][0]
+        said += f"; the largest gradient is {largest['largest']:.3g} in {largest['path']}"
     if found.get("found_again") is False:
         said += f"; finite with the parameters of step {found['parameters_of_step']}, so that it was not the data alone"
     if "error" in found:

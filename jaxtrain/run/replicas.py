@@ -78,7 +78,8 @@ class DeviceDigests:
 
     def __call__(self, state: Any) -> np.ndarray:
         """The digests of a state: uint32 [devices, arrays, 2], equal on all processes."""
-        return np.asarray(self._program(state).addressable_data(0))
+        # Awaited: with two programs in flight, emulated devices can wait for each other for ever.
+        return np.asarray(self._program(jax.block_until_ready(state)).addressable_data(0))
 
     def check_copies(self, state: Any, *, number: int, checked: int) -> None:
         """Raise where devices hold other bits of the same array.
@@ -92,21 +93,21 @@ class DeviceDigests:
             CorruptionError: names the first such array and the devices.
         """
         digests = self(state)
-        found = [
-            (one.path, places)
-            for i, one in enumerate(self.copies)
-            for group in one.groups
-            if (places := _differing(digests[:, i], group))
-        ]
+        found: dict[str, tuple[list[int], bool]] = {}
+        for i, one in enumerate(self.copies):
+            for group in one.groups:
+                places = _differing(digests[:, i], group)
+                if places is not None:
+                    found.setdefault(one.path, places)
         if not found:
             return
-        path, places = found[0]
-        arrays = len({path for path, _ in found})
-        more = f" (and copies of {arrays - 1} more arrays)" if arrays > 1 else ""
-        trusted = f"they were equal after step {checked}: delete later checkpoints" if checked else "delete checkpoints"
+        path, (places, is_known) = next(iter(found.items()))
+        more = f" (and those of {len(found) - 1} more arrays)" if len(found) > 1 else ""
+        which = f"{self.named(places)} other bits than the rest" if is_known else f"{self.named(places)} different bits"
+        since = f"they were equal after step {checked}" if checked else "when that began is not known"
         raise CorruptionError(
-            f"after step {number} the copies of {path} differ between devices{more}: {self.named(places)} other bits "
-            f"than the rest, which is silent corruption; {trusted}, and run again without that device"
+            f"after step {number} the copies of {path} differ{more}: {which}, which is silent corruption; {since}: "
+            "delete the checkpoints that may hold it, and run again without that device"
         )
 
     def check_equal(self, first: np.ndarray, second: np.ndarray, *, number: int) -> None:
@@ -144,7 +145,7 @@ def _numbers(leaf: jax.Array) -> jax.Array:
 
 
 def _groups(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], devices: Sequence[jax.Device]
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], devices: Sequence[Any]
 ) -> tuple[tuple[int, ...], ...]:
     """Positions of the devices that hold the same part of an array."""
     parts = sharding.devices_indices_map(shape)
@@ -154,8 +155,16 @@ def _groups(
     return tuple(map(tuple, groups.values()))
 
 
-def _differing(digests: np.ndarray, group: tuple[int, ...]) -> list[int]:
-    """Positions of a group whose digest (uint32 [devices, 2]) is not that of most; of two equal parts, the second."""
+def _differing(digests: np.ndarray, group: tuple[int, ...]) -> tuple[list[int], bool] | None:
+    """The positions of a group at fault by their digests (uint32 [devices, 2]); None: all are equal.
+
+    Returns:
+        Those that differ from more than half of the group, and True; or all, and False, where no digest is that of
+        more than half.
+    """
     values = [tuple(digests[i].tolist()) for i in group]
-    usual, _ = Counter(values).most_common(1)[0]
-    return [i for i, value in zip(group, values, strict=True) if value != usual]
+    usual, count = Counter(values).most_common(1)[0]
+    if count == len(group):
+        return None
+    is_known = 2 * count > len(group)
+    return [i for i, value in zip(group, values, strict=True) if value != usual or not is_known], is_known

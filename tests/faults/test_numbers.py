@@ -2,19 +2,20 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.metrics.progress import Progress
 
 ROWS, BATCH, STEPS = 512, 8, 60
+# The bits of the first run of a table of tests, which the others must reach.
+UNDISTURBED: dict[str, Any] = {}
 CONFIG: dict[str, Any] = {
     "name": "numbers",
     "task": "regression",
@@ -43,8 +44,8 @@ def rows_of(batch: int) -> np.ndarray:
     return jt.Batches(jt.ArrayRows({"inputs": np.zeros((ROWS, 8))}), BATCH, seed=0, shuffle=True).row_numbers(batch)
 
 
-def table(*, spikes: tuple[int, ...] = (), nan_batch: int | None = None) -> jt.Data:
-    """Rows of a linear function; those of some batches are far off, one row of another is not a number."""
+def table(*, spikes: tuple[int, ...] = (), nan_batch: int | None = None, far_batch: int | None = None) -> jt.Data:
+    """Rows of a linear function; those of some batches are off, and of two more one is not a number, one too far."""
     random = np.random.default_rng(0)
     inputs = random.normal(size=(ROWS, 8)).astype(np.float32)
     targets = inputs @ random.normal(size=(8, 1)).astype(np.float32)
@@ -52,15 +53,20 @@ def table(*, spikes: tuple[int, ...] = (), nan_batch: int | None = None) -> jt.D
         targets[rows_of(batch)] += 1e3
     if nan_batch is not None:
         inputs[rows_of(nan_batch)[5], 2] = np.nan
+    if far_batch is not None:
+        targets[rows_of(far_batch)[3]] = 1e30
     data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8})
     train = jt.ArrayRows({"inputs": inputs, "targets": targets})
     return dataclasses.replace(data, train=train, validation=None, fingerprint={"name": "rows"}, num_outputs=1)
 
 
-def train(run_dir: Path, data: jt.Data, **overrides: Any) -> tuple[jt.Result, list[str]]:
+def train(
+    run_dir: Path, data: jt.Data, *, callbacks: Sequence[jt.Callback] = (), **overrides: Any
+) -> tuple[jt.Result, list[str]]:
     progress = Lines()
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    return jt.run_config(CONFIG, run_dir=run_dir, overrides=keys, data=data, progress=progress), progress.lines
+    result = jt.run_config(CONFIG, run_dir=run_dir, overrides=keys, data=data, callbacks=callbacks, progress=progress)
+    return result, progress.lines
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -88,19 +94,92 @@ def test_a_spike_is_skipped_and_the_run_resumes_to_the_same_bits(tmp_path: Path)
 
 
 def test_a_step_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
-    _, lines = train(tmp_path, table(nan_batch=20), train__steps=24)
-    row = int(rows_of(20)[5])
-    found = json.loads((tmp_path / "nonfinite" / "step_21.json").read_text())
-    print(lines, found)
-    assert [(one["row"], one["not_finite"]) for one in found["rows"]] == [(row, ["inputs"])]
-    assert any(f"batch 20, row {row} (inputs not finite)" in line for line in lines)
+    """One row is not a number; the target of another is finite, and its loss is not."""
+    _, lines = train(tmp_path, table(nan_batch=20, far_batch=30), train__steps=33)
+    rows = {21: int(rows_of(20)[5]), 31: int(rows_of(30)[3])}
+    for step, entries in ((21, ["inputs"]), (31, [])):
+        found = json.loads((tmp_path / "nonfinite" / f"step_{step}.json").read_text())
+        assert found["batch_rows"] == rows_of(step - 1).tolist()
+        assert [(one["row"], one.get("not_finite", [])) for one in found["rows"]] == [(rows[step], entries)]
+        assert found["parameters"] == []
+        assert {one["path"] for one in found["gradients"]} >= (set() if step == 31 else {"output/kernel"})
+    said = [line for line in lines if "is not finite and skipped" in line]
+    assert f"batch 20, row {rows[21]} (inputs not finite); not finite in gradients: layers/0/kernel (16 of" in said[0]
+    assert f"batch 30, row {rows[31]}; the largest gradient is" in said[1]
+    assert len(said) == 2
+    assert metrics(tmp_path)[33]["skipped_steps"] == 2
 
 
-def test_a_roll_back(tmp_path: Path) -> None:
+class Killed(BaseException):
+    """Ends a run as a signal that cannot be caught does: nothing is saved."""
+
+
+def killed_at(step: int, *, visit: int) -> jt.Callback:
+    """A callback that ends the run when it comes to a step for that many times."""
+    seen: list[int] = []
+
+    def on_step(moment: jt.Moment) -> None:
+        seen.append(moment.step)
+        if seen.count(step) == visit:
+            raise Killed
+
+    return jt.Callback(on_step=on_step, every=1)
+
+
+@pytest.mark.parametrize("killed", [None, 25, 34], ids=["undisturbed", "before-the-first-save", "after-it"])
+def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: Path, killed: int | None) -> None:
     data = table(spikes=(40,))
-    keys = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15, "spikes__skip_batches": 5}
-    whole, lines = train(tmp_path / "whole", data, **keys)
-    print(lines, json.loads((tmp_path / "whole" / "run.json").read_text())["rolled_back"])
-    with Checkpointer(tmp_path / "whole" / "checkpoints", read_only=True) as c:
-        print(c.steps(), c.metadata()["rolled_back"])
-    assert whole.step == STEPS
+    keys = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15}
+    keys |= {"spikes__skip_batches": 25, "train__steps": 50}
+    if killed is not None:
+        with pytest.raises(Killed):
+            train(tmp_path / "run", data, **keys, callbacks=[killed_at(killed, visit=2)])
+    result, lines = train(tmp_path / "run", data, **keys)
+    found = json.loads((tmp_path / "run" / "run.json").read_text())["rolled_back"]
+    assert [(one["from_step"], one["to_step"], one["first_batch"], one["num_batches"]) for one in found] == [
+        (41, 20, 20, 25)
+    ]
+    assert len([line for line in lines if "going back to step 20" in line]) == (killed != 34)
+    assert sorted(metrics(tmp_path / "run")) == list(range(1, 51))
+    # The same steps by hand: 20 of them, then those of the batches after the ones that were left out.
+    assert bits(result.state) == UNDISTURBED.setdefault("bits", bits(result.state))
+
+
+def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch, call=7, device=3)
+    with pytest.raises(
+        jt.CorruptionError, match=r"after step 8 the copies of .*differ.*: device 3 \(process 0\) holds"
+    ) as error:
+        train(tmp_path, table(), checks__replicas_every=4, train__steps=12)
+    print(error.value)
+    assert error.value.exit_code == 1
+
+
+def test_a_step_that_gives_other_bits_is_found_by_its_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch, call=9, device=None)  # the first time that step 8 is computed, since step 4 was twice
+    with pytest.raises(jt.CorruptionError, match=r"step 8 was computed twice .* other bits in params/") as error:
+        train(tmp_path, table(), checks__replay_every=4, train__steps=12)
+    print(error.value)
+
+
+def corrupt(monkeypatch: pytest.MonkeyPatch, *, call: int, device: int | None) -> None:
+    """Flip the lowest bit of one number of the first parameter after a call of the step, on one device or on all."""
+    original, calls = jt.TrainStep.__call__, [0]
+
+    def step(self: jt.TrainStep, state: jt.TrainState, batch: Any) -> Any:
+        state, metrics = original(self, state, batch)
+        calls[0] += 1
+        if calls[0] == call:
+            leaves, structure = jax.tree.flatten(state.params)
+            shards = [np.array(shard.data) for shard in leaves[0].addressable_shards]
+            for i in range(len(shards)) if device is None else [device]:
+                shards[i].view(np.uint32).reshape(-1)[1] ^= 1
+            placed = [
+                jax.device_put(one, shard.device)
+                for one, shard in zip(shards, leaves[0].addressable_shards, strict=True)
+            ]
+            leaves[0] = jax.make_array_from_single_device_arrays(leaves[0].shape, leaves[0].sharding, placed)
+            state = dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
+        return state, metrics
+
+    monkeypatch.setattr(jt.TrainStep, "__call__", step)
