@@ -301,10 +301,10 @@ class Config(Group):
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
-    spikes: SpikesConfig = SpikesConfig()
-    """Steps whose loss or gradient norm is far above those before them."""
-    checks: ChecksConfig = ChecksConfig()
-    """Comparisons that find devices which compute or keep wrong numbers."""
+    spikes: SpikesConfig | None = None
+    """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
+    checks: ChecksConfig | None = None
+    """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
 

@@ -12,7 +12,7 @@ from jaxtrain.errors import ConfigError
 class SpikesConfig(Group):
     """Steps whose loss or gradient norm is far above those before them (docs/reliability.md)."""
 
-    action: Literal["none", "skip", "roll_back"] = "none"
+    action: Literal["skip", "roll_back"] = "skip"
     """skip: such a step leaves the state as it was; roll_back: go back to a checkpoint and past the data around it."""
     watch: Literal["loss", "grad_norm", "both"] = "both"
     """The metrics that are compared."""
@@ -37,18 +37,18 @@ class ChecksConfig(Group):
     """Steps between comparisons of all copies of replicated arrays, bit for bit; null: never."""
 
 
-def check_roll_back(spikes: SpikesConfig, *, every: int | None, keep_last: int) -> None:
+def check_roll_back(spikes: SpikesConfig | None, *, every: int | None, keep_last: int) -> None:
     """Raise where no checkpoint would be old enough to go back to.
 
     Args:
-        spikes: the group.
+        spikes: the group; None: spikes are not looked for.
         every: steps between checkpoints; None: there are none between steps.
         keep_last: number of checkpoints that are kept.
 
     Raises:
         ConfigError: names the keys and the values that work.
     """
-    if spikes.action != "roll_back":
+    if spikes is None or spikes.action != "roll_back":
         return
     if every is None:
         raise ConfigError(

@@ -8,6 +8,7 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.config.spikes import SpikesConfig
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.nonfinite import Diagnosis
 from jaxtrain.run.roll_back import SpikeError, batch_of, recorded
@@ -51,14 +52,15 @@ class BadSteps:
         Raises:
             SpikeError: it was a spike, and the run is to go back.
         """
-        if "spiked" in metrics and int(metrics["spiked"]):
-            self._spiked(number, float(metrics["loss"]), float(metrics["grad_norm"]))
+        spikes = self._run.config.spikes
+        if spikes is not None and int(metrics["spiked"]):
+            self._spiked(spikes, number, float(metrics["loss"]), float(metrics["grad_norm"]))
         elif int(metrics["skipped_in_a_row"]) and self._shown < _MOST_SHOWN:
             self._shown += 1
             self._progress.message(self._diagnosis(number, metrics))
 
-    def _spiked(self, number: int, loss: float, grad_norm: float) -> None:
-        spikes, done = self._run.config.spikes, len(recorded(self._metadata))
+    def _spiked(self, spikes: SpikesConfig, number: int, loss: float, grad_norm: float) -> None:
+        done = len(recorded(self._metadata))
         what = (
             f"step {number} is a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}, more than {spikes.sigmas:g} "
             f"deviations above the last {spikes.window} steps"

@@ -16,15 +16,15 @@ from jaxtrain.train.update import Metrics
 StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
-def checked_step(step: TrainStep, checks: ChecksConfig, *, start: int) -> StepFunction:
+def checked_step(step: TrainStep, checks: ChecksConfig | None, *, start: int) -> StepFunction:
     """The step itself where nothing is checked, else a function that also compares.
 
     Args:
         step: compiled.
-        checks: when what is compared.
+        checks: when what is compared; None: nothing is.
         start: steps done before the first call.
     """
-    if checks.replay_every is None and checks.replicas_every is None:
+    if checks is None or (checks.replay_every is None and checks.replicas_every is None):
         return step
     return CheckedStep(step, checks, start=start)
 

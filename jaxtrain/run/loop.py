@@ -118,7 +118,7 @@ def _given_up(in_a_row: int, done: Pending) -> str:
         return (
             f"loss or gradient norm were spikes (or not finite) {in_a_row} steps in a row, up to step {done.number}; "
             "parameters are as before them: lower optimizer.learning_rate, look at the data from there on, raise "
-            "spikes.sigmas, or set spikes.action=none"
+            "spikes.sigmas, or set spikes=null"
         )
     return (
         f"gradients were not finite {in_a_row} steps in a row, up to step {done.number}; parameters are as "

@@ -93,13 +93,13 @@ def with_spike(metadata: Mapping[str, Any], spike: SpikeError, *, skip_batches: 
     return {RECORD: [dataclasses.asdict(one) for one in (*rolled_back, done)]}
 
 
-def check_can_go_back(spikes: SpikesConfig, data: Data) -> None:
+def check_can_go_back(spikes: SpikesConfig | None, data: Data) -> None:
     """Raise where a run may have to go back and its batches have no index.
 
     Raises:
         ConfigError: names the key.
     """
-    if spikes.action == "roll_back" and isinstance(data.train, BatchStream):
+    if spikes is not None and spikes.action == "roll_back" and isinstance(data.train, BatchStream):
         raise ConfigError(
             "spikes.action=roll_back reads batches by their number, and an iterable has none; give a dataset with "
             "__len__ and __getitem__, or set spikes.action=skip"

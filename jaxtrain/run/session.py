@@ -158,10 +158,11 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
 
 def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> TrainState:
     """The state of an earlier checkpoint; what was noted of the steps after it is forgotten."""
-    skip_batches = session.run.config.spikes.skip_batches
+    spikes = session.run.config.spikes
+    assert spikes is not None, "no step is a spike without the group"
     with session.record.spent.measure("creating state"):
         state = restored_before(session.run.step, session.checkpointer, spike, frozen)
-    session.metadata.update(with_spike(session.metadata, spike, skip_batches=skip_batches))
+    session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
     session.record.go_back(spike.to_step, session.metadata)
     session.watch.go_back(spike.to_step)
     session.held_out.go_back()

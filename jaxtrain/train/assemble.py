@@ -227,7 +227,7 @@ def build_step(
 def spike_rule(config: Config) -> SpikeRule | None:
     """When a step of a config counts as a spike; None: never."""
     spikes = config.spikes
-    return None if spikes.action == "none" else SpikeRule(spikes.window, spikes.sigmas, spikes.watch)
+    return None if spikes is None else SpikeRule(spikes.window, spikes.sigmas, spikes.watch)
 
 
 def _check_matrices_of_adamw(optimizer: OptimizerConfig, model: Model) -> None:

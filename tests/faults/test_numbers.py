@@ -83,7 +83,7 @@ def bits(state: jt.TrainState) -> dict[str, bytes]:
 
 def test_a_spike_is_skipped_and_the_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     data = table(spikes=(40,))
-    keys = {"spikes__action": "skip", "spikes__window": 32}
+    keys = {"spikes__window": 32}
     whole, lines = train(tmp_path / "whole", data, **keys)
     assert [line for line in lines if "spike" in line and "step 41 is a spike" in line]
     rows = metrics(tmp_path / "whole")
