@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
 from jaxtrain.metrics.progress import Progress
 
 ROWS, BATCH, STEPS = 512, 8, 60
-# The bits of the first run of a table of tests, which the others must reach.
-UNDISTURBED: dict[str, Any] = {}
 CONFIG: dict[str, Any] = {
     "name": "numbers",
     "task": "regression",
@@ -61,11 +61,13 @@ def table(*, spikes: tuple[int, ...] = (), nan_batch: int | None = None, far_bat
 
 
 def train(
-    run_dir: Path, data: jt.Data, *, callbacks: Sequence[jt.Callback] = (), **overrides: Any
+    run_dir: Path, data: jt.Data, *, callbacks: Sequence[jt.Callback] = (), resume: str | None = None, **overrides: Any
 ) -> tuple[jt.Result, list[str]]:
     progress = Lines()
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    result = jt.run_config(CONFIG, run_dir=run_dir, overrides=keys, data=data, callbacks=callbacks, progress=progress)
+    result = jt.run_config(
+        CONFIG, run_dir=run_dir, overrides=keys, data=data, resume=resume, callbacks=callbacks, progress=progress
+    )
     return result, progress.lines
 
 
@@ -81,9 +83,10 @@ def bits(state: jt.TrainState) -> dict[str, bytes]:
     return {str(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
+@pytest.mark.long
 def test_a_spike_is_skipped_and_the_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     data = table(spikes=(40,))
-    keys = {"spikes__window": 32}
+    keys: dict[str, Any] = {"spikes__window": 32}
     whole, lines = train(tmp_path / "whole", data, **keys)
     assert [line for line in lines if "spike" in line and "step 41 is a spike" in line]
     rows = metrics(tmp_path / "whole")
@@ -126,23 +129,26 @@ def killed_at(step: int, *, visit: int) -> jt.Callback:
     return jt.Callback(on_step=on_step, every=1)
 
 
-@pytest.mark.parametrize("killed", [None, 25, 34], ids=["undisturbed", "before-the-first-save", "after-it"])
-def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: Path, killed: int | None) -> None:
+@pytest.mark.parametrize(
+    "killed", [pytest.param(34, id="after-its-first-save"), pytest.param(25, id="before-it", marks=pytest.mark.long)]
+)
+def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: Path, killed: int) -> None:
+    """The run is killed in the steps after the roll back; resumed, it ends with the bits of one that was not."""
     data = table(spikes=(40,))
-    keys = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15}
+    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15}
     keys |= {"spikes__skip_batches": 25, "train__steps": 50}
-    if killed is not None:
-        with pytest.raises(Killed):
-            train(tmp_path / "run", data, **keys, callbacks=[killed_at(killed, visit=2)])
-    result, lines = train(tmp_path / "run", data, **keys)
-    found = json.loads((tmp_path / "run" / "run.json").read_text())["rolled_back"]
-    assert [(one["from_step"], one["to_step"], one["first_batch"], one["num_batches"]) for one in found] == [
-        (41, 20, 20, 25)
-    ]
-    assert len([line for line in lines if "going back to step 20" in line]) == (killed != 34)
-    assert sorted(metrics(tmp_path / "run")) == list(range(1, 51))
-    # The same steps by hand: 20 of them, then those of the batches after the ones that were left out.
-    assert bits(result.state) == UNDISTURBED.setdefault("bits", bits(result.state))
+    whole, lines = train(tmp_path / "whole", data, **keys)
+    assert any("going back to step 20" in line for line in lines)
+    with pytest.raises(Killed):
+        train(tmp_path / "killed", data, **keys, callbacks=[killed_at(killed, visit=2)])
+    resumed, lines = train(tmp_path / "killed", data, **keys)
+    # Without a checkpoint of the new line, the old one is resumed, meets the same spike and goes back again.
+    assert any("going back to step 20" in line for line in lines) == (killed == 25)
+    assert bits(resumed.state) == bits(whole.state)
+    for name in ("whole", "killed"):
+        (found,) = json.loads((tmp_path / name / "run.json").read_text())["rolled_back"]
+        assert (found["from_step"], found["to_step"], found["first_batch"], found["num_batches"]) == (41, 20, 20, 25)
+        assert sorted(metrics(tmp_path / name)) == list(range(1, 51))
 
 
 def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +161,7 @@ def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch:
     assert error.value.exit_code == 1
 
 
+@pytest.mark.long
 def test_a_step_that_gives_other_bits_is_found_by_its_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corrupt(monkeypatch, call=9, device=None)  # the first time that step 8 is computed, since step 4 was twice
     with pytest.raises(jt.CorruptionError, match=r"step 8 was computed twice .* other bits in params/") as error:
@@ -183,3 +190,45 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, *, call: int, device: int | None) -
         return state, metrics
 
     monkeypatch.setattr(jt.TrainStep, "__call__", step)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_spikes_and_without_them_again(tmp_path: Path) -> None:
+    """The history is part of the state; checkpoints without one, or with another window, are restored all the same."""
+    data = table()
+    plain, _ = train(tmp_path / "plain", data, train__steps=24)
+    train(tmp_path / "run", data, train__steps=6)
+    result = plain
+    for steps, keys in ((12, {"window": 8}), (18, {"window": 16, "sigmas": 50.0}), (24, None)):
+        result, _ = train(tmp_path / "run", data, resume="must", train__steps=steps, spikes=keys)
+        accepted = None if result.state.spikes is None else int(result.state.spikes.accepted)
+        assert accepted == (None if keys is None else 6)
+    assert bits(result.state) == bits(plain.state)
+
+
+@pytest.mark.long
+def test_what_checks_compare_when_the_optimizer_is_on_the_host(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"checks__replay_every": 3, "checks__replicas_every": 2, "optimizer__offload": True}
+    checked, _ = train(tmp_path / "checked", table(), train__steps=7, **keys)
+    plain, _ = train(tmp_path / "plain", table(), train__steps=7)
+    assert bits(checked.state) == bits(plain.state)
+
+
+def fit_batches(run_dir: Path, batches: list[Any], overrides: dict[str, Any]) -> list[str]:
+    """Train on an iterator of batches; returns the lines."""
+    model = jt.from_functions(lambda _: {"kernel": jnp.ones((8, 1))}, lambda params, x: x @ params["kernel"])
+    progress, logging = Lines(), {"tensorboard": False, "report": False}
+    more: dict[str, Any] = {"run_dir": run_dir, "overrides": overrides, "logging": logging, "progress": progress}
+    jt.fit(model, jt.regression(), optax.sgd(0.1), data=iter(batches), steps=3, **more)
+    return progress.lines
+
+
+@pytest.mark.long
+def test_an_iterable_names_places_in_its_batches_and_cannot_go_back(tmp_path: Path) -> None:
+    values = np.ones((3, 8, 8), np.float32)
+    values[1, 6, 0] = np.inf
+    batches = [{"inputs": one, "targets": np.ones((8, 1), np.float32)} for one in values]
+    lines = fit_batches(tmp_path / "run", batches, {})
+    assert any("batch 1, row 6 of the batch (inputs not finite)" in line for line in lines)
+    with pytest.raises(jt.ConfigError, match="roll_back reads batches by their number, and an iterable has none"):
+        fit_batches(tmp_path / "other", batches, {"spikes.action": "roll_back"})
