@@ -10,6 +10,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.spikes import SpikesConfig
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.nonfinite import Diagnosis
 from jaxtrain.run.roll_back import SpikeError, batch_of, recorded
 from jaxtrain.train.assemble import Run
@@ -27,6 +28,7 @@ class BadSteps:
         checkpointer: of the run.
         metadata: of the next checkpoint, with the roll backs of the run.
         progress: what people see.
+        spent: where the time goes.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class BadSteps:
         checkpointer: Checkpointer,
         metadata: Mapping[str, Any],
         progress: Progress,
+        spent: TimeSpent,
     ) -> None:
+        self._spent = spent
         self._run, self._checkpointer, self._metadata, self._progress = run, checkpointer, metadata, progress
         self._diagnosis = Diagnosis(run, run_dir, batch=lambda number: batch_of(number - 1, recorded(metadata)))
         self._shown = 0
@@ -57,7 +61,9 @@ class BadSteps:
             self._spiked(spikes, number, float(metrics["loss"]), float(metrics["grad_norm"]))
         elif int(metrics["skipped_in_a_row"]) and self._shown < _MOST_SHOWN:
             self._shown += 1
-            self._progress.message(self._diagnosis(number, metrics))
+            with self._spent.measure("compiling"):
+                line = self._diagnosis(number, metrics)
+            self._progress.message(line)
 
     def _spiked(self, spikes: SpikesConfig, number: int, loss: float, grad_norm: float) -> None:
         done = len(recorded(self._metadata))

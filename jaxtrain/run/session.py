@@ -180,7 +180,12 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
     load, rolled_back = run.step.loader(run.batches), recorded(session.metadata)
     batches = prefetch(lambda k: load(batch_of(k, rolled_back)), start, train.steps, depth=depth)
     bad_steps = BadSteps(
-        run, session.run_dir, checkpointer=session.checkpointer, metadata=session.metadata, progress=session.progress
+        run,
+        session.run_dir,
+        checkpointer=session.checkpointer,
+        metadata=session.metadata,
+        progress=session.progress,
+        spent=session.record.spent,
     )
     session.progress.start(train.steps, start)
     try:
