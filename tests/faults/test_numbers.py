@@ -1,86 +1,21 @@
 """Numbers that go wrong in a run: spikes, steps that are not finite, and devices that compute or keep other bits."""
 
-import dataclasses
 import json
-from collections.abc import Sequence
+import os
+import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from number_runs import Killed, Lines, bits, corrupt, killed_at, metrics, rows_of, table, train
 
 import jaxtrain as jt
-from jaxtrain.metrics.progress import Progress
-
-ROWS, BATCH, STEPS = 512, 8, 60
-CONFIG: dict[str, Any] = {
-    "name": "numbers",
-    "task": "regression",
-    "model": {"kind": "mlp", "hidden_dims": [16]},
-    "data": {"kind": "synthetic", "task": "table", "num_columns": 8},
-    "optimizer": {"kind": "adamw", "learning_rate": 1e-3, "schedule": {"kind": "constant"}},
-    "train": {"steps": STEPS, "global_batch_size": BATCH},
-    "checkpoint": {"every": 10, "keep_last": 4},
-    "logging": {"every": 1, "tensorboard": False, "report": False},
-}
-
-
-class Lines(Progress):
-    """Progress that keeps its lines."""
-
-    def __init__(self) -> None:
-        super().__init__(process_index=1)
-        self.lines: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
-
-
-def rows_of(batch: int) -> np.ndarray:
-    """The rows of a batch in the training order, which the data and the seed decide."""
-    return jt.Batches(jt.ArrayRows({"inputs": np.zeros((ROWS, 8))}), BATCH, seed=0, shuffle=True).row_numbers(batch)
-
-
-def table(*, spikes: tuple[int, ...] = (), nan_batch: int | None = None, far_batch: int | None = None) -> jt.Data:
-    """Rows of a linear function; those of some batches are off, and of two more one is not a number, one too far."""
-    random = np.random.default_rng(0)
-    inputs = random.normal(size=(ROWS, 8)).astype(np.float32)
-    targets = inputs @ random.normal(size=(8, 1)).astype(np.float32)
-    for batch in spikes:
-        targets[rows_of(batch)] += 1e3
-    if nan_batch is not None:
-        inputs[rows_of(nan_batch)[5], 2] = np.nan
-    if far_batch is not None:
-        targets[rows_of(far_batch)[3]] = 1e30
-    data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8})
-    train = jt.ArrayRows({"inputs": inputs, "targets": targets})
-    return dataclasses.replace(data, train=train, validation=None, fingerprint={"name": "rows"}, num_outputs=1)
-
-
-def train(
-    run_dir: Path, data: jt.Data, *, callbacks: Sequence[jt.Callback] = (), resume: str | None = None, **overrides: Any
-) -> tuple[jt.Result, list[str]]:
-    progress = Lines()
-    keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    result = jt.run_config(
-        CONFIG, run_dir=run_dir, overrides=keys, data=data, resume=resume, callbacks=callbacks, progress=progress
-    )
-    return result, progress.lines
-
-
-def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = {row["step"]: row for row in rows}
-    assert len(found) == len(rows), "a step stands twice in metrics.jsonl"
-    return found
-
-
-def bits(state: jt.TrainState) -> dict[str, bytes]:
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.optimizer_state, state.spikes))
-    return {str(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
 @pytest.mark.long
@@ -113,22 +48,6 @@ def test_a_step_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
     assert metrics(tmp_path)[33]["skipped_steps"] == 2
 
 
-class Killed(BaseException):
-    """Ends a run as a signal that cannot be caught does: nothing is saved."""
-
-
-def killed_at(step: int, *, visit: int) -> jt.Callback:
-    """A callback that ends the run when it comes to a step for that many times."""
-    seen: list[int] = []
-
-    def on_step(moment: jt.Moment) -> None:
-        seen.append(moment.step)
-        if seen.count(step) == visit:
-            raise Killed
-
-    return jt.Callback(on_step=on_step, every=1)
-
-
 @pytest.mark.parametrize(
     "killed", [pytest.param(34, id="after-its-first-save"), pytest.param(25, id="before-it", marks=pytest.mark.long)]
 )
@@ -152,7 +71,7 @@ def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: P
 
 
 def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corrupt(monkeypatch, call=7, device=3)
+    corrupt(monkeypatch.setattr, call=7, device=3)
     with pytest.raises(
         jt.CorruptionError, match=r"after step 8 the copies of .*differ.*: device 3 \(process 0\) holds"
     ) as error:
@@ -163,33 +82,10 @@ def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch:
 
 @pytest.mark.long
 def test_a_step_that_gives_other_bits_is_found_by_its_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corrupt(monkeypatch, call=9, device=None)  # the first time that step 8 is computed, since step 4 was twice
+    corrupt(monkeypatch.setattr, call=9, device=None)  # the first time that step 8 is computed, since step 4 was twice
     with pytest.raises(jt.CorruptionError, match=r"step 8 was computed twice .* other bits in params/") as error:
         train(tmp_path, table(), checks__replay_every=4, train__steps=12)
     print(error.value)
-
-
-def corrupt(monkeypatch: pytest.MonkeyPatch, *, call: int, device: int | None) -> None:
-    """Flip the lowest bit of one number of the first parameter after a call of the step, on one device or on all."""
-    original, calls = jt.TrainStep.__call__, [0]
-
-    def step(self: jt.TrainStep, state: jt.TrainState, batch: Any) -> Any:
-        state, metrics = original(self, state, batch)
-        calls[0] += 1
-        if calls[0] == call:
-            leaves, structure = jax.tree.flatten(state.params)
-            shards = [np.array(shard.data) for shard in leaves[0].addressable_shards]
-            for i in range(len(shards)) if device is None else [device]:
-                shards[i].view(np.uint32).reshape(-1)[1] ^= 1
-            placed = [
-                jax.device_put(one, shard.device)
-                for one, shard in zip(shards, leaves[0].addressable_shards, strict=True)
-            ]
-            leaves[0] = jax.make_array_from_single_device_arrays(leaves[0].shape, leaves[0].sharding, placed)
-            state = dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
-        return state, metrics
-
-    monkeypatch.setattr(jt.TrainStep, "__call__", step)
 
 
 @pytest.mark.long
@@ -232,3 +128,27 @@ def test_an_iterable_names_places_in_its_batches_and_cannot_go_back(tmp_path: Pa
     assert any("batch 1, row 6 of the batch (inputs not finite)" in line for line in lines)
     with pytest.raises(jt.ConfigError, match="roll_back reads batches by their number, and an iterable has none"):
         fit_batches(tmp_path / "other", batches, {"spikes.action": "roll_back"})
+
+
+@pytest.mark.long
+def test_two_processes_name_the_rank_of_a_flipped_bit_and_a_row(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    ranks = []
+    for rank in ("0", "1"):
+        found = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": rank}
+        command = [sys.executable, str(Path(__file__).with_name("number_runs.py")), str(tmp_path / "run")]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(subprocess.Popen(command, text=True, env={**os.environ, **found}, **pipes))
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (out, err) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 1, err
+        assert "after step 8 the copies of params/layers/0/bias" in out
+        assert re.search(r"device \d+ \(process 1\) holds other bits than the rest", out)
+    found = json.loads((tmp_path / "run" / "nonfinite" / "step_3.json").read_text())
+    assert [one["row"] for one in found["rows"]] == [int(rows_of(2)[5])]
