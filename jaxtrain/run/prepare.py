@@ -11,6 +11,7 @@ import jax
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
@@ -42,8 +43,10 @@ from jaxtrain.run.resume import (
     run_metadata,
     set_aside,
 )
+from jaxtrain.run.roll_back import RECORD, check_can_go_back
 from jaxtrain.run.saves import RunSaves, mirror_folder
 from jaxtrain.run.session import Session
+from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.choices import record_choices
@@ -106,7 +109,7 @@ def prepare_session(
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
         if resumed is not None:
-            target = without_base(run.step.abstract_state, trained_leaves(run.step))
+            target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
@@ -131,6 +134,8 @@ def prepare_session(
         )
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
+        if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
+            metadata[RECORD] = found[RECORD]
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
             checkpointer.score_again(watch.recorded_scores(start))
@@ -209,6 +214,7 @@ def _assembled(
 ) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config = loaded.config
+    check_roll_back(config.spikes, every=config.checkpoint.every, keep_last=config.checkpoint.keep_last)
     if own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if model is None and data is None:
@@ -221,6 +227,7 @@ def _assembled(
             "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
             "or from Python validation=0.1"
         )
+    check_can_go_back(config.spikes, opened)
     run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
     check_memory(run)
     return run
@@ -264,7 +271,8 @@ def _compiled_state(
             _compile(run, progress, check)
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-                state = checkpointer.restore(without_base(run.step.abstract_state, trains))
+                saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
+                state = as_kept(checkpointer.restore(saved), run.step)
                 record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
                 if record is None or trains is None:
                     return state, None

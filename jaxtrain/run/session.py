@@ -14,7 +14,11 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.models.model import Params
+from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.base import trained_leaves
+from jaxtrain.run.checked_step import checked_step
+from jaxtrain.run.go_back import frozen_params, restored_before
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import Hooks, train_loop
@@ -22,6 +26,7 @@ from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
+from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
 from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.step_log import StepLog
@@ -41,7 +46,7 @@ class Session:
         run_dir: directory of the run, which this process holds.
         start: number of steps that were done before this process started.
         state: the state after step `start`, on the mesh; the first step donates it, so do not use it afterwards.
-        metadata: what each checkpoint says of the run that wrote it.
+        metadata: what each checkpoint says of the run that wrote it; a roll back adds itself.
         checkpointer: of the run directory.
         saves: through it.
         record: the files that grow with the run.
@@ -57,7 +62,7 @@ class Session:
     run_dir: Path
     start: int
     state: TrainState
-    metadata: Mapping[str, Any]
+    metadata: dict[str, Any]
     checkpointer: Checkpointer
     saves: RunSaves
     record: RunRecord
@@ -139,30 +144,69 @@ def _make_up_evaluation(session: Session) -> None:
 
 def _train_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
-    run, train, start = session.run, session.run.config.train, session.start
-    depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
-    batches = prefetch(run.step.loader(run.batches), start, train.steps, depth=depth)
-    session.progress.start(train.steps, start)
-    try:
-        state, done = train_loop(
-            run.step,
-            session.state,
-            batches,
-            first=start + 1,
-            last=train.steps,
-            max_skipped_in_a_row=train.max_skipped_in_a_row,
-            hooks=_hooks(session),
-        )
-    finally:
-        batches.close()
-        session.profile.stop()
+    start, state = session.start, session.state
+    while True:
+        try:
+            state, done = _run_steps(session, start, state)
+            break
+        except SpikeError as error:
+            # The traceback holds the state that is given up.
+            spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
+        start, state = spike.to_step, _gone_back(session, spike, frozen)
     if session.watch.status is None:  # the loop pauses after a step only if another one follows
         with _saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
     return state, done
 
 
-def _hooks(session: Session) -> Hooks:
+def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> TrainState:
+    """The state of an earlier checkpoint; what was noted of the steps after it is forgotten."""
+    spikes = session.run.config.spikes
+    assert spikes is not None, "no step is a spike without the group"
+    with session.record.spent.measure("creating state"):
+        state = restored_before(session.run.step, session.checkpointer, spike, frozen)
+    session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
+    session.record.go_back(spike.to_step, session.metadata)
+    session.watch.go_back(spike.to_step)
+    session.held_out.go_back()
+    return state
+
+
+def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainState, int]:
+    """Run the steps from a state on; returns the state and the number of the last step that ran.
+
+    Raises:
+        SpikeError: the run is to go back.
+    """
+    run, train = session.run, session.run.config.train
+    depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
+    load, rolled_back = run.step.loader(run.batches), recorded(session.metadata)
+    batches = prefetch(lambda k: load(batch_of(k, rolled_back)), start, train.steps, depth=depth)
+    bad_steps = BadSteps(
+        run,
+        session.run_dir,
+        checkpointer=session.checkpointer,
+        metadata=session.metadata,
+        progress=session.progress,
+        spent=session.record.spent,
+    )
+    session.progress.start(train.steps, start)
+    try:
+        return train_loop(
+            checked_step(run.step, run.config.checks, start=start),
+            state,
+            bad_steps.following(batches, start + 1),
+            first=start + 1,
+            last=train.steps,
+            max_skipped_in_a_row=train.max_skipped_in_a_row,
+            hooks=_hooks(session, bad_steps),
+        )
+    finally:
+        batches.close()
+        session.profile.stop()
+
+
+def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     """What happens around the steps."""
     evaluate_every = session.run.config.evaluation.every
     wants_save = [False]  # after the last step
@@ -171,6 +215,7 @@ def _hooks(session: Session) -> Hooks:
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)
+        bad_steps.note(number, metrics)
         collector.resume()  # beside the next step, which is under way
 
     def wants_pause(number: int) -> bool:
