@@ -15,8 +15,12 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.models.model import Params
 from jaxtrain.run.activity import Activity
+from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.base import trained_leaves
+from jaxtrain.run.checked_step import checked_step
+from jaxtrain.run.go_back import frozen_params, restored_before
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import Hooks, train_loop
@@ -24,7 +28,9 @@ from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
+from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
+from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.step_log import StepLog
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
@@ -42,8 +48,9 @@ class Session:
         run_dir: directory of the run, which this process holds.
         start: number of steps that were done before this process started.
         state: the state after step `start`, on the mesh; the first step donates it, so do not use it afterwards.
-        metadata: what each checkpoint says of the run that wrote it.
+        metadata: what each checkpoint says of the run that wrote it; a roll back adds itself.
         checkpointer: of the run directory.
+        saves: through it.
         record: the files that grow with the run.
         steps: measures and logs the steps.
         held_out: evaluates.
@@ -58,8 +65,9 @@ class Session:
     run_dir: Path
     start: int
     state: TrainState
-    metadata: Mapping[str, Any]
+    metadata: dict[str, Any]
     checkpointer: Checkpointer
+    saves: RunSaves
     record: RunRecord
     steps: StepLog
     held_out: HeldOut
@@ -76,7 +84,7 @@ def train_session(session: Session) -> Result:
     Raises:
         PreemptedError: stopped by a signal; the state is saved.
         DivergedError: non-finite steps in a row.
-        CheckpointError: a save failed.
+        StorageError: the last save failed, or several in a row.
         DataError: the data gave no further batch; the state is saved.
     """
     last, watch = session.run.config.train.steps, session.watch
@@ -88,7 +96,7 @@ def train_session(session: Session) -> Result:
     state, done = (session.state, session.start) if is_over else _train_steps(session)
     if done < last and watch.status is None:
         _save(session, done, state)
-        session.checkpointer.wait()
+        session.saves.wait(hurry=True)
         raise PreemptedError(
             f"stopped after step {done} of {last}; saved in {session.run_dir / 'checkpoints'}: run again to go on"
         )
@@ -97,7 +105,7 @@ def train_session(session: Session) -> Result:
     _save(session, done, state)
     if session.record.draws_report:
         with spent.measure("saving"):
-            session.checkpointer.wait()  # what follows may fail, and the run is saved whatever it does
+            session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
         with spent.measure("evaluation"):
             session.record.held_out(held_out_details(session.run, state, done, session.progress))
     with spent.measure("sampling"):
@@ -121,7 +129,7 @@ def train_session(session: Session) -> Result:
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     with session.record.spent.measure("saving"):
-        session.checkpointer.close()
+        session.saves.close(hurry=status == "preempted")
     session.activity.writes(None)
     with session.activity.during("report"):
         session.record.close(status, _final_metrics(session), session.progress)
@@ -142,44 +150,87 @@ def _make_up_evaluation(session: Session) -> None:
 
 def _train_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
-    run, train, start = session.run, session.run.config.train, session.start
-    depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
-    batches = prefetch(run.step.loader(run.batches), start, train.steps, depth=depth)
-    session.progress.start(train.steps, start)
-    try:
-        state, done = train_loop(
-            run.step,
-            session.state,
-            session.activity.fed(batches, first=start + 1),
-            first=start + 1,
-            last=train.steps,
-            max_skipped_in_a_row=train.max_skipped_in_a_row,
-            hooks=_hooks(session),
-        )
-    finally:
-        batches.close()
-        session.profile.stop()
+    start, state = session.start, session.state
+    while True:
+        try:
+            state, done = _run_steps(session, start, state)
+            break
+        except SpikeError as error:
+            # The traceback holds the state that is given up.
+            spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
+        start, state = spike.to_step, _gone_back(session, spike, frozen)
     if session.watch.status is None:  # the loop pauses after a step only if another one follows
         with _saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
     return state, done
 
 
-def _hooks(session: Session) -> Hooks:
+def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> TrainState:
+    """The state of an earlier checkpoint; what was noted of the steps after it is forgotten."""
+    spikes = session.run.config.spikes
+    assert spikes is not None, "no step is a spike without the group"
+    with session.record.spent.measure("creating state"):
+        state = restored_before(session.run.step, session.checkpointer, spike, frozen)
+    session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
+    session.record.go_back(spike.to_step, session.metadata)
+    session.watch.go_back(spike.to_step)
+    session.held_out.go_back()
+    return state
+
+
+def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainState, int]:
+    """Run the steps from a state on; returns the state and the number of the last step that ran.
+
+    Raises:
+        SpikeError: the run is to go back.
+    """
+    run, train = session.run, session.run.config.train
+    depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
+    load, rolled_back = run.step.loader(run.batches), recorded(session.metadata)
+    batches = prefetch(lambda k: load(batch_of(k, rolled_back)), start, train.steps, depth=depth)
+    bad_steps = BadSteps(
+        run,
+        session.run_dir,
+        checkpointer=session.checkpointer,
+        metadata=session.metadata,
+        progress=session.progress,
+        spent=session.record.spent,
+    )
+    session.progress.start(train.steps, start)
+    try:
+        return train_loop(
+            checked_step(run.step, run.config.checks, start=start),
+            state,
+            session.activity.fed(bad_steps.following(batches, start + 1), first=start + 1),
+            first=start + 1,
+            last=train.steps,
+            max_skipped_in_a_row=train.max_skipped_in_a_row,
+            hooks=_hooks(session, bad_steps),
+        )
+    finally:
+        batches.close()
+        session.profile.stop()
+
+
+def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     """What happens around the steps."""
     evaluate_every = session.run.config.evaluation.every
-    save_every = session.run.config.checkpoint.every
+    wants_save = [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         session.activity.finished(number, seconds, waited)
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)
+        bad_steps.note(number, metrics)
         collector.resume()  # beside the next step, which is under way
 
     def wants_pause(number: int) -> bool:
-        session.checkpointer.check()
-        return _is_due(number, save_every) or _is_due(number, evaluate_every) or session.watch.is_due(number)
+        session.saves.check()
+        if not session.saves.is_writing:
+            session.activity.writes(None)
+        wants_save[0] = session.saves.is_due(number)
+        return wants_save[0] or _is_due(number, evaluate_every) or session.watch.is_due(number)
 
     def pause(number: int, state: TrainState) -> bool:
         watch = session.watch
@@ -188,7 +239,7 @@ def _hooks(session: Session) -> Hooks:
         if _is_due(number, evaluate_every):
             _evaluate(session, number, state)
         # A run that stops is saved at its end.
-        if watch.status is None and (_is_due(number, save_every) or watch.wants_save(number)):
+        if watch.status is None and (wants_save[0] or watch.wants_save(number)):
             _save(session, number, state)
         return watch.status is not None
 
@@ -224,8 +275,7 @@ def _evaluate(session: Session, number: int, state: TrainState, *, is_repeated: 
 def _save(session: Session, number: int, state: TrainState) -> None:
     if not _write(session, number, state):
         return
-    if session.watch.wants_complete_saves:
-        session.checkpointer.wait()
+    if session.watch.wants_complete_saves and session.saves.settle():
         session.watch.saved(number, state)
 
 
@@ -234,7 +284,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     record, loss, score = session.record, session.held_out.loss_after(number), session.watch.score_after(number)
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
-        began = session.checkpointer.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
+        began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
     if began:
         session.activity.writes(step_path(session.checkpointer.directory, number))
     record.keep_time()
@@ -258,7 +308,7 @@ def _saved_on_failure(session: Session, number: int, state: TrainState) -> bool:
         return False
     with contextlib.suppress(Exception):
         _write(session, number, state)
-        session.checkpointer.wait()
+        session.saves.wait(hurry=True)
         return True
     return False
 
