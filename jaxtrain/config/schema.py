@@ -11,6 +11,7 @@ from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.finetune import FinetuneConfig
 from jaxtrain.config.loss import check_blocks, check_preference
 from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
@@ -302,6 +303,8 @@ class Config(Group):
     """Where metrics are written."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+    notices: NoticesConfig = NoticesConfig()
+    """Signals and maintenance notices."""
 
     def __repr__(self) -> str:
         groups = {"task": self.task, "model": self.model, "data": self.data, "optimizer": self.optimizer}

@@ -92,6 +92,7 @@ def prepare_session(
     spent = TimeSpent()
     with spent.measure("reading data"):
         run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
+    interrupt.check()
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
@@ -127,6 +128,7 @@ def prepare_session(
         state, base = _compiled_state(
             run, run_dir, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
         )
+        interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
@@ -162,7 +164,7 @@ def prepare_session(
             checkpointer=checkpointer,
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt),
             watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
