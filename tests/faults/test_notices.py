@@ -1,0 +1,73 @@
+"""A signal in every phase of a run: it is saved, ends with exit code 75, and goes on as if nothing had been."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxtrain as jt
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from noticed_runs import fit, once, outcome
+
+PROGRAM = Path(__file__).parent / "noticed_runs.py"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    fit(folder, lambda name: None)
+    return outcome(folder)
+
+
+# Where the signal comes -> the newest checkpoint afterwards; None: there is none, and nothing was lost.
+PHASES: dict[str, int | None] = {
+    "reading data": None,
+    "tracing": None,
+    "compiling": None,
+    "creating state": None,
+    "training row 2": None,
+    "training row 22": 4,
+    "held-out row 6": 2,
+    "held-out row 40": 6,
+    "finding mistakes": 6,
+}
+PLAIN = ("held-out row 6", "held-out row 40")
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(name, marks=() if name in PLAIN else pytest.mark.long) for name in PHASES]
+)
+def test_a_signal_loses_nothing(phase: str, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    run_dir, marks = tmp_path / "run", tmp_path / "marks"
+    marks.mkdir()
+
+    def act() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)  # what is waited for does not come before the signal is heard
+
+    with pytest.raises(jt.PreemptedError, match="run again"):
+        fit(run_dir, once(phase, marks, act))
+    assert list(marks.iterdir()), "the run never came there"
+    saved = [int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdecimal()]
+    assert max(saved, default=None) == PHASES[phase]
+    fit(run_dir, lambda name: None)
+    assert outcome(run_dir) == undisturbed
+
+
+@pytest.mark.long
+def test_a_signal_while_a_checkpoint_is_restored_loses_nothing(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    def act() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for fault in ("held-out row 6", "restoring checkpoint"):
+        with pytest.raises(jt.PreemptedError, match="run again"):
+            fit(tmp_path, once(fault, tmp_path, act))
+    fit(tmp_path, lambda name: None)
+    assert outcome(tmp_path) == undisturbed
