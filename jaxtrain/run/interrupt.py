@@ -20,7 +20,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
@@ -44,6 +44,7 @@ _ONLY_WHERE_DEADLY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _STOPPED_AT_ONCE = 130
 # Where nothing would be lost, or the user insists, the main thread gets this long to leave in order.
 _LEAVING_SECONDS = 2.0
+_HEARING_SECONDS = 0.3
 _TICK_SECONDS = 0.1
 
 
@@ -97,6 +98,7 @@ class Interrupt:
         self._since: float | None = None
         self._insisted: float | None = None
         self._watcher: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._wakeup = (-1, -1, -1)
         self._stop_metadata: Callable[[], None] = lambda: None
 
@@ -105,6 +107,7 @@ class Interrupt:
 
         # Asking for the process count of an undistributed run would start the backend.
         self._several = jax.distributed.is_initialized() and jax.process_count() > 1
+        self._threads = threading.enumerate()
         if threading.current_thread() is threading.main_thread():
             self._listen()
         self._stop_metadata = watch_metadata(self._settings.metadata, self._announce)
@@ -124,6 +127,11 @@ class Interrupt:
             if handler is not None:
                 signal.signal(number, handler)
         self._previous.clear()
+        readers = [thread for thread in threading.enumerate() if thread not in self._threads]
+        if readers and (self._wanted or self._presses > 1) and not _is_interactive():
+            code = _STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code
+            arguments = (readers, code)
+            threading.Thread(target=_end_after_main, args=arguments, name="jaxtrain-end", daemon=True).start()
         if kind is StopNow:  # raised as a block that it may leave was just over
             raise self._left() from None
 
@@ -288,12 +296,14 @@ class Interrupt:
 
     def _lose_patience(self) -> None:
         """Do what the main thread would have to do, where it does not come back."""
-        # The process of a notebook is not ours to end.
-        if in_notebook() or getattr(sys, "ps1", None) is not None:
+        if _is_interactive():
             return
         clock = time.monotonic()
-        if self._insisted is not None and clock - self._insisted > _LEAVING_SECONDS:
-            _end(_STOPPED_AT_ONCE)
+        if self._insisted is not None:
+            # Where the main thread heard it, it is closing the run; elsewhere it is stuck and hears nothing.
+            if clock - self._insisted > (_LEAVING_SECONDS if self._presses > 1 else _HEARING_SECONDS):
+                _end(_STOPPED_AT_ONCE)
+            return
         place = self._place
         if self._several or self._since is None or place is None or place.save is None:
             return
@@ -311,6 +321,29 @@ class Interrupt:
                 return
             print_remark(f"jaxtrain: {line}")
             _end(PreemptedError.exit_code)
+
+
+def _is_interactive() -> bool:
+    """Whether somebody goes on typing in this process, which is not ours to end."""
+    return in_notebook() or getattr(sys, "ps1", None) is not None
+
+
+def _end_after_main(readers: Sequence[threading.Thread], code: int) -> None:
+    """End a process that was asked to stop, where the interpreter waits for threads whose data does not come.
+
+    Args:
+        readers: the threads that the run left behind.
+        code: exit code.
+    """
+    while any(thread.is_alive() for thread in readers):
+        time.sleep(_LEAVING_SECONDS)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_back is not None:
+            frame = frame.f_back
+        # As the interpreter ends, it waits for threads in this function, which nothing else calls.
+        ends = frame is None or (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "_shutdown")
+        if ends and any(thread.is_alive() for thread in readers):
+            _end(code)
 
 
 def _end(code: int) -> None:

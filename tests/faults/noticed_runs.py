@@ -150,6 +150,8 @@ def main() -> int:
     except jt.UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -33,7 +33,7 @@ PHASES: dict[str, int | None] = {
     "compiling": None,
     "creating state": None,
     "training row 2": None,
-    "training row 22": 4,
+    "training row 22": 5,
     "held-out row 6": 2,
     "held-out row 40": 6,
     "finding mistakes": 6,
@@ -71,3 +71,47 @@ def test_a_signal_while_a_checkpoint_is_restored_loses_nothing(tmp_path: Path, u
             fit(tmp_path, once(fault, tmp_path, act))
     fit(tmp_path, lambda name: None)
     assert outcome(tmp_path) == undisturbed
+
+
+# Where the main thread is, the signals, the exit code, and the newest checkpoint afterwards. `stuck` is in C, as in a
+# compilation: no handler runs there again.
+PROCESSES: dict[str, tuple[str, list[signal.Signals], int, int | None]] = {
+    "compiling, SIGUSR1": ("stuck model", [signal.SIGUSR1], 75, None),
+    "compiling, SIGTERM": ("stuck model", [signal.SIGTERM], 75, None),
+    "compiling, Ctrl-C twice": ("stuck model", [signal.SIGINT, signal.SIGINT], 130, None),
+    "in a callback, SIGHUP": ("stuck callback after step 2", [signal.SIGHUP], 75, 2),
+    "waiting for data, SIGUSR2": ("training row 6", [signal.SIGUSR2], 75, 1),
+    "held-out data that hangs, SIGTERM": ("stuck held-out row 6", [signal.SIGTERM], 75, 2),
+    "Ctrl-C twice in a callback": ("callback after step 2", [signal.SIGINT, signal.SIGINT], 130, None),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name == "compiling, SIGUSR1" else pytest.mark.long) for name in PROCESSES]
+)
+def test_a_process_that_is_stuck_ends_and_goes_on(case: str, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    fault, signals, code, saved = PROCESSES[case]
+    run_dir, marks = tmp_path / "run", tmp_path / "marks"
+    marks.mkdir()
+    command = [sys.executable, str(PROGRAM), str(run_dir), str(marks), fault]
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if line.startswith("AT "):
+                break
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.3)  # two signals of one kind that nobody took yet are one
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    assert ("run again to" in said) == (code == 75), said
+    found = [int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdecimal()]
+    assert max(found, default=None) == saved
+    if code == 75:
+        fit(run_dir, lambda name: None)
+        assert outcome(run_dir) == undisturbed
