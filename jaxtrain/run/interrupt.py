@@ -335,15 +335,17 @@ def _end_after_main(readers: Sequence[threading.Thread], code: int) -> None:
         readers: the threads that the run left behind.
         code: exit code.
     """
+    was_ending = False
     while any(thread.is_alive() for thread in readers):
-        time.sleep(_LEAVING_SECONDS)
+        time.sleep(_LEAVING_SECONDS / 2)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
         # As the interpreter ends, it waits for threads in this function, which nothing else calls.
         ends = frame is None or (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "_shutdown")
-        if ends and any(thread.is_alive() for thread in readers):
+        if ends and was_ending and any(thread.is_alive() for thread in readers):
             _end(code)
+        was_ending = ends
 
 
 def _end(code: int) -> None:

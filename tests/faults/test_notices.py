@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from noticed_runs import fit, once, outcome
 
 import jaxtrain as jt
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from noticed_runs import fit, once, outcome
 
 PROGRAM = Path(__file__).parent / "noticed_runs.py"
 
@@ -38,7 +35,7 @@ PHASES: dict[str, int | None] = {
     "held-out row 40": 6,
     "finding mistakes": 6,
 }
-PLAIN = ("held-out row 6", "held-out row 40")
+PLAIN = ("held-out row 6",)
 
 
 @pytest.mark.parametrize(
