@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -112,3 +113,50 @@ def test_a_process_that_is_stuck_ends_and_goes_on(case: str, tmp_path: Path, und
     if code == 75:
         fit(run_dir, lambda name: None)
         assert outcome(run_dir) == undisturbed
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_two(run_dir: Path, fault: str, number: signal.Signals | None) -> list[tuple[int, str]]:
+    """Two processes of one run; the second gets the signal in its first evaluation. Exit codes and standard errors."""
+    address = f"127.0.0.1:{free_port()}"
+    processes = []
+    for rank in range(2):
+        variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(run_dir), str(run_dir), fault],
+                env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), **variables},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    second = processes[1]
+    try:
+        if number is not None:
+            for line in second.stderr:
+                if line.startswith("AT "):
+                    break
+            second.send_signal(number)
+        said = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_two_processes_leave_an_evaluation_together(number: signal.Signals, tmp_path: Path) -> None:
+    stopped = run_two(tmp_path / "run", "slow evaluation", number)
+    assert [code for code, _ in stopped] == [75, 75], stopped
+    assert all("stopped after step 2 of 6" in text for _, text in stopped), stopped
+    again = run_two(tmp_path / "run", "no fault", None)
+    assert [code for code, _ in again] == [0, 0], again
+    whole = run_two(tmp_path / "whole", "no fault", None)
+    assert [code for code, _ in whole] == [0, 0], whole
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
