@@ -97,6 +97,7 @@ def prepare_session(
     spent = TimeSpent()
     with spent.measure("reading data"):
         run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
+    interrupt.check()
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
@@ -132,6 +133,7 @@ def prepare_session(
         state, base = _compiled_state(
             run, run_dir, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
         )
+        interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
         if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
@@ -180,7 +182,7 @@ def prepare_session(
             saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt),
             watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
