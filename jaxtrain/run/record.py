@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from jaxtrain.config import Loaded
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
-from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
+from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.published import keep_published
+from jaxtrain.run.restarted import seconds_before
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import strict_json, write_text_atomic
@@ -68,10 +70,13 @@ class RunRecord:
         if self._is_main and self.draws_report:
             self._write("rows.json", shown_chats(run.data))
 
-    def keep_time(self) -> None:
-        """Write into run.json where the time went so far: a run that is killed and resumed goes on counting from it."""
+    def keep_time(self, step: int) -> None:
+        """Write into run.json where the time went until this save: a run that is killed goes on counting from it."""
         if self._info is not None:
-            write_json_atomic(self._run_dir / "run.json", {**self._info, "seconds": self.spent.seconds()})
+            seconds = self.spent.seconds()
+            saves = with_save(self._info.get("saves"), save_entry(step, seconds, at=time.time()))
+            self._info = {**self._info, "seconds": seconds, "saves": saves}
+            write_json_atomic(self._run_dir / "run.json", self._info)
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
@@ -162,14 +167,17 @@ def open_record(
         )
     info = _info(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
+    # Before the rows of lost steps are dropped, which changes when the file was last written.
+    earlier = seconds_before(run_dir, before, start=start, began_at=spent.began_at)
     # Last, because whatever fails after it would leave them open.
     writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
     adapters = config.finetune.lora is not None
     info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
     info["created"] = before.get("created") or info["created"]
     info["resumed_after"] = _resumes(before, start)
-    info["seconds"] = recorded_seconds(before)
-    spent.after(info["seconds"])
+    info["seconds"] = earlier
+    info["saves"] = [save_entry(start, earlier, at=spent.began_at)]
+    spent.after(earlier)
     return RunRecord(
         run_dir,
         writers=writers,
