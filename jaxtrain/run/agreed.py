@@ -45,7 +45,7 @@ def agree_on_start(loaded: Loaded, run_dir: Path, *, resume: str | None) -> None
     if jax.process_count() == 1:
         return
     check_devices()
-    together("comparing configs", lambda: None, says=lambda _: _start_facts(loaded, run_dir, resume))
+    together(lambda: None, says=lambda _: _start_facts(loaded, run_dir, resume))
 
 
 def data_facts(run: Run) -> Facts:

@@ -94,7 +94,7 @@ def prepare_session(
     spent = TimeSpent()
     with spent.measure("reading data"):
         parts = {"model": model, "task": task, "data": data, "own_step": own_step}
-        run = together("reading data", lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
+        run = together(lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
@@ -248,7 +248,7 @@ def _compiled_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
-            together("compiling", lambda: _compile_beside(created, run, progress, check))
+            together(lambda: _compile_beside(created, run, progress, check))
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 state = checkpointer.restore(without_base(run.step.abstract_state, trains))

@@ -9,13 +9,15 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, UserError
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.cluster import detect_cluster
+from jaxtrain.runtime.cluster import detect_cluster, environment_number
+from jaxtrain.runtime.remarks import print_remark
 
 Work = TypeVar("Work")
 # Fact -> its value and where it was set ("" where that says nothing).
@@ -24,20 +26,20 @@ Facts = Mapping[str, tuple[str, str]]
 # A process that died ends the others within the heartbeat timeout, so this limits only what all are waiting for.
 _LONGEST_WAIT_MILLISECONDS = 7 * 24 * 3600 * 1000
 _MOST_NAMED = 8
+_JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
+# How long a process with an error waits for those that it tells of it.
+_TELLING_SECONDS = 60
 _LONGEST_VALUE = 80
 _ERRORS = {error.exit_code: error for error in (ConfigError, DataError, CheckpointError, DivergedError)}
 # Every process asks for the same barriers in the same order, and none of them twice.
 _numbers = itertools.count()
 
 
-def meet(what: str) -> None:
+def meet() -> None:
     """Wait until every process is here; nothing happens where there is only one.
 
     Call it before the first collective after work that takes one process longer than another, such as compiling.
     Every process calls it, in the main thread, at the same places.
-
-    Args:
-        what: the place, for messages of the coordination service.
     """
     import jax
 
@@ -47,16 +49,16 @@ def meet(what: str) -> None:
     from orbax.checkpoint import multihost
 
     wait = multihost.get_barrier_sync_fn()
-    wait(key=f"jaxtrain {next(_numbers)} {what}", timeout_ms=_LONGEST_WAIT_MILLISECONDS)
+    # A process that tells of an error meets the others wherever they are, so that the place is not in the key.
+    wait(key=f"jaxtrain {next(_numbers)}", timeout_ms=_LONGEST_WAIT_MILLISECONDS)
 
 
-def together(what: str, work: Callable[[], Work], *, says: Callable[[Work], Facts] | None = None) -> Work:
+def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] | None = None) -> Work:
     """Do the same work in every process, and go on only if all did it and say the same of it.
 
     The work may contain no collective, since a process that fails would be missing in it.
 
     Args:
-        what: the work, as in "reading data".
         work: is called.
         says: gives facts of its result that must be the same in all processes; None: there are none.
 
@@ -78,7 +80,7 @@ def together(what: str, work: Callable[[], Work], *, says: Callable[[Work], Fact
         said = {"facts": {} if says is None else {name: list(fact) for name, fact in says(result).items()}}
     except Exception as error:
         failure, said = error, _described(error)
-    everyone = exchange(what, json.dumps(said, sort_keys=True))
+    everyone = exchange(json.dumps(said, sort_keys=True))
     verdict = _verdict([json.loads(text) for text in everyone])
     if verdict is None:
         assert failure is None
@@ -91,24 +93,32 @@ def together(what: str, work: Callable[[], Work], *, says: Callable[[Work], Fact
 def announced(*, emulate: int | None = None) -> Iterator[None]:
     """Tell the other processes of the cluster, if there are any, of an error before this one joined them.
 
-    They would otherwise wait for it until their time to join is over.
+    They would otherwise wait for it until their time to join is over. The line of the error is printed before, since
+    the others may start later; this process waits for them a minute.
 
     Args:
         emulate: number of CPU devices to emulate, as the others do.
+
+    Raises:
+        SystemExit: with the exit code of the error, where it was told to others.
     """
     try:
         yield
     except UserError as error:
         import jax
 
-        if not jax.distributed.is_initialized() and _is_one_of_several():
-            # Whatever goes wrong with telling, the error itself is what this process ends with.
-            with contextlib.suppress(Exception):
-                distributed.start(emulate=emulate, compilation_cache=None)
-                check_devices()
-                exchange("joining", json.dumps(_described(error)))
-                leave_together()
-        raise
+        if jax.distributed.is_initialized() or not _is_one_of_several():
+            raise
+        print_remark(f"jaxtrain: {' '.join(str(error).splitlines())}")
+        timeout = environment_number(_JOIN_TIMEOUT) or _TELLING_SECONDS
+        os.environ[_JOIN_TIMEOUT] = str(min(timeout, _TELLING_SECONDS))
+        # Whatever goes wrong with telling, the error itself is what this process ends with.
+        with contextlib.suppress(Exception):
+            distributed.start(emulate=emulate, compilation_cache=None)
+            check_devices()
+            exchange(json.dumps(_described(error)))
+            leave_together()
+        raise SystemExit(error.exit_code) from error
 
 
 def check_devices() -> None:
@@ -132,11 +142,10 @@ def check_devices() -> None:
         )
 
 
-def exchange(what: str, text: str) -> list[str]:
+def exchange(text: str) -> list[str]:
     """Give every process the texts of all, in the order of the processes; where all are alike, only digests are sent.
 
     Args:
-        what: the place, for messages of the coordination service.
         text: of this process.
     """
     import numpy as np
@@ -145,14 +154,14 @@ def exchange(what: str, text: str) -> list[str]:
     content = text.encode()
     size = np.frombuffer(len(content).to_bytes(4, "big"), np.uint8)
     head = np.concatenate([size, np.frombuffer(hashlib.sha256(content).digest(), np.uint8)])
-    meet(what)
+    meet()
     heads = multihost_utils.process_allgather(head)
     if (heads == head).all():
         return [text] * len(heads)
     sizes = [int.from_bytes(row[:4].tobytes(), "big") for row in heads]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
-    meet(f"{what}: differences")  # each compiles the wider exchange
+    meet()  # each compiles the wider exchange
     rows = multihost_utils.process_allgather(padded)
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
