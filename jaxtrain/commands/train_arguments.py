@@ -65,13 +65,16 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def launch(arguments: argparse.Namespace) -> int:
     """Runs `jaxtrain launch`."""
-    from jaxtrain.commands.launch import run_launch, run_restarted_launch
-
     words, num_processes = arguments.command, arguments.processes
     if arguments.min_processes is not None and not arguments.restarts:
         raise ConfigError("--min-processes is about restarts, and there are none; add --restarts 3")
     if arguments.min_processes is not None and arguments.min_processes > num_processes:
         raise ConfigError(f"--min-processes {arguments.min_processes} is above --processes {num_processes}; lower it")
+    if arguments.restarts and not arguments.is_program and words[0] != "train":
+        raise ConfigError(f"--restarts goes with train and with programs of your own, and {words[0]!r} is neither")
+    run_dir = _run_dir(words) if arguments.restarts and not arguments.is_program else None
+    from jaxtrain.commands.launch import run_launch, run_restarted_launch
+
     if not arguments.restarts:
         if arguments.is_program:
             return run_launch(words, num_processes=num_processes, program=(), emulate=arguments.emulate)
@@ -87,10 +90,8 @@ def launch(arguments: argparse.Namespace) -> int:
             program=(),
             emulate=arguments.emulate,
         )
-    if words[0] != "train":
-        raise ConfigError(f"--restarts goes with train and with programs of your own, and {words[0]!r} is neither")
     return run_restarted_launch(
-        words, num_processes=num_processes, restarts=restarts, min_processes=least, run_dir=_run_dir(words)
+        words, num_processes=num_processes, restarts=restarts, min_processes=least, run_dir=run_dir
     )
 
 

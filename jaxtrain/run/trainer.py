@@ -84,6 +84,10 @@ def run_config(
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     _check_parts(model=model, task=task, data=data)
     own_step = _own_step(optimizer, learning_rate)
+    if model is None:
+        from jaxtrain.run.elastic import with_fitting_layout
+
+        loaded = with_fitting_layout(loaded, folder)
     if loaded.config.parallel.auto:
         from jaxtrain.plan.search.auto import choose_layout
         from jaxtrain.plan.workload.describe import RowSizes
