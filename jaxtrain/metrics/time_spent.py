@@ -169,9 +169,10 @@ def earlier_seconds(
     elif save is not None:
         before = _numbers(save["seconds"])
         for part in _DONE_AGAIN:
-            again = max(0.0, seconds.get(part, 0.0) - before.get(part, 0.0))
-            seconds[part] = seconds.get(part, 0.0) - again
-            lost += again
+            again = seconds.get(part, 0.0) - before.get(part, 0.0)
+            if again > 0:
+                seconds[part] -= again
+                lost += again
     more = {"lost steps": lost, "restarting": gap}
     return {**seconds, **{part: round(seconds.get(part, 0.0) + added, 3) for part, added in more.items() if added}}
 

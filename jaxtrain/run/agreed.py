@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-import jaxtrain
 from jaxtrain.config import Loaded
 from jaxtrain.metrics.runinfo import git_state, package_versions
 from jaxtrain.runtime.agreement import Facts, check_devices, together
@@ -50,11 +49,11 @@ def agree_on_start(loaded: Loaded, run_dir: Path, *, resume: str | None) -> None
 
 def data_facts(run: Run) -> Facts:
     """What identifies the rows of each batch."""
-    return {f"data ({name})": (value, "") for name, value in _flat(run.stream).items()}
+    return {f"data ({name})": (value, "") for name, value in flat(run.stream).items()}
 
 
 def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
-    config = _flat(loaded.config.model_dump(mode="json"))
+    config = flat(loaded.config.model_dump(mode="json"))
     facts = {key: (value, loaded.origins.get(key, "")) for key, value in config.items() if key not in MAY_DIFFER}
     versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
     settings = {
@@ -77,7 +76,7 @@ def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
 
 def package_digest() -> str:
     """SHA-256 over every Python file of the package, with its place in it."""
-    folder = Path(jaxtrain.__file__).parent
+    folder = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
@@ -85,10 +84,11 @@ def package_digest() -> str:
     return digest.hexdigest()
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+def flat(tree: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted key -> value as text."""
     if not isinstance(tree, Mapping):
         return {prefix: str(tree)}
-    flat: dict[str, str] = {}
+    found: dict[str, str] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -81,7 +81,7 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] | None =
     except Exception as error:
         failure, said = error, _described(error)
     everyone = exchange(json.dumps(said, sort_keys=True))
-    verdict = _verdict([json.loads(text) for text in everyone])
+    verdict = verdict_of([json.loads(text) for text in everyone])
     if verdict is None:
         assert failure is None
         return result  # pyright: ignore[reportReturnType]  no failure, so it is what the work gave
@@ -188,7 +188,7 @@ def _described(error: Exception) -> dict[str, Any]:
     return {"failed": f"internal error: {type(error).__name__}: {first[:300]}", "code": 1}
 
 
-def _verdict(everyone: Sequence[Mapping[str, Any]]) -> UserError | None:
+def verdict_of(everyone: Sequence[Mapping[str, Any]]) -> UserError | None:
     """The error of all processes, by what each says; None where all did the work and say the same."""
     for index, said in enumerate(everyone):
         if "failed" in said:
