@@ -345,7 +345,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
-    record.keep_time()
+    record.keep_time(number)
     return began
 
 
