@@ -24,7 +24,7 @@ def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> tuple[str, str | None
         tokenizer: Of the run's data, which was compared with that of its checkpoints.
 
     Returns:
-        The digest of the file, and a line for people where another or a damaged one was there.
+        The digest of the file, and a line for people where another or a damaged one was there, or one of the two was gone.
 
     Raises:
         OSError: It cannot be written.
@@ -35,11 +35,14 @@ def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> tuple[str, str | None
         content = temporary.read_bytes()
     finally:
         temporary.unlink(missing_ok=True)
+    missing = [path for path in _places(run_dir) if not path.exists()]
     replaced = [path for path in _places(run_dir) if _write(path, content)]
+    if len(missing) == 1:  # where both are, the run begins
+        replaced += missing
     line = None
     if replaced:
         shown = " and ".join(map(str, replaced))
-        line = f"{shown} was damaged, or not the run's: it is written again with the tokenizer of the data"
+        line = f"{shown} was damaged, gone or not the run's: it is written again with the tokenizer of the data"
     return _digest(content), line
 
 
