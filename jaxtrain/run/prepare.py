@@ -28,6 +28,7 @@ from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import optimizer_notes, own_parts
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
@@ -220,7 +221,9 @@ def _assembled(
             "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
             "or from Python validation=0.1"
         )
-    return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
+    run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
+    check_memory(run)
+    return run
 
 
 def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.run.called_sources import called_sources
@@ -69,7 +70,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
     """
     return {
         "name": run.name,
-        "config": run.config.model_dump(mode="json"),
+        "config": redacted(run.config.model_dump(mode="json")),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
