@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import put_aside, write_bytes_atomic
 
@@ -24,7 +24,7 @@ def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> tuple[str, str | None
         tokenizer: Of the run's data, which was compared with that of its checkpoints.
 
     Returns:
-        The digest of the file, and a line for people where another or a damaged one was there, or one of the two was gone.
+        The digest of the file, and a line for people where one was damaged, gone or another one.
 
     Raises:
         OSError: It cannot be written.
@@ -74,6 +74,12 @@ def tokenizer_file(run_dir: Path, info: Mapping[str, Any], report: Callable[[str
         f"{first} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
         "which writes it where the data of the run is still there"
     )
+
+
+def read_tokenizer(run_dir: Path, info: Mapping[str, Any], report: Callable[[str], None]) -> Tokenizer | None:
+    """Reads the tokenizer of a run; see `tokenizer_file`."""
+    path = tokenizer_file(run_dir, info, report)
+    return None if path is None else load_tokenizer(path)
 
 
 def _places(run_dir: Path) -> tuple[Path, Path]:
