@@ -10,9 +10,11 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
+from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.run.called_sources import called_sources
+from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
 from jaxtrain.train.assemble import Run
@@ -30,6 +32,7 @@ _SHAPES_STATE = {
 _SAME_TRAINING = (
     *(f"{group}." for group in ("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile")),
     "checks.",
+    "notices.",
     *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
     *("loss.logits ", "loss.block ", "compiler_options"),
@@ -70,7 +73,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
     """
     return {
         "name": run.name,
-        "config": run.config.model_dump(mode="json"),
+        "config": redacted(run.config.model_dump(mode="json")),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
@@ -106,7 +109,7 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    more = ("held_out.json", "rows.json", "reference.npz", "profile", KEPT)
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", COPY_FILE, KEPT)
     old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None
