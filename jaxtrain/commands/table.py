@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxtrain.commands.command import Command, count, number
+from jaxtrain.commands.command import Command, count, number, process_count
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
@@ -96,8 +96,10 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "jaxtrain launch --processes N [--emulate M] -- COMMAND\n\nCOMMAND: train CONFIG ..., python my.py ..."
     )
-    parser.add_argument("--processes", type=count, required=True, metavar="N", help="how many processes to start")
-    parser.add_argument("--emulate", type=count, metavar="M", help="emulate M CPU devices in each process")
+    parser.add_argument(
+        "--processes", type=process_count, required=True, metavar="N", help="how many processes to start"
+    )
+    parser.add_argument("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
 
 
 def _launch(arguments: argparse.Namespace) -> int:

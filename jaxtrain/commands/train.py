@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.config import load_config
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.trainer import run_config
 
 
@@ -20,6 +21,7 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
     Returns:
         The exit code 0.
     """
+    mend_run(config)
     loaded = load_config(config, overrides=overrides)
     with own_code(loaded.config):
         run_config(loaded, run_dir=run_dir, resume=resume, emulate=emulate)

@@ -9,9 +9,11 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.run.called_sources import called_sources
+from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
 from jaxtrain.train.assemble import Run
@@ -69,7 +71,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
     """
     return {
         "name": run.name,
-        "config": run.config.model_dump(mode="json"),
+        "config": redacted(run.config.model_dump(mode="json")),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
@@ -105,7 +107,7 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    more = ("held_out.json", "rows.json", "reference.npz", "profile", KEPT)
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", COPY_FILE, KEPT)
     old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None

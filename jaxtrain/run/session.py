@@ -24,6 +24,7 @@ from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
 from jaxtrain.run.sample import sample_text
+from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.step_log import StepLog
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
@@ -43,6 +44,7 @@ class Session:
         state: the state after step `start`, on the mesh; the first step donates it, so do not use it afterwards.
         metadata: what each checkpoint says of the run that wrote it.
         checkpointer: of the run directory.
+        saves: through it.
         record: the files that grow with the run.
         steps: measures and logs the steps.
         held_out: evaluates.
@@ -58,6 +60,7 @@ class Session:
     state: TrainState
     metadata: Mapping[str, Any]
     checkpointer: Checkpointer
+    saves: RunSaves
     record: RunRecord
     steps: StepLog
     held_out: HeldOut
@@ -73,7 +76,7 @@ def train_session(session: Session) -> Result:
     Raises:
         PreemptedError: stopped by a signal; the state is saved.
         DivergedError: non-finite steps in a row.
-        CheckpointError: a save failed.
+        StorageError: the last save failed, or several in a row.
         DataError: the data gave no further batch; the state is saved.
     """
     last, watch = session.run.config.train.steps, session.watch
@@ -87,7 +90,8 @@ def train_session(session: Session) -> Result:
         _stop(session, done, state)
     is_repeated = (session.start >= last or had_stopped) and not _lacks_evaluation(session)
     _evaluate(session, done, state, is_repeated=is_repeated)
-    if not _save(session, done, state) and not is_repeated:
+    _save(session, done, state)
+    if done == session.start and not is_repeated:
         _add_evaluation(session, done)
     sample = _finish(session, done, state)
     if session.start >= last:
@@ -107,7 +111,7 @@ def train_session(session: Session) -> Result:
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     with session.record.spent.measure("saving"):
-        session.checkpointer.close()
+        session.saves.close(hurry=status == "preempted")
     session.record.close(status, _final_metrics(session), session.progress)
 
 
@@ -141,7 +145,7 @@ def _finish(session: Session, done: int, state: TrainState) -> str | None:
     with session.interrupt.free_to_leave(lambda: close_session(session, "preempted")):
         if record.draws_report:
             with spent.measure("saving"):
-                session.checkpointer.wait()  # what follows may fail, and the run is saved whatever it does
+                session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
             with spent.measure("evaluation"):
                 record.held_out(held_out_details(session.run, state, done, session.progress))
         with spent.measure("sampling"):
@@ -187,7 +191,7 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
 def _hooks(session: Session) -> Hooks:
     """What happens around the steps."""
     evaluate_every = session.run.config.evaluation.every
-    save_every = session.run.config.checkpoint.every
+    wants_save = [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         session.profile.after_step(number)
@@ -196,8 +200,9 @@ def _hooks(session: Session) -> Hooks:
         collector.resume()  # beside the next step, which is under way
 
     def wants_pause(number: int) -> bool:
-        session.checkpointer.check()
-        return _is_due(number, save_every) or _is_due(number, evaluate_every) or session.watch.is_due(number)
+        session.saves.check()
+        wants_save[0] = session.saves.is_due(number)
+        return wants_save[0] or _is_due(number, evaluate_every) or session.watch.is_due(number)
 
     def pause(number: int, state: TrainState) -> bool:
         watch = session.watch
@@ -206,7 +211,7 @@ def _hooks(session: Session) -> Hooks:
         if _is_due(number, evaluate_every):
             _evaluate(session, number, state)
         # A run that stops is saved at its end.
-        if watch.status is None and (_is_due(number, save_every) or watch.wants_save(number)):
+        if watch.status is None and (wants_save[0] or watch.wants_save(number)):
             _save(session, number, state)
         return watch.status is not None
 
@@ -257,7 +262,7 @@ def _stop(session: Session, number: int, state: TrainState) -> NoReturn:
     """Save the state after a step and raise the error that ends the run with exit code 75."""
     began = time.monotonic()
     _save(session, number, state)
-    session.checkpointer.wait()
+    session.saves.wait(hurry=True)
     raise PreemptedError(_stopped_line(session, number, time.monotonic() - began))
 
 
@@ -265,7 +270,7 @@ def _stop_beside(session: Session, number: int, state: TrainState) -> str:
     """Do the same on another thread than the main one, which does not come back, and close the files of the run."""
     began = time.monotonic()
     _write(session, number, state)
-    session.checkpointer.wait()
+    session.saves.wait(hurry=True)
     line = _stopped_line(session, number, time.monotonic() - began)
     close_session(session, "preempted")
     return line
@@ -278,14 +283,11 @@ def _stopped_line(session: Session, number: int, seconds: float) -> str:
     )
 
 
-def _save(session: Session, number: int, state: TrainState) -> bool:
-    """Begin a save; False where the step was saved already."""
+def _save(session: Session, number: int, state: TrainState) -> None:
     if not _write(session, number, state):
-        return False
-    if session.watch.wants_complete_saves:
-        session.checkpointer.wait()
+        return
+    if session.watch.wants_complete_saves and session.saves.settle():
         session.watch.saved(number, state)
-    return True
 
 
 def _write(session: Session, number: int, state: TrainState) -> bool:
@@ -293,7 +295,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     record, loss, score = session.record, session.held_out.loss_after(number), session.watch.score_after(number)
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
-        began = session.checkpointer.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
+        began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
     record.keep_time()
     return began
 
@@ -314,7 +316,7 @@ def _saved_on_failure(session: Session, number: int, state: TrainState) -> bool:
         return False
     with contextlib.suppress(Exception):
         _write(session, number, state)
-        session.checkpointer.wait()
+        session.saves.wait(hurry=True)
         return True
     return False
 

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.arguments import check_choice, check_kind
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.run_name import check_run_name
 from jaxtrain.config.schema import EarlyStoppingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.result import Result
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.files import files_for_the_group
 
 if TYPE_CHECKING:
     import optax
@@ -77,6 +80,7 @@ def run_config(
         4
     """
     _check_call(overrides, resume, progress)
+    mend_run(config if isinstance(config, str | Path) else None)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
@@ -110,7 +114,12 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
     """The directory of a run: the one that was given, or runs/<name>."""
     if run_dir is not None:
         return local_path(run_dir, what="run directory")
-    return Path("runs") / local_path(name, what="name")
+    folder = local_path(name, what="name")
+    try:
+        check_run_name(name)
+    except ValueError as error:
+        raise ConfigError(f"name: {error}") from None
+    return Path("runs") / folder
 
 
 def train_loaded(
@@ -143,11 +152,14 @@ def train_loaded(
 
     main = distributed.is_main_process()
     shown = progress or Progress(process_index=0 if main else 1)
-    with shown, distributed.on_main_process(RunLock(folder)), Interrupt(loaded.config.notices) as interrupt:
+    notices = loaded.config.notices
+    with files_for_the_group(), shown, distributed.on_main_process(RunLock(folder)), Interrupt(notices) as interrupt:
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
 
         with interrupt.free_to_leave():
+            if main:
+                mend_run(folder, shown.message)
             session = prepare_session(
                 loaded,
                 folder,
