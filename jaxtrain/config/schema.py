@@ -17,6 +17,7 @@ from jaxtrain.config.numbers import Length, NonNegative, PositiveInt, Rows, Scal
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
 from jaxtrain.config.run_name import check_run_name
+from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
@@ -290,6 +291,10 @@ class Config(Group):
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
+    spikes: SpikesConfig | None = None
+    """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
+    checks: ChecksConfig | None = None
+    """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
     notices: NoticesConfig = NoticesConfig()

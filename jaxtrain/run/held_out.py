@@ -63,6 +63,10 @@ class HeldOut:
         finally:
             loaded.close()
 
+    def go_back(self) -> None:
+        """Forget which step was evaluated last: the run goes back to an earlier one."""
+        self._step, self.metrics = None, {}
+
     def loss_after(self, number: int) -> float | None:
         """The eval_loss after step `number`; None where the last evaluation was of another step."""
         return self.metrics.get("eval_loss") if self._step == number else None

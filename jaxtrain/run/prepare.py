@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
@@ -21,6 +22,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
+from jaxtrain.run.agreed import data_facts
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
@@ -42,10 +44,13 @@ from jaxtrain.run.resume import (
     run_metadata,
     set_aside,
 )
+from jaxtrain.run.roll_back import RECORD, check_can_go_back
 from jaxtrain.run.saves import RunSaves, mirror_folder
 from jaxtrain.run.session import Session
+from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
+from jaxtrain.runtime.agreement import together
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
@@ -93,7 +98,8 @@ def prepare_session(
     """
     spent = TimeSpent()
     with spent.measure("reading data"):
-        run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
+        parts = {"model": model, "task": task, "data": data, "own_step": own_step}
+        run = together(lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
     interrupt.check()
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
@@ -107,7 +113,7 @@ def prepare_session(
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
         if resumed is not None:
-            target = without_base(run.step.abstract_state, trained_leaves(run.step))
+            target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
@@ -133,6 +139,8 @@ def prepare_session(
         interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
+        if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
+            metadata[RECORD] = found[RECORD]
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
             checkpointer.score_again(watch.recorded_scores(start))
@@ -211,6 +219,7 @@ def _assembled(
 ) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config = loaded.config
+    check_roll_back(config.spikes, every=config.checkpoint.every, keep_last=config.checkpoint.keep_last)
     if own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if model is None and data is None:
@@ -223,6 +232,7 @@ def _assembled(
             "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
             "or from Python validation=0.1"
         )
+    check_can_go_back(config.spikes, opened)
     run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
     check_memory(run)
     return run
@@ -263,10 +273,11 @@ def _compiled_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
-            _compile(run, progress, check)
+            together(lambda: _compile_beside(created, run, progress, check))
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-                state = checkpointer.restore(without_base(run.step.abstract_state, trains))
+                saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
+                state = as_kept(checkpointer.restore(saved), run.step)
                 record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
                 if record is None or trains is None:
                     return state, None
@@ -286,6 +297,20 @@ def _compiled_state(
 def _created(run: Run, own_step: OwnStep) -> TrainState:
     """The state at step 0."""
     return run.step.init(run.config.seed, **start_of(run, own_step))
+
+
+def _compile_beside(
+    created: Future[TrainState] | None, run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]
+) -> None:
+    """Compile the step while another thread creates the state; of several processes, none goes on before both are done.
+
+    Collectives of the two threads could meet in another order in another process.
+    """
+    try:
+        _compile(run, progress, check)
+    finally:
+        if created is not None and jax.process_count() > 1:
+            wait([created])
 
 
 def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:

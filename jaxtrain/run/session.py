@@ -15,7 +15,11 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.models.model import Params
+from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.base import trained_leaves
+from jaxtrain.run.checked_step import checked_step
+from jaxtrain.run.go_back import frozen_params, restored_before
 from jaxtrain.run.held_out import HeldOut, shown_metrics
 from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
 from jaxtrain.run.loop import Hooks, train_loop
@@ -23,6 +27,7 @@ from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
+from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
 from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.step_log import StepLog
@@ -42,7 +47,7 @@ class Session:
         run_dir: directory of the run, which this process holds.
         start: number of steps that were done before this process started.
         state: the state after step `start`, on the mesh; the first step donates it, so do not use it afterwards.
-        metadata: what each checkpoint says of the run that wrote it.
+        metadata: what each checkpoint says of the run that wrote it; a roll back adds itself.
         checkpointer: of the run directory.
         saves: through it.
         record: the files that grow with the run.
@@ -58,7 +63,7 @@ class Session:
     run_dir: Path
     start: int
     state: TrainState
-    metadata: Mapping[str, Any]
+    metadata: dict[str, Any]
     checkpointer: Checkpointer
     saves: RunSaves
     record: RunRecord
@@ -134,7 +139,8 @@ def _lacks_evaluation(session: Session) -> bool:
 def _add_evaluation(session: Session, number: int) -> None:
     """Add the result of an evaluation to the checkpoint of its step, which was saved before."""
     loss = session.held_out.loss_after(number)
-    if loss is not None:
+    # A save may have failed; the wait for it says so.
+    if loss is not None and from_process_0(lambda: number in session.checkpointer.steps()):
         session.checkpointer.add_eval_loss(number, loss, score=session.watch.score_after(number))
 
 
@@ -157,38 +163,79 @@ def _finish(session: Session, done: int, state: TrainState) -> str | None:
 
 def _train_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
-    run, train, start = session.run, session.run.config.train, session.start
-    depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
-    batches = prefetch(run.step.loader(run.batches), start, train.steps, depth=depth)
-    session.progress.start(train.steps, start)
-    try:
-        state, done = train_loop(
-            run.step,
-            session.state,
-            session.interrupt.until_asked(batches),
-            first=start + 1,
-            last=train.steps,
-            max_skipped_in_a_row=train.max_skipped_in_a_row,
-            hooks=_hooks(session),
-        )
-    except StoppedWaiting:
-        # Before the first step of this process: the state is the one that it began with.
-        state, done = session.state, start
-        if not start:
-            raise PreemptedError(
-                f"stopped before the first step of {train.steps}{session.interrupt.seconds_since()}; nothing is lost: "
-                "run again to start"
-            ) from None
-    finally:
-        batches.close()
-        session.profile.stop()
-    if done > start and session.watch.status is None:  # the loop pauses after a step only if another one follows
+    start, state = session.start, session.state
+    while True:
+        try:
+            state, done = _run_steps(session, start, state)
+            break
+        except SpikeError as error:
+            # The traceback holds the state that is given up.
+            spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
+        start, state = spike.to_step, _gone_back(session, spike, frozen)
+    if (
+        done > session.start and session.watch.status is None
+    ):  # the loop pauses after a step only if another one follows
         with _saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
     return state, done
 
 
-def _hooks(session: Session) -> Hooks:
+def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> TrainState:
+    """The state of an earlier checkpoint; what was noted of the steps after it is forgotten."""
+    spikes = session.run.config.spikes
+    assert spikes is not None, "no step is a spike without the group"
+    with session.record.spent.measure("creating state"):
+        state = restored_before(session.run.step, session.checkpointer, spike, frozen)
+    session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
+    session.record.go_back(spike.to_step, session.metadata)
+    session.watch.go_back(spike.to_step)
+    session.held_out.go_back()
+    return state
+
+
+def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainState, int]:
+    """Run the steps from a state on; returns the state and the number of the last step that ran.
+
+    Raises:
+        SpikeError: the run is to go back.
+    """
+    run, train = session.run, session.run.config.train
+    depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
+    load, rolled_back = run.step.loader(run.batches), recorded(session.metadata)
+    batches = prefetch(lambda k: load(batch_of(k, rolled_back)), start, train.steps, depth=depth)
+    bad_steps = BadSteps(
+        run,
+        session.run_dir,
+        checkpointer=session.checkpointer,
+        metadata=session.metadata,
+        progress=session.progress,
+        spent=session.record.spent,
+    )
+    session.progress.start(train.steps, start)
+    try:
+        return train_loop(
+            checked_step(run.step, run.config.checks, start=start),
+            state,
+            bad_steps.following(session.interrupt.until_asked(batches), start + 1),
+            first=start + 1,
+            last=train.steps,
+            max_skipped_in_a_row=train.max_skipped_in_a_row,
+            hooks=_hooks(session, bad_steps),
+        )
+    except StoppedWaiting:
+        # Before the first step: the state is the one that they begin with.
+        if start:
+            return state, start
+        raise PreemptedError(
+            f"stopped before the first step of {train.steps}{session.interrupt.seconds_since()}; nothing is lost: "
+            "run again to start"
+        ) from None
+    finally:
+        batches.close()
+        session.profile.stop()
+
+
+def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     """What happens around the steps."""
     evaluate_every = session.run.config.evaluation.every
     wants_save = [False]  # after the last step
@@ -197,6 +244,7 @@ def _hooks(session: Session) -> Hooks:
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)
+        bad_steps.note(number, metrics)
         collector.resume()  # beside the next step, which is under way
 
     def wants_pause(number: int) -> bool:
@@ -296,7 +344,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
-    record.keep_time()
+    record.keep_time(number)
     return began
 
 
