@@ -99,7 +99,8 @@ def train_session(session: Session) -> Result:
         _stop(session, done, state)
     is_repeated = (session.start >= last or had_stopped) and not _lacks_evaluation(session)
     _evaluate(session, done, state, is_repeated=is_repeated)
-    if not _save(session, done, state) and not is_repeated:
+    _save(session, done, state)
+    if done == session.start and not is_repeated:
         _add_evaluation(session, done)
     sample = _finish(session, done, state)
     if session.start >= last:
@@ -337,13 +338,11 @@ def _stopped_line(session: Session, number: int, seconds: float) -> str:
     )
 
 
-def _save(session: Session, number: int, state: TrainState) -> bool:
-    """Begin a save; False where the step was saved already."""
+def _save(session: Session, number: int, state: TrainState) -> None:
     if not _write(session, number, state):
-        return False
+        return
     if session.watch.wants_complete_saves and session.saves.settle():
         session.watch.saved(number, state)
-    return True
 
 
 def _write(session: Session, number: int, state: TrainState) -> bool:

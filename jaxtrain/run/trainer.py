@@ -159,9 +159,9 @@ def train_loaded(
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
 
-        if main:
-            mend_run(folder, shown.message)
         with interrupt.free_to_leave():
+            if main:
+                mend_run(folder, shown.message)
             session = prepare_session(
                 loaded,
                 folder,
