@@ -12,6 +12,7 @@ from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.finetune import FinetuneConfig
 from jaxtrain.config.loss import check_blocks, check_preference
 from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.config.numbers import Length, NonNegative, PositiveInt, Rows, Scale, Share, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
@@ -297,6 +298,8 @@ class Config(Group):
     """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+    notices: NoticesConfig = NoticesConfig()
+    """Signals and maintenance notices."""
     watchdog: WatchdogConfig | None = None
     """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
 
