@@ -129,17 +129,19 @@ class RunSaves:
         if self._failure is not None:
             raise StorageError(f"{self._failure}; {self._left()}")
 
-    def close(self, *, hurry: bool = False) -> None:
+    def close(self, *, hurry: bool = False, agrees: bool = True) -> None:
         """Finish the last save, then release the threads.
 
         Args:
             hurry: see `wait`.
+            agrees: whether the other processes close too, so that all can hear of a failure.
 
         Raises:
             StorageError: the last save failed.
         """
         try:
-            self.wait(hurry=hurry)
+            if agrees or not self._several:
+                self.wait(hurry=hurry)
         finally:
             self._checkpointer.close(hurry=True)
 

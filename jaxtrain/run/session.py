@@ -39,6 +39,9 @@ from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
 
+# How a run may end in one process while the others are elsewhere, so that they agree on nothing.
+_OF_ONE_PROCESS = ("failed", "stopped")
+
 
 @dataclass(frozen=True)
 class Session:
@@ -120,7 +123,7 @@ def train_session(session: Session) -> Result:
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     with session.record.spent.measure("saving"):
-        session.saves.close(hurry=status == "preempted")
+        session.saves.close(hurry=status == "preempted", agrees=status not in _OF_ONE_PROCESS)
     session.activity.writes(None)
     with session.activity.during("report"):
         session.record.close(status, _final_metrics(session), session.progress)
