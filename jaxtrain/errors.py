@@ -81,3 +81,18 @@ class PreemptedError(UserError):
     """
 
     exit_code = 75
+
+
+class StorageError(UserError):
+    """What a run writes cannot be written any longer, because of the disk and not of a setting (exit code 1).
+
+    Example:
+        >>> from jaxtrain.errors import StorageError
+        >>> try:
+        ...     raise StorageError("step 40 is not saved: No space left on device")  # as run_config does
+        ... except jt.UserError as error:
+        ...     print(error.exit_code)
+        1
+    """
+
+    exit_code = 1

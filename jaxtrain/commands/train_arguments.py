@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxtrain.commands.command import count, step_number
+from jaxtrain.commands.command import process_count, step_number
 from jaxtrain.commands.shared_arguments import add_config, add_emulate
 from jaxtrain.errors import ConfigError
 
@@ -52,12 +52,14 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
         "jaxtrain launch --processes N [--emulate M] [--restarts R] -- COMMAND\n\n"
         "COMMAND: train CONFIG ..., python my.py ..."
     )
-    parser.add_argument("--processes", type=count, required=True, metavar="N", help="how many processes to start")
-    parser.add_argument("--emulate", type=count, metavar="M", help="emulate M CPU devices in each process")
+    parser.add_argument(
+        "--processes", type=process_count, required=True, metavar="N", help="how many processes to start"
+    )
+    parser.add_argument("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
     parser.add_argument("--restarts", type=step_number, default=0, metavar="R", help=_RESTARTS.replace("N", "R"))
     parser.add_argument(
         "--min-processes",
-        type=count,
+        type=process_count,
         metavar="K",
         help="where a run fails twice in a row at one step, restart with a process less, down to K; default: all",
     )

@@ -4,13 +4,20 @@ from pathlib import Path
 
 from jaxtrain.config import Loaded
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.run_name import check_run_name
+from jaxtrain.errors import ConfigError
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
     """The directory of a run: the one that was given, or runs/<name>."""
     if run_dir is not None:
         return local_path(run_dir, what="run directory")
-    return Path("runs") / local_path(name, what="name")
+    folder = local_path(name, what="name")
+    try:
+        check_run_name(name)
+    except ValueError as error:
+        raise ConfigError(f"name: {error}") from None
+    return Path("runs") / folder
 
 
 def folder_of(loaded: Loaded, run_dir: str | Path | None) -> Path:

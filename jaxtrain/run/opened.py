@@ -136,9 +136,10 @@ class OpenedRun:
     def tokenizer(self) -> "Tokenizer | None":
         """What made the run's tokens; None where the run has none."""
         from jaxtrain.data import load_tokenizer
+        from jaxtrain.run.kept_tokenizer import tokenizer_file
 
-        path = self.run_dir / "tokenizer.json"
-        return load_tokenizer(path) if path.is_file() else None
+        path = tokenizer_file(self.run_dir, self.info, self._report)
+        return None if path is None else load_tokenizer(path)
 
     @functools.cached_property
     def data(self) -> "Data":

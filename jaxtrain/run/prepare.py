@@ -29,6 +29,7 @@ from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import optimizer_notes, own_parts
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
@@ -42,12 +43,13 @@ from jaxtrain.run.resume import (
     run_metadata,
     set_aside,
 )
+from jaxtrain.run.saves import RunSaves, mirror_folder
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.agreement import together
 from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compilation_cache import cache_folder
+from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.own_step import OwnStep
@@ -145,6 +147,7 @@ def prepare_session(
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
         if resumed is None:
+            checkpointer.begin_anew()
             keep_base(base, run, state, run_dir)
         if run.awaits_reference:
             with spent.measure("evaluation"):
@@ -154,8 +157,17 @@ def prepare_session(
         row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
         record = open_record(
-            loaded, run, run_dir, start=start, has_ended=has_ended, metadata=metadata, spent=spent, main=main
+            loaded,
+            run,
+            run_dir,
+            start=start,
+            has_ended=has_ended,
+            metadata=metadata,
+            spent=spent,
+            main=main,
+            report=progress.message,
         )
+        metadata["run"] = record.kept
         return Session(
             run=run,
             run_dir=run_dir,
@@ -163,6 +175,7 @@ def prepare_session(
             state=state,
             metadata=metadata,
             checkpointer=checkpointer,
+            saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
             held_out=HeldOut(run, record, progress, evaluator=evaluator),
@@ -211,7 +224,9 @@ def _assembled(
             "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
             "or from Python validation=0.1"
         )
-    return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
+    run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
+    check_memory(run)
+    return run
 
 
 def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
@@ -221,6 +236,7 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         keep_best=keep.keep_best,
+        mirror=mirror_folder(keep.mirror, run_dir),
         report=progress.message,
     )
 
@@ -303,7 +319,8 @@ def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], 
     try:
         with progress.phase("compiling") as phase:
             run.step.use(lowered.compile(), choices=choices)
-            kept = cache_folder(run.config.compilation_cache) is not None
+            folder = cache_folder(run.config.compilation_cache)
+            kept = folder is not None and why_not_writable(folder) is None
             # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
             found = "cache_hits" in seen and "cache_misses" not in seen
             phase.note("from cache" if found else "cached next time" if kept else "")

@@ -9,10 +9,12 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.run.called_sources import called_sources
+from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
 from jaxtrain.runtime.attempt import attempt
@@ -70,7 +72,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
     """
     return {
         "name": run.name,
-        "config": run.config.model_dump(mode="json"),
+        "config": redacted(run.config.model_dump(mode="json")),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
@@ -108,7 +110,7 @@ def set_aside(run_dir: Path) -> Path | None:
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
     # Rows of this supervisor's are of this run, whose first start did not live to its first save.
     restarts = () if attempt() else (RESTARTS_FILE,)
-    more = ("held_out.json", "rows.json", "reference.npz", "profile", KEPT, *restarts)
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", COPY_FILE, KEPT, *restarts)
     old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None

@@ -23,6 +23,7 @@ from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
 from jaxtrain.run.sample import sample_text
+from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.step_log import StepLog
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
@@ -42,6 +43,7 @@ class Session:
         state: the state after step `start`, on the mesh; the first step donates it, so do not use it afterwards.
         metadata: what each checkpoint says of the run that wrote it.
         checkpointer: of the run directory.
+        saves: through it.
         record: the files that grow with the run.
         steps: measures and logs the steps.
         held_out: evaluates.
@@ -57,6 +59,7 @@ class Session:
     state: TrainState
     metadata: Mapping[str, Any]
     checkpointer: Checkpointer
+    saves: RunSaves
     record: RunRecord
     steps: StepLog
     held_out: HeldOut
@@ -72,7 +75,7 @@ def train_session(session: Session) -> Result:
     Raises:
         PreemptedError: stopped by a signal; the state is saved.
         DivergedError: non-finite steps in a row.
-        CheckpointError: a save failed.
+        StorageError: the last save failed, or several in a row.
         DataError: the data gave no further batch; the state is saved.
     """
     last, watch = session.run.config.train.steps, session.watch
@@ -84,7 +87,7 @@ def train_session(session: Session) -> Result:
     state, done = (session.state, session.start) if is_over else _train_steps(session)
     if done < last and watch.status is None:
         _save(session, done, state)
-        session.checkpointer.wait()
+        session.saves.wait(hurry=True)
         raise PreemptedError(
             f"stopped after step {done} of {last}; saved in {session.run_dir / 'checkpoints'}: run again to go on"
         )
@@ -93,7 +96,7 @@ def train_session(session: Session) -> Result:
     _save(session, done, state)
     if session.record.draws_report:
         with spent.measure("saving"):
-            session.checkpointer.wait()  # what follows may fail, and the run is saved whatever it does
+            session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
         with spent.measure("evaluation"):
             session.record.held_out(held_out_details(session.run, state, done, session.progress))
     with spent.measure("sampling"):
@@ -117,7 +120,7 @@ def train_session(session: Session) -> Result:
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     with session.record.spent.measure("saving"):
-        session.checkpointer.close()
+        session.saves.close(hurry=status == "preempted")
     session.record.close(status, _final_metrics(session), session.progress)
 
 
@@ -162,7 +165,7 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
 def _hooks(session: Session) -> Hooks:
     """What happens around the steps."""
     evaluate_every = session.run.config.evaluation.every
-    save_every = session.run.config.checkpoint.every
+    wants_save = [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         session.profile.after_step(number)
@@ -171,8 +174,9 @@ def _hooks(session: Session) -> Hooks:
         collector.resume()  # beside the next step, which is under way
 
     def wants_pause(number: int) -> bool:
-        session.checkpointer.check()
-        return _is_due(number, save_every) or _is_due(number, evaluate_every) or session.watch.is_due(number)
+        session.saves.check()
+        wants_save[0] = session.saves.is_due(number)
+        return wants_save[0] or _is_due(number, evaluate_every) or session.watch.is_due(number)
 
     def pause(number: int, state: TrainState) -> bool:
         watch = session.watch
@@ -181,7 +185,7 @@ def _hooks(session: Session) -> Hooks:
         if _is_due(number, evaluate_every):
             _evaluate(session, number, state)
         # A run that stops is saved at its end.
-        if watch.status is None and (_is_due(number, save_every) or watch.wants_save(number)):
+        if watch.status is None and (wants_save[0] or watch.wants_save(number)):
             _save(session, number, state)
         return watch.status is not None
 
@@ -217,8 +221,7 @@ def _evaluate(session: Session, number: int, state: TrainState, *, is_repeated: 
 def _save(session: Session, number: int, state: TrainState) -> None:
     if not _write(session, number, state):
         return
-    if session.watch.wants_complete_saves:
-        session.checkpointer.wait()
+    if session.watch.wants_complete_saves and session.saves.settle():
         session.watch.saved(number, state)
 
 
@@ -227,7 +230,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     record, loss, score = session.record, session.held_out.loss_after(number), session.watch.score_after(number)
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
-        began = session.checkpointer.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
+        began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
     record.keep_time(number)
     return began
 
@@ -248,7 +251,7 @@ def _saved_on_failure(session: Session, number: int, state: TrainState) -> bool:
         return False
     with contextlib.suppress(Exception):
         _write(session, number, state)
-        session.checkpointer.wait()
+        session.saves.wait(hurry=True)
         return True
     return False
 

@@ -13,8 +13,10 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
 from jaxtrain.run.folder import folder_of
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.result import Result
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.files import files_for_the_group
 
 if TYPE_CHECKING:
     import optax
@@ -77,6 +79,7 @@ def run_config(
         4
     """
     _check_call(overrides, resume, progress)
+    mend_run(config if isinstance(config, str | Path) else None)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
@@ -142,10 +145,12 @@ def train_loaded(
     agree_on_start(loaded, folder, resume=resume)
     main = distributed.is_main_process()
     shown = progress or Progress(process_index=0 if main else 1)
-    with shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt:
+    with files_for_the_group(), shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt:
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
 
+        if main:
+            mend_run(folder, shown.message)
         session = prepare_session(
             loaded,
             folder,

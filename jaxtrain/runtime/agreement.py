@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, UserError
+from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, StorageError, UserError
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import detect_cluster, environment_number
 from jaxtrain.runtime.remarks import print_remark
@@ -30,7 +30,7 @@ _JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 # How long a process with an error waits for those that it tells of it.
 _TELLING_SECONDS = 60
 _LONGEST_VALUE = 80
-_ERRORS = {error.exit_code: error for error in (ConfigError, DataError, CheckpointError, DivergedError)}
+_ERRORS = {error.exit_code: error for error in (ConfigError, DataError, CheckpointError, DivergedError, StorageError)}
 # Every process asks for the same barriers in the same order, and none of them twice.
 _numbers = itertools.count()
 

@@ -51,7 +51,8 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     # jax reads it when it first uses a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     if emulate is not None:
-        emulate = check_whole(emulate, what="emulate (number of devices)", least=1, write="start(emulate=8)")
+        # Each is a thread, and more than this many stop the process.
+        emulate = check_whole(emulate, what="emulate (number of devices)", least=1, most=4096, write="start(emulate=8)")
         _emulate(emulate)
     use_cache(compilation_cache)
     cluster = detect_cluster()
