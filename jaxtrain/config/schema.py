@@ -12,10 +12,12 @@ from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.finetune import FinetuneConfig
 from jaxtrain.config.loss import check_blocks, check_preference
 from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.config.numbers import Length, NonNegative, PositiveInt, Rows, Scale, Share, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
 from jaxtrain.config.run_name import check_run_name
+from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
@@ -289,8 +291,14 @@ class Config(Group):
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
+    spikes: SpikesConfig | None = None
+    """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
+    checks: ChecksConfig | None = None
+    """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+    notices: NoticesConfig = NoticesConfig()
+    """Signals and maintenance notices."""
 
     @field_validator("name")
     @classmethod

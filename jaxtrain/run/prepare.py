@@ -11,6 +11,7 @@ import jax
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
@@ -43,8 +44,10 @@ from jaxtrain.run.resume import (
     run_metadata,
     set_aside,
 )
+from jaxtrain.run.roll_back import RECORD, check_can_go_back
 from jaxtrain.run.saves import RunSaves, mirror_folder
 from jaxtrain.run.session import Session
+from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.agreement import together
@@ -97,6 +100,7 @@ def prepare_session(
     with spent.measure("reading data"):
         parts = {"model": model, "task": task, "data": data, "own_step": own_step}
         run = together(lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
+    interrupt.check()
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
@@ -109,7 +113,7 @@ def prepare_session(
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
         if resumed is not None:
-            target = without_base(run.step.abstract_state, trained_leaves(run.step))
+            target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
@@ -132,8 +136,11 @@ def prepare_session(
         state, base = _compiled_state(
             run, run_dir, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
         )
+        interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
+        if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
+            metadata[RECORD] = found[RECORD]
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
             checkpointer.score_again(watch.recorded_scores(start))
@@ -178,7 +185,7 @@ def prepare_session(
             saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt),
             watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
@@ -212,6 +219,7 @@ def _assembled(
 ) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config = loaded.config
+    check_roll_back(config.spikes, every=config.checkpoint.every, keep_last=config.checkpoint.keep_last)
     if own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if model is None and data is None:
@@ -224,6 +232,7 @@ def _assembled(
             "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
             "or from Python validation=0.1"
         )
+    check_can_go_back(config.spikes, opened)
     run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
     check_memory(run)
     return run
@@ -267,7 +276,8 @@ def _compiled_state(
             together(lambda: _compile_beside(created, run, progress, check))
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-                state = checkpointer.restore(without_base(run.step.abstract_state, trains))
+                saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
+                state = as_kept(checkpointer.restore(saved), run.step)
                 record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
                 if record is None or trains is None:
                     return state, None

@@ -25,6 +25,7 @@ from jaxtrain.run.kept_tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokeniz
 from jaxtrain.run.mended import kept_info
 from jaxtrain.run.published import keep_published
 from jaxtrain.run.restarted import seconds_before
+from jaxtrain.run.roll_back import RECORD
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import put_aside, strict_json, write_text_atomic
@@ -47,6 +48,7 @@ class RunRecord:
         draws_report: whether report.html is drawn at the end.
         place: notices that files are gone; None: nobody does.
         report: called with one line for people.
+        reopened: step -> writers and place again, for a run that goes on from an earlier step; drops the rows after it.
 
     Attributes:
         spent: as given; who spends time on the run adds it there.
@@ -64,9 +66,10 @@ class RunRecord:
         draws_report: bool,
         place: InPlace | None = None,
         report: Callable[[str], None] = print_remark,
+        reopened: Callable[[int], tuple[MultiWriter, InPlace]] | None = None,
     ) -> None:
         self._run_dir = run_dir
-        self._writers = writers
+        self._writers, self._reopened = writers, reopened
         self._info = None if was_done else info
         self._is_main = info is not None
         self._was_done = was_done
@@ -142,6 +145,20 @@ class RunRecord:
         path = self._run_dir / "run.json"
         put_aside(path)
         write_json_atomic(path, {**(self._info or {}), "seconds": self.spent.seconds()})
+
+    def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
+
+        Args:
+            step: the step.
+            metadata: of the run's next checkpoint.
+        """
+        if self._reopened is not None:
+            self._writers.close()
+            self._writers, self._place = self._reopened(step)
+        if self._info is not None:
+            self._info = {**self._info, RECORD: metadata[RECORD]}
+            self.keep_time(step)
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
@@ -264,9 +281,8 @@ def open_record(
     # Before the rows of lost steps are dropped, which changes when the file was last written.
     earlier = seconds_before(run_dir, before, start=start, began_at=spent.began_at)
     # Last, because whatever fails after it would leave them open.
-    jsonl, *dashboards = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start).writers
-    assert isinstance(jsonl, JsonlWriter)
-    metrics = LastingWriter(jsonl, report)
+    reopened = functools.partial(_opened, run_dir, loaded, report)
+    writers, place = reopened(start)
     adapters = config.finetune.lora is not None
     info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
     info["created"] = before.get("created") or info["created"]
@@ -276,14 +292,24 @@ def open_record(
     spent.after(earlier)
     return RunRecord(
         run_dir,
-        writers=MultiWriter([metrics, *dashboards]),
-        place=InPlace(run_dir, metrics=metrics, report=report),
+        writers=writers,
+        place=place,
         report=report,
         info=info,
         was_done=has_ended and before.get("status") in ("done", EARLY_STOPPED),
         spent=spent,
         draws_report=draws_report,
+        reopened=reopened,
     )
+
+
+def _opened(run_dir: Path, loaded: Loaded, report: Callable[[str], None], step: int) -> tuple[MultiWriter, InPlace]:
+    """The writers of a run that goes on from a step, and what notices that their files are gone."""
+    opened = open_writers(run_dir, loaded.config.logging, run_name=loaded.name, resumed_step=step)
+    jsonl, *dashboards = opened.writers
+    assert isinstance(jsonl, JsonlWriter)
+    metrics = LastingWriter(jsonl, report)
+    return MultiWriter([metrics, *dashboards]), InPlace(run_dir, metrics=metrics, report=report)
 
 
 def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
@@ -323,6 +349,8 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]
     info["base"] = metadata.get("base")
+    if RECORD in metadata:
+        info[RECORD] = metadata[RECORD]
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info

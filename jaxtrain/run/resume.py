@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
@@ -32,6 +33,8 @@ _SHAPES_STATE = {
 # data is noticed by its content, and more steps are how a run is made longer.
 _SAME_TRAINING = (
     *(f"{group}." for group in ("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile")),
+    "checks.",
+    "notices.",
     *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
     *("loss.logits ", "loss.block ", "compiler_options"),
@@ -194,12 +197,17 @@ def changes_since(
     """
     parts = recorded_parts(current)
     check_given_again(saved, parts, run_dir)
-    before, after = saved.get("config", {}), current["config"]
+    before, after = _with_later_groups(saved.get("config", {})), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
     if not may_change:
         check_same_training(changes, before, after, run_dir=run_dir)
     check_stream(saved.get("stream", {}), current["stream"])
     return changes
+
+
+def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a checkpoint, with the defaults of groups that jaxtrain did not have when it was saved."""
+    return {**Config().model_dump(mode="json"), **config} if config else config
 
 
 def check_same_training(

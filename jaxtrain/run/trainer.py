@@ -145,25 +145,31 @@ def train_loaded(
     agree_on_start(loaded, folder, resume=resume)
     main = distributed.is_main_process()
     shown = progress or Progress(process_index=0 if main else 1)
-    with files_for_the_group(), shown, distributed.on_main_process(RunLock(folder)), Interrupt() as interrupt:
+    with (
+        files_for_the_group(),
+        shown,
+        distributed.on_main_process(RunLock(folder)),
+        Interrupt(loaded.config.notices) as interrupt,
+    ):
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
 
         if main:
             mend_run(folder, shown.message)
-        session = prepare_session(
-            loaded,
-            folder,
-            resume=resume,
-            model=model,
-            task=task,
-            data=data,
-            own_step=own_step,
-            callbacks=functions,
-            progress=shown,
-            interrupt=interrupt,
-            main=main,
-        )
+        with interrupt.free_to_leave():
+            session = prepare_session(
+                loaded,
+                folder,
+                resume=resume,
+                model=model,
+                task=task,
+                data=data,
+                own_step=own_step,
+                callbacks=functions,
+                progress=shown,
+                interrupt=interrupt,
+                main=main,
+            )
         with closing_on_failure(lambda status: close_session(session, status)):
             return train_session(session)
 
