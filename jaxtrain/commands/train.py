@@ -32,6 +32,7 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
     """
     with counted_from(time.monotonic()):
         from jaxtrain.commands.own_code import own_code
+        from jaxtrain.run.mended import mend_run
         from jaxtrain.run.trainer import run_config
         from jaxtrain.runtime.agreement import announced
 

@@ -9,7 +9,11 @@ from jaxtrain.errors import ConfigError
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """The directory of a run: the one that was given, or runs/<name>."""
+    """The directory of a run: the one that was given, or runs/<name>.
+
+    Raises:
+        ConfigError: the name cannot be that of a folder.
+    """
     if run_dir is not None:
         return local_path(run_dir, what="run directory")
     folder = local_path(name, what="name")

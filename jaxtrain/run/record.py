@@ -104,10 +104,12 @@ class RunRecord:
     def keep_time(self, step: int) -> None:
         """Write into run.json where the time went until this save: a run that is killed goes on counting from it."""
         self.look()
-        if self._info is None:
-            return
-        saves = with_save(self._info.get("saves"), save_entry(step, self.spent.seconds(), at=time.time()))
-        self._info = {**self._info, "saves": saves}
+        if self._info is not None:
+            entry = save_entry(step, self.spent.seconds(), at=time.time())
+            self._info = {**self._info, "saves": with_save(self._info.get("saves"), entry)}
+            self._try_to_write_info()
+
+    def _try_to_write_info(self) -> None:
         before, self._unwritten = self._unwritten, None
         try:
             self._write_info()
@@ -158,7 +160,7 @@ class RunRecord:
             self._writers, self._place = self._reopened(step)
         if self._info is not None:
             self._info = {**self._info, RECORD: metadata[RECORD]}
-            self.keep_time(step)
+            self._try_to_write_info()
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
