@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.errors import DataError, PreemptedError
+from jaxtrain.runtime.early_signals import end_at_signal
 from jaxtrain.runtime.notebook import in_notebook
 from jaxtrain.runtime.notices import watch_metadata
 from jaxtrain.runtime.remarks import print_remark
@@ -226,7 +227,7 @@ class Interrupt:
         for number in _NAMES:
             handler = signal.getsignal(number)
             is_jax = self._several and number == signal.SIGTERM
-            if not is_jax and (number not in _ONLY_WHERE_DEADLY or handler is signal.SIG_DFL):
+            if not is_jax and (number not in _ONLY_WHERE_DEADLY or handler in (signal.SIG_DFL, end_at_signal)):
                 self._previous[number] = signal.signal(number, self._handle)
         read, write = os.pipe()
         os.set_blocking(write, False)

@@ -172,9 +172,8 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
             # The traceback holds the state that is given up.
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
         start, state = spike.to_step, _gone_back(session, spike, frozen)
-    if (
-        done > session.start and session.watch.status is None
-    ):  # the loop pauses after a step only if another one follows
+    # The loop pauses after a step only if another one follows.
+    if done > session.start and session.watch.status is None:
         with _saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
     return state, done
