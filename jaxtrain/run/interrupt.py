@@ -97,6 +97,7 @@ class Interrupt:
         self._notice = ""
         self._reason = ""
         self._since: float | None = None
+        self._is_told = False
         self._insisted: float | None = None
         self._watcher: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
@@ -245,6 +246,8 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         is_first, self._wanted = not self._wanted, True
+        if self._since is None:  # this thread may be quicker than the one that watches
+            self._reason, self._since = self._notice or _NAMES[signal.Signals(number)], time.monotonic()
         if is_first and self._place is not None and self._place.raises:
             raise StopNow
 
@@ -282,12 +285,14 @@ class Interrupt:
     def _hear(self, number: signal.Signals) -> None:
         if number == signal.SIGHUP:
             _forget_lost_terminal()
-        if self._since is None:
+        if not self._is_told:
             is_notice = number == signal.SIGTERM and self._notice
             self._note(self._notice if is_notice else _NAMES[number], more=number == signal.SIGINT)
 
     def _note(self, reason: str, *, more: bool = False) -> None:
-        self._reason, self._since = reason, time.monotonic()
+        self._is_told = True
+        if self._since is None:
+            self._reason, self._since = reason, time.monotonic()
         place = self._place
         does = "finishing the step, saving" if place is None else place.says
         ending = "; press again to stop at once" if more else ""
