@@ -5,8 +5,8 @@ No jax here.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -56,6 +56,7 @@ class TimeSpent:
         earlier: part -> seconds of the processes before this one, as `seconds` gave them.
         began: `time.monotonic()` when this process began to work on the run; None: that of `counted_from`, the time
             since then being the part `starting`, or this call.
+        during: marks a block as a part for others, such as the watchdog.
 
     Example:
         spent = TimeSpent()
@@ -64,7 +65,14 @@ class TimeSpent:
         spent.seconds()["evaluation"]
     """
 
-    def __init__(self, earlier: Mapping[str, float] | None = None, *, began: float | None = None) -> None:
+    def __init__(
+        self,
+        earlier: Mapping[str, float] | None = None,
+        *,
+        began: float | None = None,
+        during: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._during = during
         called = time.monotonic()
         counted = _BEGAN.get()
         self._earlier = dict(earlier or {})
@@ -91,7 +99,8 @@ class TimeSpent:
         """Add the time of a block to a part, also where the block raises."""
         begin = time.monotonic()
         try:
-            yield
+            with self._during(part):
+                yield
         finally:
             self._own[part] += time.monotonic() - begin
 

@@ -22,6 +22,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
+from jaxtrain.run.activity import Activity
 from jaxtrain.run.agreed import data_facts
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
@@ -78,6 +79,7 @@ def prepare_session(
     callbacks: Sequence[Callback],
     progress: Progress,
     interrupt: Interrupt,
+    activity: Activity,
     main: bool,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made.
@@ -91,12 +93,13 @@ def prepare_session(
         callbacks: called between the steps.
         progress: what people see.
         interrupt: entered.
+        activity: is told what this process does.
         main: whether this process writes.
 
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
-    spent = TimeSpent()
+    spent = TimeSpent(during=activity.during)
     with spent.measure("reading data"):
         parts = {"model": model, "task": task, "data": data, "own_step": own_step}
         run = together(lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
@@ -141,6 +144,7 @@ def prepare_session(
         start = 0 if resumed is None else int(state.step)
         if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
             metadata[RECORD] = found[RECORD]
+        activity.begins_at(start)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
             checkpointer.score_again(watch.recorded_scores(start))
@@ -185,11 +189,12 @@ def prepare_session(
             saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt, activity=activity),
             watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
             interrupt=interrupt,
+            activity=activity,
         )
 
 

@@ -37,7 +37,7 @@ _SAME_TRAINING = (
     "notices.",
     *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
-    *("loss.logits ", "loss.block ", "compiler_options"),
+    *("loss.logits ", "loss.block ", "compiler_options", "watchdog"),
 )
 # What identifies rows that were given for evaluation, in the description of the data.
 _HELD_OUT = "validation."

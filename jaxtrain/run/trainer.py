@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.arguments import check_choice, check_kind
 from jaxtrain.config.schema import EarlyStoppingConfig
+from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
@@ -84,7 +85,9 @@ def run_config(
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
     folder = folder_of(loaded, run_dir)
-    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
+    watchdog = limits(loaded.config.watchdog)
+    lost = None if watchdog is None else watchdog.lost_seconds
+    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
     _check_parts(model=model, task=task, data=data)
     own_step = _own_step(optimizer, learning_rate)
     if model is None:
@@ -141,6 +144,7 @@ def train_loaded(
     from jaxtrain.run.agreed import agree_on_start
     from jaxtrain.run.interrupt import Interrupt
     from jaxtrain.run.lock import RunLock
+    from jaxtrain.run.watchdog import watched
 
     agree_on_start(loaded, folder, resume=resume)
     main = distributed.is_main_process()
@@ -150,6 +154,7 @@ def train_loaded(
         shown,
         distributed.on_main_process(RunLock(folder)),
         Interrupt(loaded.config.notices) as interrupt,
+        watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
     ):
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
@@ -168,6 +173,7 @@ def train_loaded(
                 callbacks=functions,
                 progress=shown,
                 interrupt=interrupt,
+                activity=activity,
                 main=main,
             )
         with closing_on_failure(lambda status: close_session(session, status)):
