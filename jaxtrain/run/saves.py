@@ -125,7 +125,7 @@ class RunSaves:
             raise StorageError(f"{self._failure}; {self._left()}")
 
     def close(self, *, hurry: bool = False) -> None:
-        """Finish the last save, then release the threads.
+        """Finish the last save, then release the threads; a second call raises nothing.
 
         Args:
             hurry: see `wait`.
@@ -136,6 +136,7 @@ class RunSaves:
         try:
             self.wait(hurry=hurry)
         finally:
+            self._failure = None  # it is said once: what ends after it must end
             self._checkpointer.close(hurry=True)
 
     def _settle(self, *, hurry: bool) -> None:
