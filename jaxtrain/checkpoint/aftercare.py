@@ -23,6 +23,7 @@ from jaxtrain.errors import CheckpointError
 _READ_BYTES = 64 * 2**20
 # A copy that stands still for this long is left behind when a run ends: a network file system may never answer.
 _PATIENCE_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Aftercare:
         self._lines: list[str] = []
         self._damaged: dict[int, str] = {}
         self._mirror_fails = False
+        self._stands_at: int | None = None
 
     def begin(self, step: int, *, verify: bool, keep: Callable[[Marks], set[int]]) -> None:
         """Read a complete step back, and copy it.
@@ -78,21 +80,22 @@ class Aftercare:
 
     def finish(self) -> None:
         """Wait until nothing is left to do, or what is done has stood still for a minute."""
-        while True:
-            with self._condition:
-                if self._condition.wait_for(lambda: not self._busy and self._waiting is None, timeout=1.0):
-                    return
-                before = self._copied()
-            started = time.monotonic()
-            while time.monotonic() - started < _PATIENCE_SECONDS:
+        copied, moved_at = self._copied(), time.monotonic()
+        while not self._is_idle():
+            if self._copied() != copied:
+                copied, moved_at = self._copied(), time.monotonic()
+            elif copied == self._stands_at:
+                return  # this was said before
+            elif time.monotonic() - moved_at > _PATIENCE_SECONDS:
+                self._stands_at = copied
                 with self._condition:
-                    if self._condition.wait_for(lambda: not self._busy and self._waiting is None, timeout=1.0):
-                        return
-                    if self._copied() != before:
-                        break
-            else:
-                self._lines.append(f"the copy of the newest checkpoint to {self._place()} stands still: it is left")
+                    self._lines.append(f"the copy of a checkpoint to {self._place()} stands still: it is left behind")
                 return
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is left to do, or will be within a moment."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._busy and self._waiting is None, timeout=_LOOK_SECONDS)
 
     def lines(self) -> list[str]:
         """Return what people should read of the work since the last call."""

@@ -23,6 +23,11 @@ _OWNER = "mirror_of.json"
 _CHUNK_BYTES = 4 * 2**20
 
 
+def mirror_folder(mirror: str | None, run_dir: Path) -> Path | None:
+    """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
+    return None if mirror is None else Path(mirror).expanduser().absolute() / run_dir.absolute().name
+
+
 class Mirror:
     """The second folder of the steps of one checkpoint directory; process 0 alone has one.
 

@@ -16,11 +16,6 @@ from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
 
 
-def mirror_folder(mirror: str | None, run_dir: Path) -> Path | None:
-    """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
-    return None if mirror is None else Path(mirror).expanduser().absolute() / run_dir.absolute().name
-
-
 class RunSaves:
     """Saves the states of a run; a save that fails stops the training only after several in a row.
 
