@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from jaxtrain.checkpoint import digest, directory
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import ReadError
@@ -76,7 +78,6 @@ class Aftercare:
                 # A daemon, because a file system that never answers must not keep the process from ending.
                 self._thread = threading.Thread(target=self._work, name="jaxtrain-checkpoints", daemon=True)
                 self._thread.start()
-            self._condition.notify_all()
 
     def finish(self) -> None:
         """Wait until nothing is left to do, or what is done has stood still for a minute."""
@@ -118,15 +119,17 @@ class Aftercare:
     def _work(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._waiting is not None)
-                job, self._waiting, self._busy = self._waiting, None, True
-            assert job is not None
+                job, self._waiting = self._waiting, None
+                self._busy = job is not None
+                if job is None:
+                    self._thread = None
+                    self._condition.notify_all()
+                    return
             try:
                 self._care_for(job)
-            finally:
+            except Exception as error:  # nobody hears of it here; the step stays unverified, and older ones stay
                 with self._condition:
-                    self._busy = False
-                    self._condition.notify_all()
+                    self._lines.append(f"step {job.step} cannot be looked after: {type(error).__name__}: {error}")
 
     def _care_for(self, job: _Job) -> None:
         if job.verify and job.step not in self.verified:
@@ -188,7 +191,8 @@ def _compare(info: CheckpointInfo, names: list[str]) -> None:
     except ReadError as error:
         kind = CheckpointError if error.of_this_machine else DamagedError
         raise kind(f"checkpoint {info.path} cannot be read back: {error}") from None
-    values = digest.digests(found)
+    arrays = {name: array for name, array in found.items() if isinstance(array, np.ndarray) and array.dtype != object}
+    values = digest.digests(arrays)
     altered = [name for name in names if values.get(name) != info.digests[name]]
     if altered:
         first = shown_name(altered[0])
