@@ -1,9 +1,10 @@
-"""What follows a complete save, in the background of training: the step is read back, then copied to the mirror.
+"""What follows a complete save, in the background of training: the step is flushed, read back, copied to the mirror.
 
 A step counts as verified once every array of it was read from the disk and has the digest that it had in memory. Only
 then are older steps deleted, so that a verified one is there at any time.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jaxtrain.checkpoint import digest, directory
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import ReadError
 from jaxtrain.checkpoint.line import Marks
-from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.mirror import Mirror, sync_folder
 from jaxtrain.checkpoint.storage import read_on_host
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.errors import CheckpointError
@@ -63,15 +64,13 @@ class Aftercare:
         self._stands_at: int | None = None
 
     def begin(self, step: int, *, verify: bool, keep: Callable[[Marks], set[int]]) -> None:
-        """Read a complete step back, and copy it.
+        """Flush a complete step to the disk, read it back, and copy it.
 
         Args:
             step: its number.
             verify: whether it is read back; a step that is copied always is.
             keep: of the steps that have a copy, with their marks, those that stay.
         """
-        if not verify and self.mirror is None:
-            return
         with self._condition:
             self._waiting = _Job(step, verify or self.mirror is not None, keep)
             if self._thread is None:
@@ -132,6 +131,8 @@ class Aftercare:
                     self._lines.append(f"step {job.step} cannot be looked after: {type(error).__name__}: {error}")
 
     def _care_for(self, job: _Job) -> None:
+        with contextlib.suppress(OSError):  # a step that was deleted meanwhile; what else fails shows in reading it
+            sync_folder(directory.step_path(self._folder, job.step))
         if job.verify and job.step not in self.verified:
             try:
                 verify_on_host(directory.read_info(self._folder, job.step))

@@ -1,6 +1,8 @@
 """A verified step is there at any time, whatever fails; the mirror holds what the directory holds."""
 
+import errno
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -186,3 +188,25 @@ def test_processes_agree_when_minutes_have_passed(skew: float) -> None:
     assert saved[1] in range(208, 222)
     assert {after - before for before, after in itertools.pairwise(saved[1:])} <= {12, 13}
     assert len(answers) < 12 * len(saved)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("place", ["record", "arrays"])
+def test_what_cannot_be_opened_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with Checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1, 2)
+        if place == "record":
+            monkeypatch.setattr("jaxtrain.checkpoint.directory.json.loads", refuse)
+        else:
+            monkeypatch.setattr("orbax.checkpoint.AsyncCheckpointer.restore", refuse)
+        monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.0)
+        with pytest.raises(CheckpointError, match=f"cannot read checkpoint .*{os.strerror(number)}") as caught:
+            checkpointer.restore(state(0))
+        monkeypatch.undo()
+        assert not isinstance(caught.value, DamagedError)
+        assert names(tmp_path) == {"1", "2"}
