@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.spikes import check_roll_back
@@ -46,7 +47,7 @@ from jaxtrain.run.resume import (
     set_aside,
 )
 from jaxtrain.run.roll_back import RECORD, check_can_go_back
-from jaxtrain.run.saves import RunSaves, mirror_folder
+from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
 from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter

@@ -14,7 +14,7 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.directory import step_path
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
-from jaxtrain.errors import DataError, PreemptedError
+from jaxtrain.errors import DataError, PreemptedError, StorageError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Params
 from jaxtrain.run.activity import Activity
@@ -122,8 +122,12 @@ def train_session(session: Session) -> Result:
 
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
-    with session.record.spent.measure("saving"):
-        session.saves.close(hurry=status == "preempted", agrees=status not in _OF_ONE_PROCESS)
+    try:
+        with session.record.spent.measure("saving"):
+            session.saves.close(hurry=status == "preempted", agrees=status not in _OF_ONE_PROCESS)
+    except StorageError:
+        session.record.close("failed", _final_metrics(session), session.progress)
+        raise
     session.activity.writes(None)
     with session.activity.during("report"):
         session.record.close(status, _final_metrics(session), session.progress)
