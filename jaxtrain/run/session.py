@@ -171,9 +171,8 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
             # The traceback holds the state that is given up.
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
         start, state = spike.to_step, _gone_back(session, spike, frozen)
-    if (
-        done > session.start and session.watch.status is None
-    ):  # the loop pauses after a step only if another one follows
+    # The loop pauses after a step only if another one follows.
+    if done > start and session.watch.status is None:
         with _saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
     return state, done
@@ -183,6 +182,7 @@ def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> Tr
     """The state of an earlier checkpoint; what was noted of the steps after it is forgotten."""
     spikes = session.run.config.spikes
     assert spikes is not None, "no step is a spike without the group"
+    session.saves.settle()
     with session.record.spent.measure("creating state"):
         state = restored_before(session.run.step, session.checkpointer, spike, frozen)
     session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))

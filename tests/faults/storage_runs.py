@@ -47,7 +47,11 @@ class At(Progress):
 
 
 def train(
-    run_dir: Path, actions: Mapping[int, Callable[[], None]] | None = None, *, resume: str | None = "auto", **changes: Any
+    run_dir: Path,
+    actions: Mapping[int, Callable[[], None]] | None = None,
+    *,
+    resume: str | None = "auto",
+    **changes: Any,
 ) -> tuple[jt.Result, At]:
     """Train SMALL with dotted changes (`checkpoint__every=2`)."""
     shown = At(actions or {})
