@@ -221,7 +221,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
     asked = session.interrupt.until_asked(batches)
     try:
         return train_loop(
-            checked_step(run.step, run.config.checks, start=start),
+            checked_step(run.step, run.config.checks, start=start, report=session.progress.message),
             state,
             bad_steps.following(session.activity.fed(asked, first=start + 1), start + 1),
             first=start + 1,
