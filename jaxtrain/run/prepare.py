@@ -225,7 +225,7 @@ def _assembled(
 ) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config = loaded.config
-    check_roll_back(config.spikes, every=config.checkpoint.every, keep_last=config.checkpoint.keep_last)
+    check_roll_back(config.spikes, config.checkpoint)
     if own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if model is None and data is None:
