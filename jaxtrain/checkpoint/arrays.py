@@ -1,14 +1,15 @@
 """Turns the leaves of a state into what Orbax stores and back: random keys as numbers, empty arrays by shape alone."""
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.checkpoint import digest
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.directory import FORMAT_VERSION, CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import ReadError
 from jaxtrain.checkpoint.storage import Storage
-from jaxtrain.checkpoint.tree import is_key, shown_name
+from jaxtrain.checkpoint.tree import describe, is_key, shown_name
 from jaxtrain.errors import CheckpointError
 
 
@@ -64,6 +65,36 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "unknown"
     return found
+
+
+def step_record(
+    step: int,
+    leaves: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, Any],
+    eval_loss: float | None,
+    score: float | None,
+) -> dict[str, Any]:
+    """Return the record of a step, without the digests of its arrays.
+
+    Args:
+        step: number of the step.
+        leaves: path -> array, number or random key.
+        metadata: JSON values.
+        eval_loss, score: what `keep_best` compares.
+    """
+    shapes = {name: describe(leaf, name) for name, leaf in leaves.items()}
+    return {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions(),
+        "metadata": dict(metadata),
+        "eval_loss": eval_loss,
+        "score": score,
+        "leaves": {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()},
+        "key_implementations": key_implementations(leaves),
+    }
 
 
 def key_implementations(leaves: Mapping[str, Any]) -> dict[str, str]:

@@ -7,15 +7,19 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 
 from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
 from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
+from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.finetune import FinetuneConfig
 from jaxtrain.config.loss import check_blocks, check_preference
 from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.config.numbers import Length, NonNegative, PositiveInt, Rows, Scale, Share, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
 from jaxtrain.config.run_name import check_run_name
+from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.watchdog import WatchdogConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
@@ -168,19 +172,6 @@ class TrainConfig(Group):
     """Threads that read image rows one by one; auto: the cores of this process, up to 16."""
 
 
-class CheckpointConfig(Group):
-    """When the state is saved, and which checkpoints are kept."""
-
-    every: PositiveInt | None = 1000
-    """Steps between saves; null: save only at the end and on a signal."""
-    keep_last: PositiveInt = 2
-    """Number of the newest checkpoints that are kept."""
-    keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of this step are never deleted; null: no such rule."""
-    keep_best: bool = False
-    """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
-
-
 class EarlyStoppingConfig(Group):
     """When a run ends before its last step, because a metric of the evaluations gets no better."""
 
@@ -296,13 +287,21 @@ class Config(Group):
     train: TrainConfig = TrainConfig()
     """Length of the run and size of the batch."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the state is saved, and which checkpoints are kept."""
+    """When the state is saved, which checkpoints are kept, and where a second copy is."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
+    spikes: SpikesConfig | None = None
+    """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
+    checks: ChecksConfig | None = None
+    """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+    notices: NoticesConfig = NoticesConfig()
+    """Signals and maintenance notices."""
+    watchdog: WatchdogConfig | None = None
+    """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
 
     @field_validator("name")
     @classmethod

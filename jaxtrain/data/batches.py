@@ -107,6 +107,13 @@ class Batches:
             spec["weights"] = jax.ShapeDtypeStruct((self._size, *self._weight_shape), np.float32)
         return spec
 
+    def row_numbers(self, k: int) -> np.ndarray:
+        """Returns which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up."""
+        positions = k * self._size + np.arange(self._size)
+        if self._order is not None:
+            return self._order(positions)
+        return np.where(positions < len(self._rows), positions, -1)
+
     @property
     def _weight_shape(self) -> tuple[int, ...]:
         if "weights" in self._example:

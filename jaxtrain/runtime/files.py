@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,38 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Writes a value atomically, as indented strict JSON (NaN and infinities become null)."""
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def put_aside(path: Path) -> Path | None:
+    """Renames a folder that stands where a file of ours belongs.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        Its new path; None where no folder was in the way.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return None
+    target = path.with_name(f"{path.name}.foreign-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}")
+    path.rename(target)
+    return target
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Returns what tells a file or folder from another one that comes to its path: device and inode.
+
+    Args:
+        path: Where it should be.
+
+    Returns:
+        The two numbers; None where nothing is there, or it cannot be asked for.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def move_folder(partial: Path, place: Path, *, last: str) -> None:
