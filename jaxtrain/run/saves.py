@@ -16,11 +16,6 @@ from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
 
 
-def mirror_folder(mirror: str | None, run_dir: Path) -> Path | None:
-    """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
-    return None if mirror is None else Path(mirror).expanduser().absolute() / run_dir.absolute().name
-
-
 class RunSaves:
     """Saves the states of a run; a save that fails stops the training only after several in a row.
 
@@ -130,7 +125,7 @@ class RunSaves:
             raise StorageError(f"{self._failure}; {self._left()}")
 
     def close(self, *, hurry: bool = False, agrees: bool = True) -> None:
-        """Finish the last save, then release the threads.
+        """Finish the last save, then release the threads; a second call raises nothing.
 
         Args:
             hurry: see `wait`.
@@ -143,6 +138,7 @@ class RunSaves:
             if agrees or not self._several:
                 self.wait(hurry=hurry)
         finally:
+            self._failure = None  # it is said once: what ends after it must end
             self._checkpointer.close(hurry=True)
 
     def _settle(self, *, hurry: bool) -> None:
