@@ -19,6 +19,7 @@ from jaxtrain.errors import ConfigError, PreemptedError, UserError
 from jaxtrain.runtime import collector, distributed
 from jaxtrain.runtime.accelerators import has_accelerator
 from jaxtrain.runtime.allocator import restart
+from jaxtrain.runtime.early_signals import end_at_signals
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, write_error
 
@@ -229,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         restart(accelerator=has_accelerator())
     if arguments is None and words[:1] == ["train"]:
         collector.pause()
+        end_at_signals()
     # What stands behind "--" is for a command that is run by this one.
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]

@@ -16,11 +16,6 @@ from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
 
 
-def mirror_folder(mirror: str | None, run_dir: Path) -> Path | None:
-    """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
-    return None if mirror is None else Path(mirror).expanduser().absolute() / run_dir.absolute().name
-
-
 class RunSaves:
     """Saves the states of a run; a save that fails stops the training only after several in a row.
 
@@ -55,6 +50,11 @@ class RunSaves:
         self._complete = checkpointer.latest_step()
         self._place = identity(run_dir)
         self._is_wanted = False
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save was under way at the last `check`, so that the watchdog counts its time."""
+        return self._pending is not None and self._unheard is None and self._complete != self._pending
 
     def is_due(self, number: int) -> bool:
         """Whether the state after step `number` is to be saved; asked once after every step."""
@@ -124,18 +124,21 @@ class RunSaves:
         if self._failure is not None:
             raise StorageError(f"{self._failure}; {self._left()}")
 
-    def close(self, *, hurry: bool = False) -> None:
-        """Finish the last save, then release the threads.
+    def close(self, *, hurry: bool = False, agrees: bool = True) -> None:
+        """Finish the last save, then release the threads; a second call raises nothing.
 
         Args:
             hurry: see `wait`.
+            agrees: whether the other processes close too, so that all can hear of a failure.
 
         Raises:
             StorageError: the last save failed.
         """
         try:
-            self.wait(hurry=hurry)
+            if agrees or not self._several:
+                self.wait(hurry=hurry)
         finally:
+            self._failure = None  # it is said once: what ends after it must end
             self._checkpointer.close(hurry=True)
 
     def _settle(self, *, hurry: bool) -> None:

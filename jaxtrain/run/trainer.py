@@ -176,7 +176,7 @@ def train_loaded(
                 activity=activity,
                 main=main,
             )
-        with closing_on_failure(lambda status: close_session(session, status)):
+        with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
             return train_session(session)
 
 

@@ -1,6 +1,7 @@
 """A signal in every phase of a run: it is saved, ends with exit code 75, and goes on as if nothing had been."""
 
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -160,3 +161,28 @@ def test_two_processes_leave_an_evaluation_together(number: signal.Signals, tmp_
     whole = run_two(tmp_path / "whole", "no fault", None)
     assert [code for code, _ in whole] == [0, 0], whole
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_a_lost_terminal_saves_the_run(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """The kernel sends SIGHUP, and every further write to the terminal fails."""
+    terminal, own = pty.openpty()
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), str(tmp_path), "callback after step 2"]
+    name = os.ttyname(own)
+    # The first terminal that the first process of a session opens becomes the one whose loss it hears of.
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$@" <{name} >{name} 2>&1', "sh", *command],
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
+        start_new_session=True,
+    )
+    said = b""
+    while b"AT callback" not in said:
+        said += os.read(terminal, 4096)
+    os.close(own)
+    os.close(terminal)
+    try:
+        assert process.wait(timeout=60) == 75, said
+    finally:
+        process.kill()
+    fit(tmp_path / "run", lambda name: None)
+    assert outcome(tmp_path / "run") == undisturbed

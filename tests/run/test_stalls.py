@@ -58,8 +58,8 @@ def test_every_phase_has_its_limit(phase, median, seconds, key):
 @pytest.mark.parametrize(
     ("status", "seconds"),
     [
-        pytest.param({}, 32, id="nothing-said-yet"),
-        pytest.param({"phase": "reading data"}, 32, id="reading"),
+        pytest.param({}, 16, id="nothing-said-yet"),
+        pytest.param({"phase": "reading data"}, 16, id="reading"),
         pytest.param({"phase": "step"}, 8, id="step"),
     ],
 )
