@@ -15,6 +15,9 @@ from jaxtrain.run.save_clock import SaveClock
 from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
 
+# How a run may end in one process while the others are elsewhere, so that they agree on nothing.
+OF_ONE_PROCESS = ("failed", "stopped")
+
 
 class RunSaves:
     """Saves the states of a run; a save that fails stops the training only after several in a row.

@@ -11,7 +11,6 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
-from jaxtrain.checkpoint.directory import step_path
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError, StorageError
@@ -31,16 +30,13 @@ from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
 from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
-from jaxtrain.run.saves import RunSaves
+from jaxtrain.run.saves import OF_ONE_PROCESS, RunSaves
 from jaxtrain.run.step_log import StepLog
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
-
-# How a run may end in one process while the others are elsewhere, so that they agree on nothing.
-_OF_ONE_PROCESS = ("failed", "stopped")
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     try:
         with session.record.spent.measure("saving"):
-            session.saves.close(hurry=status == "preempted", agrees=status not in _OF_ONE_PROCESS)
+            session.saves.close(hurry=status == "preempted", agrees=status not in OF_ONE_PROCESS)
     except StorageError:
         session.record.close("failed", _final_metrics(session), session.progress)
         raise
@@ -362,7 +358,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
     if began:
-        session.activity.writes(step_path(session.checkpointer.directory, number))
+        session.activity.writes(session.checkpointer.directory / str(number))
     record.keep_time(number)
     return began
 
