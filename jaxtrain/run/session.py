@@ -11,10 +11,9 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
-from jaxtrain.checkpoint.directory import step_path
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
-from jaxtrain.errors import DataError, PreemptedError
+from jaxtrain.errors import DataError, PreemptedError, StorageError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Params
 from jaxtrain.run.activity import Activity
@@ -31,7 +30,7 @@ from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
 from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
-from jaxtrain.run.saves import RunSaves
+from jaxtrain.run.saves import OF_ONE_PROCESS, RunSaves
 from jaxtrain.run.step_log import StepLog
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
@@ -119,8 +118,12 @@ def train_session(session: Session) -> Result:
 
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
-    with session.record.spent.measure("saving"):
-        session.saves.close(hurry=status == "preempted")
+    try:
+        with session.record.spent.measure("saving"):
+            session.saves.close(hurry=status == "preempted", agrees=status not in OF_ONE_PROCESS)
+    except StorageError:
+        session.record.close("failed", _final_metrics(session), session.progress)
+        raise
     session.activity.writes(None)
     with session.activity.during("report"):
         session.record.close(status, _final_metrics(session), session.progress)
@@ -179,7 +182,7 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
         start, state = spike.to_step, _gone_back(session, spike, frozen)
     # The loop pauses after a step only if another one follows.
-    if done > session.start and session.watch.status is None:
+    if done > start and session.watch.status is None:
         with _saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
     return state, done
@@ -189,6 +192,7 @@ def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> Tr
     """The state of an earlier checkpoint; what was noted of the steps after it is forgotten."""
     spikes = session.run.config.spikes
     assert spikes is not None, "no step is a spike without the group"
+    session.saves.settle()
     with session.record.spent.measure("creating state"):
         state = restored_before(session.run.step, session.checkpointer, spike, frozen)
     session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
@@ -220,7 +224,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
     asked = session.interrupt.until_asked(batches)
     try:
         return train_loop(
-            checked_step(run.step, run.config.checks, start=start),
+            checked_step(run.step, run.config.checks, start=start, report=session.progress.message),
             state,
             bad_steps.following(session.activity.fed(asked, first=start + 1), start + 1),
             first=start + 1,
@@ -256,6 +260,8 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
 
     def wants_pause(number: int) -> bool:
         session.saves.check()
+        if not session.saves.is_writing:
+            session.activity.writes(None)
         wants_save[0] = session.saves.is_due(number)
         return wants_save[0] or _is_due(number, evaluate_every) or session.watch.is_due(number)
 
@@ -352,7 +358,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
     if began:
-        session.activity.writes(step_path(session.checkpointer.directory, number))
+        session.activity.writes(session.checkpointer.directory / str(number))
     record.keep_time(number)
     return began
 

@@ -98,11 +98,12 @@ def make_train_step(
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,
+        sliced_norm=model.convolutional and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
         spikes=spikes,
     )
     check_rows_of(task, accumulation_steps)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
+    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, convolutional=model.convolutional)
     sharded_model = place_model(
         model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
     )

@@ -14,6 +14,7 @@ from jaxtrain.models.task import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
+from jaxtrain.train.gradient_norm import gradient_norm
 from jaxtrain.train.optimizer_arguments import MeanLoss, extra_arguments, update_optimizer
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.spikes import SpikeRule
@@ -35,6 +36,7 @@ class StepSettings:
     parallelism: Parallelism
     offload_optimizer: bool = False
     spikes: SpikeRule | None = None
+    sliced_norm: bool = False
 
     @property
     def zero(self) -> int:
@@ -71,7 +73,7 @@ def update_state(
         return _unscaled(tree, scale if scaled else None)
 
     tree = constrain_gradients(gradients.tree, layout, settings.zero)
-    grad_norm = optax.tree.norm(unscaled(tree, scale))
+    grad_norm = gradient_norm(unscaled(tree, scale), sliced=settings.sliced_norm)
     loss = gradients.loss_sum / divisor(gradients.weight)
     accepted = finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     history, seen, spiked = state.spikes, {}, None

@@ -193,4 +193,6 @@ def resnet(
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
     model = from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)
     # The program that draws fifty kernels would take longer to compile than the step.
-    return dataclasses.replace(model, num_outputs=classes, init=lambda key: model.init(unrolled(key)))
+    return dataclasses.replace(
+        model, num_outputs=classes, init=lambda key: model.init(unrolled(key)), convolutional=True
+    )
