@@ -247,8 +247,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
 
 def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     """What happens around the steps."""
-    evaluate_every = session.run.config.evaluation.every
-    wants_save = [False]  # after the last step
+    evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         session.activity.finished(number, seconds, waited)
@@ -266,24 +265,21 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
         return wants_save[0] or _is_due(number, evaluate_every) or session.watch.is_due(number)
 
     def pause(number: int, state: TrainState) -> bool:
-        watch = session.watch
         with _saving_on_failure(session, number, state):
-            watch.stepped(number, state)
+            session.watch.stepped(number, state)
         if _is_due(number, evaluate_every):
             _evaluate(session, number, state)
         # A run that stops is saved at its end.
-        if watch.status is None and (wants_save[0] or watch.wants_save(number)):
+        if session.watch.status is None and (wants_save[0] or session.watch.wants_save(number)):
             _save(session, number, state)
-        return watch.status is not None
+        return session.watch.status is not None
 
     def data_failed(number: int, state: TrainState, error: DataError) -> None:
         if isinstance(error, StoppedWaiting):
             _stop(session, number, state)
         if _saved_on_failure(session, number, state):
-            folder = session.run_dir / "checkpoints"
-            raise DataError(
-                f"{error}; step {number} is saved in {folder}: run again with such data to go on"
-            ) from error
+            where = f"step {number} is saved in {session.run_dir / 'checkpoints'}"
+            raise DataError(f"{error}; {where}: run again with such data to go on") from error
 
     def stop_requested(number: int) -> bool:
         return session.interrupt.requested()
