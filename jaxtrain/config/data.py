@@ -71,7 +71,16 @@ class TextData(_TokenData):
     """How text becomes tokens."""
 
 
-class JsonlData(_TokenData):
+class _RecordData(Group):
+    """The settings of sources whose bad records can be skipped."""
+
+    on_bad_record: Literal["error", "skip"] = "error"
+    """What a record that cannot be read does: error ends the run, skip leaves it out and names it."""
+    max_bad_fraction: Fraction = 1e-4
+    """Largest fraction of the records that skip leaves out, but at least one record (0: none); more end the run."""
+
+
+class JsonlData(_TokenData, _RecordData):
     """JSON lines, one document each."""
 
     kind: Literal["jsonl"] = "jsonl"
@@ -164,7 +173,7 @@ class DigitsData(Group):
     """Fraction of the images that is kept for evaluation."""
 
 
-class ImageFolderData(Group):
+class ImageFolderData(_RecordData):
     """Image files in one folder per class."""
 
     kind: Literal["image_folder"] = "image_folder"
@@ -179,7 +188,7 @@ class ImageFolderData(Group):
     """Crop and flip training images at random."""
 
 
-class TableData(Group):
+class TableData(_RecordData):
     """Rows of numbers from a .csv (with header) or .npz (arrays inputs and targets) file."""
 
     kind: Literal["table"] = "table"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config.data import JsonlData, TextData
-from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, find_files
+from jaxtrain.data.files import BYTE_ORDER_MARK, FileState, decode_utf8, file_state, find_files, read_file, read_lines
+from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, skipped_records, without_advice
 from jaxtrain.errors import DataError
 
 # Folders beside the standard library's source that hold tests, generated files or other packages.
@@ -23,11 +24,13 @@ class Documents:
         label: Name of the texts in messages.
         files: (name, size in bytes) of each file, the same on every machine that has the data.
         read: Starts a pass over the texts.
+        skipped: Counts the bad records of the last pass; None: a bad record is an error.
     """
 
     label: str
     files: tuple[tuple[str, int], ...]
     read: Callable[[], Iterator[str]]
+    skipped: SkippedRecords | None = None
 
 
 def open_documents(config: TextData | JsonlData) -> Documents:
@@ -44,10 +47,17 @@ def open_documents(config: TextData | JsonlData) -> Documents:
     """
     if isinstance(config, JsonlData):
         files = find_files(config.path, suffix=".jsonl")
-        return Documents(config.path, _sizes(files), lambda: _read_jsonl([p for _, p in files], field=config.field))
+        states = [file_state(path) for _, path in files]
+        skipped = skipped_records(
+            config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
+        )
+        return Documents(
+            config.path, _sizes(files), lambda: _read_jsonl(states, field=config.field, skipped=skipped), skipped
+        )
     if config.path is not None:
         files = find_files(config.path, suffix=".txt")
-        return Documents(config.path, _sizes(files), lambda: (_read_text(p) for _, p in files))
+        states = [file_state(path) for _, path in files]
+        return Documents(config.path, _sizes(files), lambda: map(_read_text, states))
     if config.builtin == "python_prose":
         return Documents("built-in python_prose", (), _read_prose)
     if config.builtin == "python_source":
@@ -59,37 +69,65 @@ def _sizes(files: tuple[tuple[str, Path], ...]) -> tuple[tuple[str, int], ...]:
     return tuple((name, path.stat().st_size) for name, path in files)
 
 
-def _read_text(path: Path) -> str:
-    return decode_utf8(path.read_bytes(), path=path).removeprefix(BYTE_ORDER_MARK)
+def _read_text(state: FileState) -> str:
+    content = read_file(state.path)
+    state.check()
+    return decode_utf8(content, path=state.path).removeprefix(BYTE_ORDER_MARK)
 
 
-def _read_jsonl(paths: list[Path], *, field: str) -> Iterator[str]:
-    for path in paths:
+def _read_jsonl(states: list[FileState], *, field: str, skipped: SkippedRecords | None) -> Iterator[str]:
+    """Yields the documents; bad lines are left out and counted where `skipped` is given."""
+    num_lines = num_bad = 0
+    named: list[str] = []
+    for state in states:
         offset = 0
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = decode_utf8(line, path=path, offset=offset).strip()
-                if number == 1:
-                    text = text.removeprefix(BYTE_ORDER_MARK).strip()
-                if text:
-                    yield _field(text, field=field, where=f"{path}:{number}")
-                offset += len(line)
+        for number, line in enumerate(read_lines(state.path), start=1):
+            try:
+                text = _document(line, field=field, path=state.path, number=number, offset=offset)
+            except BadRecordError as error:
+                if skipped is None:
+                    raise
+                num_lines, num_bad, text = num_lines + 1, num_bad + 1, None
+                if len(named) < NAMED:
+                    named.append(without_advice(error))
+            offset += len(line)
+            if text is not None:
+                num_lines += 1
+                yield text
+        # A pass for the tokenizer and a pass for the ids must see the same.
+        state.check()
+    if skipped is not None:
+        skipped.set(named, num_bad, of=num_lines)
+
+
+def _document(line: bytes, *, field: str, path: Path, number: int, offset: int) -> str | None:
+    """Returns the text of a line; None where it is empty."""
+    text = decode_utf8(line, path=path, offset=offset).strip()
+    if number == 1:
+        text = text.removeprefix(BYTE_ORDER_MARK).strip()
+    return _field(text, field=field, where=f"{path}:{number}") if text else None
 
 
 def _field(line: str, *, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error.msg} at column {error.colno}; fix or remove the line") from None
+        raise BadRecordError(
+            f"{where} is not JSON: {error.msg} at column {error.colno}; fix or remove the line"
+        ) from None
+    except RecursionError:
+        raise BadRecordError(f"{where} is nested too deeply; fix or remove the line") from None
+    except ValueError:  # Python reads no whole number of thousands of digits
+        raise BadRecordError(f"{where} holds a number that is too long; fix or remove the line") from None
     if not isinstance(record, dict):
-        raise DataError(
+        raise BadRecordError(
             f"{where} holds a value of type {type(record).__name__}, not an object; write one object per line"
         )
     if field not in record:
         keys = ", ".join(map(str, record)) or "none"
-        raise DataError(f"{where} has no field '{field}' (it has: {keys}); set data.field to one of them")
+        raise BadRecordError(f"{where} has no field '{field}' (it has: {keys}); set data.field to one of them")
     if not isinstance(record[field], str):
-        raise DataError(
+        raise BadRecordError(
             f"{where} field '{field}' holds a value of type {type(record[field]).__name__}, not text; set data.field"
         )
     return record[field]

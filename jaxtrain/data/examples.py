@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Examples:
         identity: Values that identify the rows, for the fingerprint.
         description: Lines that describe the rows to the user.
         reading: See `Data.reading`.
+        skipped: Counts the bad records; None: a bad record is an error.
     """
 
     train: "grain.MapDataset"
@@ -36,6 +38,7 @@ class Examples:
     identity: dict[str, Any]
     description: tuple[str, ...]
     reading: dict[str, Any] | None = None
+    skipped: SkippedRecords | None = None
 
 
 def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:

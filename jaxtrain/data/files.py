@@ -1,10 +1,13 @@
 """Finds the files that a user names, lists them in the same order on every machine, and explains what is wrong."""
 
 import glob
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config.local_path import local_path
+from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.errors import DataError
 
 _GLOB_CHARACTERS = "*?["
@@ -23,7 +26,86 @@ _NOT_TEXT = {
 # Some editors begin UTF-8 files with it; it is not part of the text.
 BYTE_ORDER_MARK = "\ufeff"
 
+# A line is held in memory as a whole; a file without line ends would be one line.
+_MAX_LINE_BYTES = 2**28
+
 COMPRESSED_SUFFIXES = (".zst", ".gz", ".xz", ".bz2", ".lz4", ".zip")
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file as it was when it was opened.
+
+    Attributes:
+        path: The file.
+        num_bytes: Its size.
+        modified_ns: When it was last written, in nanoseconds since 1970.
+    """
+
+    path: Path
+    num_bytes: int
+    modified_ns: int
+
+    def check(self) -> None:
+        """Checks that the file is as it was.
+
+        Raises:
+            DataError: It is gone, or was written since. Reading on would mix two versions of it; reading past the end
+                of a file that is mapped into memory would end the process.
+        """
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read any more ({error.strerror}); put it back") from None
+        if (found.st_size, found.st_mtime_ns) != (self.num_bytes, self.modified_ns):
+            sizes = "in its content" if found.st_size == self.num_bytes else f"to {found.st_size:,}"
+            raise DataError(
+                f"{self.path} of {self.num_bytes:,} bytes changed {sizes} while it was being read; put back what it "
+                "was, and let nothing write to it during a run"
+            )
+
+
+def file_state(path: Path) -> FileState:
+    """Returns a file as it is, to be compared with later."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); repair or remove it") from None
+    return FileState(path, found.st_size, found.st_mtime_ns)
+
+
+def read_file(path: Path) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+        DataError: It cannot be read, or does not fit into memory.
+    """
+    try:
+        return path.read_bytes()
+    except MemoryError:
+        raise DataError(f"{path} has {path.stat().st_size:,} bytes, which memory cannot hold; split it") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Reads a file line by line, in bounded memory.
+
+    Raises:
+        DataError: It cannot be read, or a line is longer than 256 MiB.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > _MAX_LINE_BYTES:
+                    raise DataError(
+                        f"{path}:{number} is a line of more than {_MAX_LINE_BYTES:,} bytes; write one record per line"
+                    )
+                yield line
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
 
 
 def missing(path: Path, *, what: str) -> DataError:
@@ -41,13 +123,15 @@ def require_file(path: str | Path, *, what: str) -> Path:
         what: Name of the path in the message, such as "data.path".
 
     Raises:
-        DataError: The path does not exist, is a folder, or is an empty file.
+        DataError: The path does not exist, is a folder, a pipe or a device, or is an empty file.
     """
     path = local_path(path, what=what, error=DataError).expanduser()
     if not path.exists():
         raise missing(path, what=what)
     if path.is_dir():
         raise DataError(f"{what} {path} is a folder; give a file")
+    if not path.is_file():
+        raise DataError(f"{what} {path} is a pipe or a device, which cannot be read twice; give a file")
     if path.stat().st_size == 0:
         raise DataError(f"{what} {path} is empty; give a file with content")
     return path
@@ -98,6 +182,7 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
             raise DataError(f"{what} {path} holds no {suffix} file; give a folder with {suffix} files or a glob")
         return _named(files, root=root, what=what)
     if any(character in path for character in _GLOB_CHARACTERS) and not root.exists():
+        _check_links(root)
         files = [Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()]
         if not files:
             raise DataError(f"{what} {path} matches no file; the nearest existing path is {_glob_root(root)}")
@@ -110,6 +195,23 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
 def _named(files: Iterable[Path], *, root: Path, what: str) -> tuple[tuple[str, Path], ...]:
     named = sorted((file.absolute().relative_to(root.absolute()).as_posix(), file) for file in files)
     return tuple((name, require_file(file, what=what)) for name, file in named)
+
+
+def _check_links(pattern: Path) -> None:
+    """Raises a DataError where `**` would follow a link to a folder above it, again and again."""
+    if "**" not in pattern.parts:
+        return
+    root = _glob_root(pattern)
+    # Folder -> the real paths of it and of those above it.
+    above = {str(root): {os.path.realpath(root)}}
+    for folder, names, _ in os.walk(root, followlinks=True):
+        chain = above.pop(folder)
+        for name in names:
+            path = os.path.join(folder, name)
+            real = os.path.realpath(path)
+            if real in chain:
+                raise DataError(f"{path} links to {real}, which it lies in; remove the link, or give a narrower glob")
+            above[path] = {*chain, real}
 
 
 def _glob_root(pattern: Path) -> Path:
@@ -145,13 +247,14 @@ def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
         offset: Position of the part in the file, in bytes.
 
     Raises:
-        DataError: The bytes are not UTF-8; the message names the file and the byte, or the format of the file.
+        BadRecordError: The bytes are not UTF-8; the message names the file and the byte.
+        DataError: The file has another known format.
     """
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         check_is_text(path)
-        raise DataError(
+        raise BadRecordError(
             f"{path} is not UTF-8 at byte {offset + error.start} (0x{content[error.start]:02x}); "
             f"convert it, for example with: iconv -t UTF-8 {path.name}"
         ) from None

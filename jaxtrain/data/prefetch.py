@@ -3,19 +3,21 @@
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import jax
 
 from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.data.batches import Batch
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, DataError
 
 _DEPTHS = (2, 16)
 _BYTES = 64 * 2**20
 # A load that takes longer than this is left to itself when the iterator is closed: it may never end.
 _CLOSING_SECONDS = 2.0
+# How often a consumer that waits looks whether the thread still lives.
+_LOOK_SECONDS = 1.0
 
 
 def queue_depth(spec: Mapping[str, Any]) -> int:
@@ -47,7 +49,9 @@ def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int 
 
     Raises:
         ConfigError: `load` is no function, or a number is no whole number from 0.
-        Exception: Whatever `load` raised, when its batch would be next.
+        DataError: There was no memory for a batch, the thread ended without one, or `load` raised what would end or
+            stop the program without a word (SystemExit, StopIteration, on the thread KeyboardInterrupt).
+        Exception: Whatever else `load` raised, when its batch would be next.
 
     Example:
         >>> for batch in jt.prefetch(step.loader(batches), int(state.step), 3):
@@ -70,7 +74,7 @@ def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int 
 def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int) -> Generator[Batch, None, None]:
     if depth == 0:
         for k in range(start, stop):
-            yield load(k)
+            yield _loaded(load, k)
         return
 
     free = threading.Semaphore(depth)
@@ -83,7 +87,7 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
             if stopped.is_set():
                 return
             try:
-                ready.put((load(k), None))
+                ready.put((_loaded(load, k, on_thread=True), None))
             except BaseException as error:  # Raised again in the consumer.
                 ready.put((None, error))
                 return
@@ -95,7 +99,7 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
     try:
         for _ in range(start, stop):
             try:
-                batch, error = ready.get()
+                batch, error = _next_ready(ready, thread)
             except BaseException:  # raised by a signal: the batch that is waited for may never come
                 is_waited_for = False
                 raise
@@ -110,3 +114,41 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
         free.release()
         if is_waited_for:
             thread.join(_CLOSING_SECONDS)
+
+
+def _loaded(load: Callable[[int], Batch], k: int, *, on_thread: bool = False) -> Batch:
+    """Returns batch k; what is raised for other ends than an error becomes an error."""
+    try:
+        return load(k)
+    except MemoryError as error:
+        reason = f" ({error})" if str(error) else ""
+        raise DataError(
+            f"batch {k} does not fit into the memory of this machine{reason}; set train.global_batch_size, "
+            "train.prefetch or train.workers lower"
+        ) from error
+    except (SystemExit, StopIteration, GeneratorExit) as error:
+        raise _odd(k, error) from error
+    except KeyboardInterrupt as error:
+        # Ctrl-C reaches the main thread alone, so on another thread the function itself raised it.
+        if not on_thread:
+            raise
+        raise _odd(k, error) from error
+
+
+def _odd(k: int, error: BaseException) -> DataError:
+    return DataError(f"reading batch {k} raised {error!r}; let the function of the data raise an Exception instead")
+
+
+def _next_ready(ready: "SimpleQueue[tuple[Any, BaseException | None]]", thread: threading.Thread) -> Any:
+    """Returns what the thread puts next.
+
+    Raises:
+        DataError: The thread ended and has put nothing, as it does where there is no memory for that.
+    """
+    while True:
+        was_alive = thread.is_alive()
+        try:
+            return ready.get(timeout=_LOOK_SECONDS)
+        except Empty:
+            if not was_alive:
+                raise DataError("the thread that loads batches ended without one; run again to go on") from None

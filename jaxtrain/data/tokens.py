@@ -10,6 +10,8 @@ import numpy as np
 from jaxtrain.config.data import JsonlData, TextData
 from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.documents import Documents, open_documents
+from jaxtrain.data.files import FileState
+from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
 
@@ -28,6 +30,8 @@ class TokenSource:
         label: Name of the source in messages.
         num_documents: Documents in the stream; None: not known.
         identity: Values that identify the stream, for the fingerprint.
+        files: The file that each segment is mapped from, which must stay as it is; empty: they lie in memory.
+        skipped: Counts the bad records; None: a bad record is an error.
     """
 
     segments: tuple[np.ndarray, ...]
@@ -36,6 +40,8 @@ class TokenSource:
     label: str
     num_documents: int | None = None
     identity: dict[str, Any] = field(default_factory=dict)
+    files: tuple[FileState, ...] = ()
+    skipped: SkippedRecords | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +105,8 @@ def text_source(config: TextData | JsonlData, *, tokenizer: Tokenizer | None = N
         digest.update(encoded[-1].tobytes())
     if not encoded:
         raise DataError(f"{documents.label} holds no document; give a file with text")
+    if documents.skipped is not None:
+        documents.skipped.tell()
     tokens = np.concatenate(encoded)
     return TokenSource(
         segments=(tokens,),
@@ -107,6 +115,7 @@ def text_source(config: TextData | JsonlData, *, tokenizer: Tokenizer | None = N
         label=documents.label,
         num_documents=num_documents,
         identity=_identity(config, documents, digest.hexdigest(), tokenizer),
+        skipped=documents.skipped,
     )
 
 

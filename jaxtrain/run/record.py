@@ -12,6 +12,7 @@ import jax
 
 from jaxtrain.config import Loaded
 from jaxtrain.data import Tokenizer
+from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import StorageError
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.lasting import LastingWriter
@@ -76,6 +77,7 @@ class RunRecord:
         self._place, self._report = place, report
         self._tokenizer: Tokenizer | None = None
         self._unwritten: str | None = None
+        self._skipped: tuple[SkippedRecords, ...] = ()
         self._has_begun = False
         self.spent = spent
         self.draws_report = draws_report
@@ -86,6 +88,7 @@ class RunRecord:
         Raises:
             StorageError: they cannot be written.
         """
+        self._skipped = run.data.skipped
         if not self._is_main:
             return
         try:
@@ -146,7 +149,14 @@ class RunRecord:
     def _write_info(self) -> None:
         path = self._run_dir / "run.json"
         put_aside(path)
-        write_json_atomic(path, {**(self._info or {}), "seconds": self.spent.seconds()})
+        write_json_atomic(path, {**(self._info or {}), **self._bad_records(), "seconds": self.spent.seconds()})
+
+    def _bad_records(self) -> dict[str, Any]:
+        """What run.json says of the records that the data left out; nothing where none may be."""
+        if not self._skipped:
+            return {}
+        named = [text for source in self._skipped for text in source.named]
+        return {"skipped_records": {"count": sum(source.count for source in self._skipped), "first": named}}
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
@@ -229,7 +239,9 @@ class RunRecord:
         path = self._run_dir / "run.json"
         try:
             put_aside(path)
-            write_json_atomic(path, finished_info({**info, "seconds": seconds}, status=status, final=final))
+            write_json_atomic(
+                path, finished_info({**info, **self._bad_records(), "seconds": seconds}, status=status, final=final)
+            )
         except OSError as error:
             raise StorageError(
                 f"the end of the run ({status}) cannot be written to {path}: {error.strerror or error}; free space and "

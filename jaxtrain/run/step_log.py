@@ -31,6 +31,7 @@ class StepLog:
         self._meter, self._record, self._progress = meter, record, progress
         self._every = run.config.logging.every
         self._always = (start + 1, run.config.train.steps)
+        self._skipped = run.data.skipped
         self.row: Scalars = row
 
     def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
@@ -56,6 +57,8 @@ class StepLog:
         standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
         for name in ("weight", "skipped_in_a_row", "spiked"):
             values.pop(name, None)
+        if self._skipped:
+            values["skipped_records"] = sum(source.count for source in self._skipped)
         self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
         self._record.scalars(number, self.row)
         self._progress.update(number, self.row)

@@ -26,6 +26,7 @@ from jaxtrain.config.data import (
 from jaxtrain.config.schema import TaskName
 from jaxtrain.data.batches import check_rows
 from jaxtrain.data.examples import Examples
+from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_kind
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.text.corrupt import SpanNoise, corrupted, noise_identity, noise_of
@@ -61,6 +62,7 @@ class Data:
             order of their numbers, the mean and deviation of the columns of a table, the template of chats. `open_data`
             accepts it, so that other rows are read in the same way. None for sources that need none.
         decoder_length: Tokens per row of a decoder beside an encoder; None: rows have no such tokens.
+        skipped: Count the bad records that were left out, under data.on_bad_record=skip; empty for others.
         counts: Of chats: conversations or pairs, tokens, trained tokens, and what was cut or dropped; None for others.
 
     Example:
@@ -85,6 +87,7 @@ class Data:
     reading: dict[str, Any] | None = None
     decoder_length: int | None = None
     counts: dict[str, int] | None = None
+    skipped: tuple[SkippedRecords, ...] = ()
 
     def __post_init__(self) -> None:
         for name, rows in (("train", self.train), ("validation", self.validation)):
@@ -244,7 +247,7 @@ def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float
     sequence_length, noise = form.length, form.noise
 
     def rows(source: TokenSource, span: Span) -> "Rows":
-        return TokenRows(source.segments, span=span, sequence_length=form.stream_length)
+        return TokenRows(source.segments, span=span, sequence_length=form.stream_length, files=source.files)
 
     def hidden(rows: "Rows", seed: int) -> "Rows":
         return rows if noise is None else corrupted(rows, noise, seed=seed)
@@ -288,6 +291,7 @@ def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float
         tokenizer=tokenizer,
         description=tuple(lines),
         decoder_length=decoder_length,
+        skipped=tuple(part.source.skipped for part in parts if part.source.skipped is not None),
     )
 
 
@@ -361,4 +365,5 @@ def _example_data(examples: Examples) -> Data:
         tokenizer=None,
         description=(*examples.description, f"{sizes[0]:,} training rows and {sizes[1]:,} validation rows"),
         reading=examples.reading,
+        skipped=() if examples.skipped is None else (examples.skipped,),
     )

@@ -5,15 +5,16 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grain
 import numpy as np
 
 from jaxtrain.config.data import ImageFolderData
 from jaxtrain.data.examples import Examples, matching_reading, split_examples
-from jaxtrain.data.files import require_folder
+from jaxtrain.data.files import FileState, file_state, require_folder
 from jaxtrain.data.rows import grain_seed
+from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,7 +35,20 @@ _CROP_ATTEMPTS = 10
 # Fraction of the shorter side that evaluation keeps: 224 of 256 pixels.
 _CENTER = 224 / 256
 
+# A file of kilobytes can claim gigapixels; ImageNet's largest image has 43 million.
+_MAX_PIXELS = 2**28
+
 Box = tuple[float, float, float, float]
+
+
+class _Image(NamedTuple):
+    """An image of a listing; the path comes first, which names a row."""
+
+    path: Path
+    label: int
+    # Number among the images of its part, from 0.
+    place: int
+    state: FileState
 
 
 def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Examples:
@@ -54,7 +68,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
 
     Raises:
         DataError: There are no images, or fewer than two classes. Reading a row raises it where the image cannot be
-            decoded.
+            decoded and is not to be skipped, too many were skipped, or the file changed since.
     """
     root = require_folder(config.path, what="data.path")
     reading = matching_reading(reading, kind="image_folder")
@@ -73,21 +87,24 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
             len(train), validation_fraction=config.validation_fraction, label=f"data.path {root}"
         )
         train, validation = [train[i] for i in kept], [train[i] for i in held_out]
+    skipped = skipped_records(str(root), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
+    images = [_placed(part) for part in (train, validation)]
+    readers = [_Reader(part, config.image_size, skipped, num_images=len(listed)) for part in images]
     size = config.image_size
     # Without augmentation, training reads images as evaluation does.
     train_rows = (
-        grain.MapDataset.source(train).random_map(_Augmented(size), seed=grain_seed(seed))
+        grain.MapDataset.source(images[0]).random_map(_Augmented(readers[0]), seed=grain_seed(seed))
         if config.augment
-        else grain.MapDataset.source(train).map(_Centered(size))
+        else grain.MapDataset.source(images[0]).map(_Centered(readers[0]))
     )
     return Examples(
         train=train_rows,
-        validation=grain.MapDataset.source(validation).map(_Centered(size)) if validation else None,
+        validation=grain.MapDataset.source(images[1]).map(_Centered(readers[1])) if validation else None,
         num_outputs=len(classes),
         input_shape=(size, size, 3),
         identity={
             "kind": "image_folder",
-            "classes_sha256": hashlib.sha256("\0".join(classes).encode()).hexdigest(),
+            "classes_sha256": hashlib.sha256(_bytes_of("\0".join(classes))).hexdigest(),
             # Names and sizes: hashing the pixels of ImageNet would take half an hour at every start.
             "files_sha256": _listing_sha256(listed, root=root),
             "image_size": size,
@@ -95,6 +112,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
         },
         description=(f"{root}: images of {len(classes)} classes, {size}x{size} pixels",),
         reading={"kind": "image_folder", "classes": classes},
+        skipped=skipped,
     )
 
 
@@ -104,7 +122,7 @@ def image_files(folder: Path) -> list[Path]:
     Raises:
         DataError: There is none.
     """
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    files = _files_below(folder)
     if not files:
         raise DataError(f"{folder} holds no image; give a folder with files ({' '.join(sorted(_SUFFIXES))})")
     return files
@@ -120,7 +138,8 @@ def centered_images(files: Sequence[Path], *, image_size: int) -> grain.MapDatas
 
     Reading a row raises a DataError where the image cannot be decoded.
     """
-    return grain.MapDataset.source([(file, 0) for file in files]).map(_Centered(image_size))
+    images = _placed([(file_state(file), 0) for file in files])
+    return grain.MapDataset.source(images).map(_Centered(_Reader(images, image_size, None, num_images=len(images))))
 
 
 def _classes(folder: Path) -> list[str]:
@@ -132,17 +151,41 @@ def _classes(folder: Path) -> list[str]:
     return classes
 
 
-def _list(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool) -> list[tuple[Path, int]]:
+def _files_below(folder: Path) -> list[Path]:
+    """Returns the image files in a folder and below it; pipes and devices are left out.
+
+    Raises:
+        DataError: A link leads to nothing: the data would be smaller than it looks, without a word.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    for path in files:
+        if path.is_symlink() and not path.exists() and not path.name.startswith("."):
+            raise DataError(f"image {path} is a link to nothing; restore the file that it leads to, or remove it")
+    return [path for path in files if path.is_file()]
+
+
+def _placed(listed: Sequence[tuple[FileState, int]]) -> list[_Image]:
+    return [_Image(state.path, label, place, state) for place, (state, label) in enumerate(listed)]
+
+
+def _bytes_of(text: str) -> bytes:
+    """Returns the bytes of a text with names of files, which need not be UTF-8."""
+    return text.encode("utf-8", errors="surrogateescape")
+
+
+def _list(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool) -> list[tuple[FileState, int]]:
     unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
     unknown = [name for name in unknown if not name.startswith(".")]
     if unknown:
         raise DataError(f"{folder / unknown[0]} is a class that {owner} does not have; its classes are {_few(classes)}")
-    listed: list[tuple[Path, int]] = []
+    listed: list[tuple[FileState, int]] = []
     for label, name in enumerate(classes):
-        files = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+        if (folder / name).is_symlink() and folder.resolve().is_relative_to((folder / name).resolve()):
+            raise DataError(f"{folder / name} links to a folder that it lies in; remove the link")
+        files = _files_below(folder / name)
         if not files and not may_lack:
             raise DataError(f"{folder / name} holds no image; add files ({' '.join(sorted(_SUFFIXES))}) or remove it")
-        listed += [(file, label) for file in files]
+        listed += [(file_state(file), label) for file in files]
     if not listed:
         raise DataError(f"{folder} holds no image; add files ({' '.join(sorted(_SUFFIXES))}) or remove it")
     return listed
@@ -152,33 +195,54 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _listing_sha256(listed: Sequence[tuple[Path, int]], *, root: Path) -> str:
+def _listing_sha256(listed: Sequence[tuple[FileState, int]], *, root: Path) -> str:
     digest = hashlib.sha256()
-    for path, label in listed:
-        digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0{label}\n".encode())
+    for state, label in listed:
+        digest.update(_bytes_of(f"{state.path.relative_to(root).as_posix()}\0{state.num_bytes}\0{label}\n"))
     return digest.hexdigest()
+
+
+class _Reader:
+    """Reads images of a part, scaled to a square; the next good one takes the place of a bad one that is skipped.
+
+    Which one that is follows from the files alone, so every process finds the same without asking another.
+    """
+
+    def __init__(self, images: Sequence[_Image], size: int, skipped: SkippedRecords | None, *, num_images: int):
+        self._images, self._size, self._skipped, self._num_images = images, size, skipped, num_images
+
+    def read(self, image: _Image, choose_box: Callable[[int, int], Box]) -> tuple["Image.Image", int]:
+        """Returns the part of an image that `choose_box(width, height)` returns, and the label of the image."""
+        for offset in range(len(self._images)):
+            found = self._images[(image.place + offset) % len(self._images)]
+            found.state.check()
+            try:
+                return _read(found.path, choose_box, size=self._size), found.label
+            except BadRecordError as error:
+                if self._skipped is None:
+                    raise
+                self._skipped.add(error, of=self._num_images)
+        raise DataError(f"no image beside {image.path} can be decoded; repair them")
 
 
 class _Centered(grain.transforms.Map):
     """Takes the centre of the image, scaled to a square."""
 
-    def __init__(self, size: int):
-        self._size = size
+    def __init__(self, reader: _Reader):
+        self._reader = reader
 
-    def map(self, element: tuple[Path, int]) -> dict[str, np.ndarray]:
-        path, label = element
-        return _row(_read(path, _center_box, size=self._size), label)
+    def map(self, element: _Image) -> dict[str, np.ndarray]:
+        return _row(*self._reader.read(element, _center_box))
 
 
 class _Augmented(grain.transforms.RandomMap):
     """Takes a random crop, scaled to a square and flipped half of the time."""
 
-    def __init__(self, size: int):
-        self._size = size
+    def __init__(self, reader: _Reader):
+        self._reader = reader
 
-    def random_map(self, element: tuple[Path, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        path, label = element
-        image = _read(path, functools.partial(_random_box, rng=rng), size=self._size)
+    def random_map(self, element: _Image, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        image, label = self._reader.read(element, functools.partial(_random_box, rng=rng))
         return _row(_flip(image) if rng.random() < 0.5 else image, label)
 
 
@@ -189,6 +253,7 @@ def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "I
     try:
         with Image.open(path) as image:
             width, height = image.size
+            _check_pixels(image, path)
             left, top, right, bottom = choose_box(width, height)
             # A JPEG can be decoded at a half, a quarter or an eighth of its size, never below the size of the result.
             shrink = max(min(right - left, bottom - top) / size, 1.0)
@@ -197,7 +262,7 @@ def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "I
         x, y = pixels.width / width, pixels.height / height
         box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's readers raise a dozen types of errors for a damaged file.
         raise _undecodable(path, error) from None
 
 
@@ -211,21 +276,38 @@ def decoded_image(path: Path) -> "Image.Image":
 
     try:
         with Image.open(path) as image:
+            _check_pixels(image, path)
             return _eight_bits(image, path).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # as in _read
         raise _undecodable(path, error) from None
 
 
+def _check_pixels(image: "Image.Image", path: Path) -> None:
+    """Raises a BadRecordError where the header claims more pixels than are decoded; nothing is allocated yet."""
+    if image.width * image.height > _MAX_PIXELS:
+        raise BadRecordError(
+            f"image {path} has {image.width:,} x {image.height:,} pixels, above {_MAX_PIXELS:,}; scale it down, or "
+            "remove it"
+        )
+
+
 def _undecodable(path: Path, error: Exception) -> DataError:
+    """Returns the error for an image: a BadRecordError only where its content is at fault, in every process alike."""
+    if isinstance(error, DataError):
+        return error
+    if isinstance(error, MemoryError):
+        return DataError(f"image {path} needs more memory than there is; scale it down, or set train.workers lower")
+    if isinstance(error, OSError) and error.errno is not None:
+        return DataError(f"image {path} cannot be read ({error.strerror}); check the disk, repair or remove it")
     reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"image {path} cannot be decoded ({reason}); repair or remove it")
+    return BadRecordError(f"image {path} cannot be decoded ({reason}); repair or remove it")
 
 
 def _eight_bits(image: "Image.Image", path: Path) -> "Image.Image":
     """Returns a gray image of 16 bits per pixel in 8 bits, and any other image as it is.
 
     Raises:
-        DataError: The pixels have 32 bits, whose scale the file does not contain.
+        BadRecordError: The pixels have 32 bits, whose scale the file does not contain.
     """
     if image.mode.startswith("I;16"):
         from PIL import Image
@@ -233,7 +315,9 @@ def _eight_bits(image: "Image.Image", path: Path) -> "Image.Image":
         # Converted without the shift, all but the darkest 1/256 of the scale would be white.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise DataError(f"image {path} has pixels of 32 bits, whose range is not known; store it with 8 or 16 bits")
+        raise BadRecordError(
+            f"image {path} has pixels of 32 bits, whose range is not known; store it with 8 or 16 bits"
+        )
     return image
 
 

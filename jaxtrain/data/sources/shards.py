@@ -19,7 +19,7 @@ from jaxtrain.config.data import JsonlData, TextData, TokenData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.documents import open_documents
-from jaxtrain.data.files import require_file, require_folder
+from jaxtrain.data.files import file_state, require_file, require_folder
 from jaxtrain.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_sha256
 from jaxtrain.data.tokens import TokenSource, check_tokens, encode_stream, token_dtype
 from jaxtrain.errors import DataError
@@ -90,6 +90,8 @@ def prepare_tokens(config: TextData | JsonlData, output: Path, *, tokens_per_sha
     try:
         counted = _Counted(encode_stream(documents.read(), tokenizer))
         shards = _write_shards(counted, partial, tokens_per_shard=tokens_per_shard)
+        if documents.skipped is not None:
+            documents.skipped.tell()
         if not shards:
             raise DataError(f"{documents.label} holds no document; give a file with text")
         tokenizer.save(partial / TOKENIZER)
@@ -167,10 +169,12 @@ def shard_source(config: TokenData) -> TokenSource:
     metadata = _read_metadata(folder)
     segments = []
     identity = []
+    files = []
     dtype = np.dtype(metadata.dtype).newbyteorder("<")
     for shard in metadata.shards:
         path = require_file(folder / shard.file, what="token shard")
-        size = path.stat().st_size
+        files.append(file_state(path))
+        size = files[-1].num_bytes
         if size != shard.num_tokens * dtype.itemsize:
             raise DataError(
                 f"token shard {path} has {size} bytes, {METADATA} says {shard.num_tokens * dtype.itemsize}; "
@@ -189,6 +193,7 @@ def shard_source(config: TokenData) -> TokenSource:
         label=str(folder),
         num_documents=metadata.num_documents,
         identity={"kind": "tokens", "shards": identity, "tokenizer_sha256": metadata.tokenizer_sha256},
+        files=tuple(files),
     )
 
 

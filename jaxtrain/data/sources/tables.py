@@ -1,10 +1,6 @@
 """Tables from CSV files with a header, from NumPy archives, and from scikit-learn."""
 
-import csv
 import hashlib
-import io
-import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import TableData
+from jaxtrain.data.archives import check_archive
 from jaxtrain.data.examples import Examples, matching_reading, split_examples
-from jaxtrain.data.files import BYTE_ORDER_MARK, COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
+from jaxtrain.data.files import COMPRESSED_SUFFIXES, check_is_text, require_file
 from jaxtrain.data.row_names import NamedRows
 from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.skipped import SkippedRecords, skipped_records
+from jaxtrain.data.sources.table_csv import read_csv
 from jaxtrain.errors import DataError
 
 _BUILTIN = "builtin:"
@@ -39,6 +38,8 @@ class _Table:
         targets: Texts or numbers, [N] or [N, K].
         are_classes: Whether the targets are classes; None: their values decide.
         columns: Names of the input columns; None: the file has none.
+        numbers: Number of each row in the file, from 0; None: no row of it was skipped.
+        skipped: Counts the rows that were; None: a bad row is an error.
     """
 
     label: str
@@ -46,6 +47,8 @@ class _Table:
     targets: np.ndarray
     are_classes: bool | None
     columns: tuple[str, ...] | None = None
+    numbers: np.ndarray | None = None
+    skipped: SkippedRecords | None = None
 
 
 def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Examples:
@@ -92,8 +95,9 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     else:
         num_outputs = len(names)
         task = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+    numbers = train if table.numbers is None else table.numbers[train]
     return Examples(
-        train=NamedRows({"inputs": inputs[train], "targets": targets[train]}, label=table.label, numbers=train),
+        train=NamedRows({"inputs": inputs[train], "targets": targets[train]}, label=table.label, numbers=numbers),
         validation=ArrayRows({"inputs": inputs[validation], "targets": targets[validation]})
         if len(validation)
         else None,
@@ -113,6 +117,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             # By which other files are read, whatever the order of their columns is.
             "columns": None if table.columns is None else list(table.columns),
         },
+        skipped=table.skipped,
     )
 
 
@@ -249,7 +254,11 @@ def _read(config: TableData) -> _Table:
     if path.suffix == ".npz":
         return _read_npz(path)
     if path.suffix == ".csv":
-        return _read_csv(path, target=config.target)
+        skipped = skipped_records(
+            str(path), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
+        )
+        found = read_csv(path, target=config.target, skipped=skipped)
+        return _Table(str(path), found.inputs, found.targets, None, found.columns, found.numbers, skipped)
     if path.suffix in COMPRESSED_SUFFIXES:
         check_is_text(path)
     raise DataError(f"data.path {path} is no .csv or .npz file; convert it, or use builtin:breast_cancer")
@@ -274,13 +283,13 @@ def _read_builtin(name: str) -> _Table:
 
 
 def _read_npz(path: Path) -> _Table:
+    check_archive(path)
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except Exception as error:  # zipfile, zlib and NumPy raise a dozen types of errors for a damaged archive.
-        raise DataError(
-            f"{path} is no .npz archive ({str(error).splitlines()[0]}); write it with numpy.savez"
-        ) from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path} is no .npz archive ({reason}); write it with numpy.savez") from None
     for name in ("inputs", "targets"):
         if name not in arrays:
             raise DataError(
@@ -302,76 +311,3 @@ def _read_npz(path: Path) -> _Table:
     # The author of the file chose the dtype of the targets: floats are numbers, integers may be classes.
     are_classes = None if targets.dtype.kind in "iu" and targets.ndim == 1 else targets.dtype.kind in "bU"
     return _Table(str(path), inputs.astype(np.float64), targets, are_classes=are_classes)
-
-
-def _read_csv(path: Path, *, target: str | None) -> _Table:
-    try:
-        return _parse_csv(path, target=target)
-    except csv.Error as error:
-        raise DataError(f"{path} is not CSV ({error}); write it with a header and commas") from None
-
-
-def _parse_csv(path: Path, *, target: str | None) -> _Table:
-    values = array("d")
-    targets: list[str] = []
-    text = decode_utf8(path.read_bytes(), path=path).removeprefix(BYTE_ORDER_MARK)
-    reader = csv.reader(io.StringIO(text, newline=""))
-    header = next(reader, [])
-    chosen = _target_column(header, target=target, path=path)
-    for row in reader:
-        if not row:
-            continue
-        where = f"{path}:{reader.line_num}"
-        if len(row) != len(header):
-            raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
-        values.extend(
-            _number(cell, where, name) for name, cell in zip(header, row, strict=True) if name != header[chosen]
-        )
-        targets.append(row[chosen].strip())
-        if not targets[-1] or (_is_number(targets[-1]) and not math.isfinite(float(targets[-1]))):
-            raise DataError(f"{where} column '{header[chosen]}' has no value; fill it or remove the line")
-    inputs = np.array(values, np.float64).reshape(len(targets), len(header) - 1)
-    names = tuple(name for name in header if name != header[chosen])
-    return _Table(str(path), inputs, _numbers_or_strings(targets), are_classes=None, columns=names)
-
-
-def _target_column(header: Sequence[str], *, target: str | None, path: Path) -> int:
-    if len(header) < 2:
-        raise DataError(f"{path}:1 has {len(header)} columns; give a header with at least one input and the target")
-    repeated = sorted({name for name in header if header.count(name) > 1})
-    if repeated:
-        raise DataError(f"{path}:1 names column '{repeated[0]}' twice; rename one")
-    if all(_is_number(name) for name in header):
-        raise DataError(f"{path}:1 holds only numbers; the first line must name the columns")
-    if target is None:
-        return len(header) - 1
-    if target not in header:
-        raise DataError(
-            f"{path} has no column '{target}' (it has: {', '.join(header)}); set data.target to one of them"
-        )
-    return list(header).index(target)
-
-
-def _number(cell: str, where: str, name: str) -> float:
-    try:
-        value = float(cell)
-    except ValueError:
-        found = f"{cell!r}, not a number" if cell.strip() else "empty"
-        raise DataError(f"{where} column '{name}' is {found}; fill it, or remove the line or the column") from None
-    if not math.isfinite(value):
-        raise DataError(f"{where} column '{name}' is {cell.strip()}; fill it, or remove the line or the column")
-    return value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _numbers_or_strings(targets: Sequence[str]) -> np.ndarray:
-    if all(_is_number(text) for text in targets):
-        return np.array([float(text) for text in targets], np.float64)
-    return np.array(targets)
