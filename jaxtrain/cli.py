@@ -19,7 +19,9 @@ from jaxtrain.errors import ConfigError, PreemptedError, UserError
 from jaxtrain.runtime import collector, distributed
 from jaxtrain.runtime.accelerators import has_accelerator
 from jaxtrain.runtime.allocator import restart
+from jaxtrain.runtime.early_signals import end_at_signals
 from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, write_error
 
 INTERNAL_ERROR = 1
 INTERRUPTED = 130
@@ -223,10 +225,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 config or usage, 3 data, 4 checkpoint, 5 diverged, 75 stopped and saved, 130 Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    open_closed_streams()
     if arguments is None and words[:1] in (["train"], ["bench"]):
         restart(accelerator=has_accelerator())
     if arguments is None and words[:1] == ["train"]:
         collector.pause()
+        end_at_signals()
     # What stands behind "--" is for a command that is run by this one.
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]
@@ -240,16 +244,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader left. What is still buffered must go nowhere, or the interpreter complains as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_unwritten(sys.stdout)
         return BROKEN_PIPE
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            print_remark(traceback.format_exc().rstrip("\n"))
+        unwritten = write_error(sys.stdout) if isinstance(error, OSError) else None
+        if unwritten is not None:
+            drop_unwritten(sys.stdout)
+            print_remark(f"jaxtrain: standard output cannot be written: {unwritten.strerror}; write it elsewhere")
+            return INTERNAL_ERROR
         line, code = _explain(error)
         print_remark(line)
         if not isinstance(error, ConfigError | PreemptedError):  # these meet every process alike
             distributed.leave(code)
         return code
+    finally:
+        if has_unwritten(sys.stderr):
+            drop_unwritten(sys.stderr)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,20 @@ class DivergedError(UserError):
     exit_code = 5
 
 
+class CorruptionError(UserError):
+    """Two computations or two copies that must be equal differ in their bits: a device is at fault (exit code 1).
+
+    Example:
+        >>> try:
+        ...     raise jt.CorruptionError("copies of params/kernel differ after step 200")  # checks.replicas_every
+        ... except jt.CorruptionError as error:
+        ...     print(error.exit_code)
+        1
+    """
+
+    exit_code = 1
+
+
 class PreemptedError(UserError):
     """A signal stopped the run after its state was saved; the same command continues it (exit code 75).
 
@@ -81,3 +95,18 @@ class PreemptedError(UserError):
     """
 
     exit_code = 75
+
+
+class StorageError(UserError):
+    """What a run writes cannot be written any longer, because of the disk and not of a setting (exit code 1).
+
+    Example:
+        >>> from jaxtrain.errors import StorageError
+        >>> try:
+        ...     raise StorageError("step 40 is not saved: No space left on device")  # as run_config does
+        ... except jt.UserError as error:
+        ...     print(error.exit_code)
+        1
+    """
+
+    exit_code = 1

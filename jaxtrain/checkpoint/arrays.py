@@ -1,14 +1,15 @@
 """Turns the leaves of a state into what Orbax stores and back: random keys as numbers, empty arrays by shape alone."""
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.checkpoint import digest
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.directory import FORMAT_VERSION, CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import ReadError
 from jaxtrain.checkpoint.storage import Storage
-from jaxtrain.checkpoint.tree import is_key, shown_name
+from jaxtrain.checkpoint.tree import describe, is_key, shown_name
 from jaxtrain.errors import CheckpointError
 
 
@@ -64,6 +65,36 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "unknown"
     return found
+
+
+def step_record(
+    step: int,
+    leaves: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, Any],
+    eval_loss: float | None,
+    score: float | None,
+) -> dict[str, Any]:
+    """Return the record of a step, without the digests of its arrays.
+
+    Args:
+        step: number of the step.
+        leaves: path -> array, number or random key.
+        metadata: JSON values.
+        eval_loss, score: what `keep_best` compares.
+    """
+    shapes = {name: describe(leaf, name) for name, leaf in leaves.items()}
+    return {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions(),
+        "metadata": dict(metadata),
+        "eval_loss": eval_loss,
+        "score": score,
+        "leaves": {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()},
+        "key_implementations": key_implementations(leaves),
+    }
 
 
 def key_implementations(leaves: Mapping[str, Any]) -> dict[str, str]:
@@ -161,7 +192,8 @@ def read_verified(files: Storage, info: CheckpointInfo, wanted: Mapping[str, Any
         if failure is not None and failure.of_this_machine:
             raise CheckpointError(f"cannot read checkpoint {info.path}: {failure}")
         raise DamagedError(f"checkpoint {info.path} is damaged: {failure or 'another process cannot read it'}")
-    values = digest.digests(found)
+    # A changed byte in the tables of Orbax can give an array of another kind, even one of Python objects.
+    values = digest.digests({name: array for name, array in found.items() if _is_like(array, present[name])})
     altered = [name for name in present if name not in values or values[name] != info.digests.get(name)]
     if not everyone(not altered):
         first = shown_name(altered[0]) if altered else "an array on another process"
@@ -170,6 +202,15 @@ def read_verified(files: Storage, info: CheckpointInfo, wanted: Mapping[str, Any
         name: _as_wanted(leaf, found.get(name), specifications[name], info.key_implementations.get(name))
         for name, leaf in wanted.items()
     }
+
+
+def _is_like(array: Any, wanted: Any) -> bool:
+    """Whether what was read has the shape and dtype that were asked for."""
+    import jax
+    import numpy
+
+    known = isinstance(array, jax.Array | numpy.ndarray)
+    return known and array.shape == wanted.shape and array.dtype == wanted.dtype
 
 
 def _specification(leaf: Any, info: CheckpointInfo, name: str) -> Any:

@@ -1,7 +1,7 @@
 """The checkpoints of a run: saved in the background, restored on any mesh, every array verified."""
 
 import contextlib
-import time
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -10,11 +10,12 @@ from jaxtrain.checkpoint import arrays, checks, directory, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import save_error
 from jaxtrain.checkpoint.line import StepLine
+from jaxtrain.checkpoint.space import SaveError, check_space
 from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.checkpoint.upkeep import Upkeep
 from jaxtrain.config.arguments import check_function
 from jaxtrain.config.local_path import local_path
-from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.runtime.donation import first_deleted
+from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.remarks import print_remark
 
 
@@ -34,10 +35,13 @@ class Checkpointer:
         keep_every: steps at multiples of this are never deleted; None: no such rule.
         keep_best: whether the step with the lowest score, or eval_loss where there are none, is kept.
         read_only: whether this object never writes, renames or deletes.
+        mirror: folder for a second copy of each step, made in the background and used where the first is gone or
+            damaged; None: no copy.
         report: called with one line when a damaged step is skipped, or steps are abandoned.
 
     Raises:
-        ConfigError: the directory is a file, or `keep_last` or `keep_every` is not an integer of at least 1.
+        ConfigError: the directory is a file, `keep_last` or `keep_every` is not an integer of at least 1, or the mirror
+            holds the copies of another directory.
 
     Example:
         >>> with jt.Checkpointer("runs/mine/checkpoints", keep_last=2) as checkpointer:
@@ -55,17 +59,19 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: bool = False,
         read_only: bool = False,
+        mirror: str | Path | None = None,
         report: Callable[[str], None] = print_remark,
     ) -> None:
-        self.directory = local_path(directory, what="checkpoint directory").absolute()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
+        self.directory = checks.checked_directory(directory)
         last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
         check_function(report, what="Checkpointer: report", takes="a function of one line", write="report=print")
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
         self._read_only = read_only
         self._storage: Storage | None = None
         self._saving: Path | None = None
+        self._is_begun = False
+        second = None if mirror is None or read_only else local_path(mirror, what="checkpoint mirror").absolute()
+        self._upkeep = Upkeep(self.directory, self._line, mirror=second, report=report)
 
     def __enter__(self) -> Self:
         return self
@@ -79,8 +85,16 @@ class Checkpointer:
         if not steps and not self._read_only and self._saving is None and arrays.is_process_0():
             # A kill while the only step was being replaced left that step in the directory of abandoned ones.
             self._line.settle()
+            if not self._line.steps() and not self._is_begun:
+                self._upkeep.recover()
             steps = self._line.steps()
         return steps
+
+    def begin_anew(self) -> None:
+        """Begin a line of steps that the mirror knows nothing of: the copies that it holds are moved aside there."""
+        self._is_begun = True
+        if arrays.is_process_0():
+            self._upkeep.set_mirror_aside()
 
     def latest_step(self) -> int | None:
         """Return the newest saved step, or None."""
@@ -102,12 +116,7 @@ class Checkpointer:
         """Return the metadata of a step, as given to `save`; None means the newest step whose record is intact."""
         if step is not None:
             return self.info(step).metadata
-        for candidate in reversed(self._candidates()):
-            try:
-                return directory.read_info(self.directory, candidate).metadata
-            except DamagedError:
-                continue
-        raise CheckpointError(f"all checkpoints in {self.directory} are damaged ({self._line.listing()})")
+        return self._line.newest_metadata(self._candidates())
 
     def save(
         self,
@@ -131,38 +140,22 @@ class Checkpointer:
             score: what `keep_best` compares in its place, lower being better; None: the loss.
 
         Returns:
-            False if the step was already saved with the same arrays, so that nothing was done; else True.
+            Whether a save began; False if the step was already saved with the same arrays.
 
         Raises:
-            CheckpointError: this save or the one before failed, or an argument has a wrong type; steps that are already
-                saved are kept.
+            SaveError: this save or the one before failed; steps that are already saved are kept.
+            CheckpointError: an argument has a wrong type, or an array of the state is deleted.
         """
         step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
         eval_loss, score = checks.checked_loss(eval_loss), checks.checked_loss(score, name="score")
-        if self._read_only:
-            raise CheckpointError(f"checkpoints in {self.directory} were opened for reading only")
-        self.wait()
+        checks.check_writable(self.directory, read_only=self._read_only)
+        self._settle()
+        self._is_begun = True
         path = directory.step_path(self.directory, step)
         flat = tree.flatten(state).leaves
         checks.check_not_empty(state, flat)
-        gone = first_deleted(flat)
-        if gone is not None:
-            raise CheckpointError(
-                f"cannot save checkpoint {path}: {tree.shown_name(gone)} is deleted, since a step took this state "
-                "over; save the state that the step returned: state, metrics = step(state, batch)"
-            )
-        leaves = {name: tree.describe(leaf, name) for name, leaf in flat.items()}
-        record = {
-            "format_version": directory.FORMAT_VERSION,
-            "step": step,
-            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": arrays.versions(),
-            "metadata": metadata,
-            "eval_loss": eval_loss,
-            "score": score,
-            "leaves": {name: [list(shape), dtype] for name, (shape, dtype) in leaves.items()},
-            "key_implementations": arrays.key_implementations(flat),
-        }
+        checks.check_deleted(path, flat)
+        record = arrays.step_record(step, flat, metadata=metadata, eval_loss=eval_loss, score=score)
         directory.seal(record)  # metadata that is not JSON fails before any work on the device
         stored = arrays.storable(flat)
         if arrays.from_process_0(lambda: step in self.steps()):
@@ -171,7 +164,7 @@ class Checkpointer:
                 self._line.position = step
                 return False
         try:
-            self._prepare(path)
+            self._prepare(path, sum(array.nbytes for array in stored.values()))
             record["digests"] = record.get("digests") or arrays.digests(stored)
             self._open().write(path, stored, directory.seal(record))
         except CheckpointError:
@@ -191,8 +184,7 @@ class Checkpointer:
         self.wait()
         self.info(step)
         if arrays.is_process_0():
-            loss = float("nan") if found is None else found
-            self._line.note_loss(step, loss, None if score is None else float(score))
+            self._line.note_loss(step, math.nan if found is None else found, None if score is None else float(score))
 
     def score_again(self, scores: Mapping[int, float | None]) -> None:
         """Compare steps saved earlier by these scores (lower is better) for `keep_best`, not by those in their records.
@@ -210,10 +202,10 @@ class Checkpointer:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array is compared with
-        its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and the
-        step before it is used. After a complete state was restored, the next save starts a new line from it: once that
-        save is complete, the steps later than the restored one are moved aside. To read an earlier step during
-        training, use a second Checkpointer with `read_only=True`.
+        its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and its copy
+        or the step before it is used. After a complete state was restored, the next save starts a new line from it:
+        once that save is complete, later steps are moved aside. To read an earlier step during training, use a second
+        Checkpointer with `read_only=True`.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays whose shape, dtype and sharding to use.
@@ -234,8 +226,7 @@ class Checkpointer:
         damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
         for candidate in candidates:
             try:
-                info = self.info(candidate)
-                restored = self._read(info, wanted.leaves, prefix=prefix)
+                restored = self._read(candidate, wanted.leaves, prefix=prefix)
             except DamagedError as error:
                 if step is not None:
                     raise
@@ -247,11 +238,9 @@ class Checkpointer:
             arrays.barrier("jaxtrain_set_aside")
             if prefix is None:
                 self._line.position = candidate
+                self._upkeep.restored(candidate)
             return wanted.rebuild(restored)
-        raise CheckpointError(
-            f"no intact checkpoint is left in {self.directory} ({len(damaged)} damaged): {damaged[0][1]}; "
-            "restore the files from a copy, or start again in another run directory"
-        )
+        raise checks.none_left(self.directory, damaged)
 
     def read(self, leaves: Mapping[str, Any], *, step: int) -> dict[str, Any]:
         """Read single arrays of a step, each directly into its sharding, and compare each with its digest.
@@ -272,10 +261,7 @@ class Checkpointer:
         self.wait()
         info = self.info(step)
         wanted = {tree.stored_name(path): leaf for path, leaf in leaves.items()}
-        found = {name: tree.describe(leaf, name) for name, leaf in wanted.items()}
-        differs = tree.difference({name: leaf for name, leaf in info.leaves.items() if name in wanted}, found)
-        if differs is not None:
-            raise CheckpointError(f"checkpoint {info.path}: {differs.phrase}")
+        checks.check_leaves(info, wanted)
         read = arrays.read_verified(self._open(), info, wanted)
         return {path: read[tree.stored_name(path)] for path in leaves}
 
@@ -291,7 +277,7 @@ class Checkpointer:
         self.wait()
         for candidate in reversed(self._candidates()):
             with contextlib.suppress(DamagedError):  # `restore` reports it, and takes the step before
-                _check_like(self.info(candidate), tree.flatten(target).leaves, None)
+                checks.check_like(self.info(candidate), tree.flatten(target).leaves, None)
                 return
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
@@ -312,14 +298,45 @@ class Checkpointer:
         info = self.info(chosen)
         for name, entry in info.leaves.items():
             arrays.read_verified(self._open(), info, {name: arrays.on_one_device(entry, info, name)})
+        self._upkeep.restored(chosen)
         return info
 
-    def wait(self) -> None:
-        """Wait until the last save is complete, then delete the steps that the rules do not keep.
+    def wait(self, *, hurry: bool = False) -> None:
+        """Wait until the last save is complete, verified and copied, then delete the steps that the rules do not keep.
+
+        Args:
+            hurry: whether the step is not waited for to be verified and copied, which goes on in the background.
 
         Raises:
-            CheckpointError: that save failed.
+            SaveError: that save failed, or reads otherwise than it was written.
         """
+        self._settle()
+        if not hurry and not self._read_only and arrays.is_process_0():
+            self._upkeep.finish()
+
+    def check(self) -> None:
+        """Raise a SaveError if a save in the background has failed; cheap enough to call at every step."""
+        if self._storage is None or self._saving is None:
+            return
+        try:
+            self._storage.check()
+        except Exception as error:
+            path, self._saving = self._saving, None
+            raise self._failed(path, error) from None
+        if arrays.is_process_0():
+            self._upkeep.watch(self._saving)
+
+    def close(self, *, hurry: bool = False) -> None:
+        """Wait for the last save (see `wait`), then release the threads."""
+        try:
+            self.wait(hurry=hurry)
+        finally:
+            opened, self._storage = self._storage, None
+            if opened is not None:
+                opened.close()
+
+    def _settle(self) -> None:
+        """Wait until the last save is complete, and delete what can be deleted at once."""
         path, self._saving = self._saving, None
         if self._storage is None or path is None:
             return
@@ -330,26 +347,8 @@ class Checkpointer:
         self._line.position = int(path.name)
         if arrays.is_process_0():
             self._line.settle()
-            self._line.prune()
-
-    def check(self) -> None:
-        """Raise a CheckpointError if a save in the background has failed; cheap enough to call at every step."""
-        if self._storage is None or self._saving is None:
-            return
-        try:
-            self._storage.check()
-        except Exception as error:
-            path, self._saving = self._saving, None
-            raise self._failed(path, error) from None
-
-    def close(self) -> None:
-        """Wait for the last save, then release the threads."""
-        try:
-            self.wait()
-        finally:
-            opened, self._storage = self._storage, None
-            if opened is not None:
-                opened.close()
+            self._upkeep.begin(int(path.name))
+            self._upkeep.prune()
 
     def _open(self) -> Storage:
         if self._storage is None:
@@ -363,16 +362,18 @@ class Checkpointer:
             raise CheckpointError(f"no checkpoint in {self.directory}: check the path, or start with --resume auto")
         return [step for step in steps if step <= newest]
 
-    def _prepare(self, path: Path) -> None:
+    def _prepare(self, path: Path, array_bytes: int) -> None:
         failure: Exception | None = None
         if arrays.is_process_0():
             try:
-                self._line.make_room(int(path.name))
+                self._upkeep.forget(int(path.name))
+                self._line.make_room(int(path.name), before_moving=self._upkeep.pause)
+                check_space(self.directory, array_bytes, what=f"cannot save checkpoint {path}")
             except (OSError, CheckpointError) as error:
                 failure = error
         # Otherwise the other processes would wait in the save for one that has failed.
         if not arrays.everyone(failure is None):
-            raise failure or CheckpointError(f"cannot save checkpoint {path}: process 0 cannot write there")
+            raise failure or SaveError(f"cannot save checkpoint {path}: process 0 cannot write there")
 
     def _failed(self, path: Path, error: BaseException) -> CheckpointError:
         # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
@@ -381,20 +382,18 @@ class Checkpointer:
             self._line.clear()
         return save_error(path, error)
 
-    def _read(self, info: CheckpointInfo, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
-        _check_like(info, wanted, prefix)
-        return arrays.read_verified(self._open(), info, wanted)
+    def _read(self, step: int, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
+        """Read a step, from its copy where it is damaged."""
 
+        def read() -> dict[str, Any]:
+            info = self.info(step)
+            checks.check_like(info, wanted, prefix)
+            return arrays.read_verified(self._open(), info, wanted)
 
-def _check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | None) -> None:
-    """Raise a CheckpointError where the record of a step has other leaves; the message says what differs."""
-    found = tree.difference(
-        {name: leaf for name, leaf in info.leaves.items() if tree.is_inside(name, prefix)},
-        {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
-    )
-    if found is not None:
-        parts = {tree.part_of(name) for name in found.names}
-        what = "model" if parts & {"params", "model_state"} else "optimizer" if "optimizer_state" in parts else "kind"
-        if parts <= {"ema", "ema_model_state"}:
-            what = "moving average"
-        raise CheckpointError(f"checkpoint {info.path} is of another {what}: {found.phrase}")
+        try:
+            return read()
+        except DamagedError as error:
+            reason = str(error)
+            if self._read_only or not arrays.from_process_0(lambda: self._upkeep.replace(step, reason)):
+                raise
+        return read()

@@ -1,11 +1,18 @@
 """Checks of what a caller gives to a Checkpointer, made before it waits for or writes anything."""
 
 import operator
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jaxtrain.checkpoint import tree
+from jaxtrain.checkpoint.directory import CheckpointInfo
 from jaxtrain.config.arguments import check_kind, refusal, shown
+from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.runtime.donation import first_deleted
 
 
 def checked_step(step: Any) -> int:
@@ -139,3 +146,107 @@ def _whole(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | None) -> None:
+    """Raise where the record of a step has other leaves than are wanted; the message says what differs.
+
+    Args:
+        info: record of the step.
+        wanted: path -> leaf of the target.
+        prefix: path of the target inside the saved tree; None: it is all of it.
+
+    Raises:
+        CheckpointError: a name, a shape or a dtype differs.
+    """
+    found = tree.difference(
+        {name: leaf for name, leaf in info.leaves.items() if tree.is_inside(name, prefix)},
+        {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
+    )
+    if found is not None:
+        parts = {tree.part_of(name) for name in found.names}
+        what = "model" if parts & {"params", "model_state"} else "optimizer" if "optimizer_state" in parts else "kind"
+        if parts <= {"ema", "ema_model_state"}:
+            what = "moving average"
+        raise CheckpointError(f"checkpoint {info.path} is of another {what}: {found.phrase}")
+
+
+def check_deleted(path: Path, leaves: Mapping[str, Any]) -> None:
+    """Raise where a step has taken over a state that is to be saved.
+
+    Args:
+        path: of the checkpoint, for the message.
+        leaves: path -> leaf of the state.
+
+    Raises:
+        CheckpointError: an array is deleted.
+    """
+    gone = first_deleted(leaves)
+    if gone is not None:
+        raise CheckpointError(
+            f"cannot save checkpoint {path}: {tree.shown_name(gone)} is deleted, since a step took this state "
+            "over; save the state that the step returned: state, metrics = step(state, batch)"
+        )
+
+
+def check_leaves(info: CheckpointInfo, wanted: Mapping[str, Any]) -> None:
+    """Raise where single leaves are not as the record of a step has them.
+
+    Args:
+        info: record of the step.
+        wanted: stored name -> shape that is to be read.
+
+    Raises:
+        CheckpointError: one is not there, or has another shape or dtype.
+    """
+    found = {name: tree.describe(leaf, name) for name, leaf in wanted.items()}
+    differs = tree.difference({name: leaf for name, leaf in info.leaves.items() if name in wanted}, found)
+    if differs is not None:
+        raise CheckpointError(f"checkpoint {info.path}: {differs.phrase}")
+
+
+def check_writable(directory: Path, *, read_only: bool) -> None:
+    """Raise where a Checkpointer was opened for reading only.
+
+    Raises:
+        CheckpointError: it was.
+    """
+    if read_only:
+        raise CheckpointError(f"checkpoints in {directory} were opened for reading only")
+
+
+def checked_directory(directory: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a checkpoint directory.
+
+    Raises:
+        ConfigError: it is a file, or Orbax and Python would write its name in different bytes: the locale is not UTF-8
+            and the path has letters beside ASCII, or it has bytes that are no UTF-8.
+    """
+    path = local_path(directory, what="checkpoint directory").absolute()
+    try:
+        is_same = os.fsencode(path) == str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        is_same = False
+    if not is_same:
+        shown_path = os.fsencode(path).decode("utf-8", errors="backslashreplace")
+        raise ConfigError(
+            f"checkpoint directory {shown_path} has letters that the locale's encoding "
+            f"({sys.getfilesystemencoding()}) writes otherwise than UTF-8, which checkpoints need; set PYTHONUTF8=1 or "
+            "LC_ALL=C.UTF-8, or use a directory in ASCII letters"
+        )
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"checkpoint directory {path} is a file: choose another directory")
+    return path
+
+
+def none_left(directory: Path, damaged: Sequence[tuple[int, str]]) -> CheckpointError:
+    """Return the error of a directory whose steps are all damaged.
+
+    Args:
+        directory: of the steps.
+        damaged: steps with what is wrong, the newest first.
+    """
+    return CheckpointError(
+        f"no intact checkpoint is left in {directory} ({len(damaged)} damaged): {damaged[0][1]}; "
+        "restore the files from a copy, or start again in another run directory"
+    )

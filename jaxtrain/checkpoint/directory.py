@@ -5,6 +5,7 @@ ignored. Orbax writes into a directory with another name and renames it at the e
 step is complete.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -24,6 +25,9 @@ RECORD_ITEM = "jaxtrain"
 ARRAYS_ITEM = "state"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _TRASH = ".pruned"
+COPYING = ".copying"
+# Errors of opening a file which say that it is not there, or not a file.
+_IS_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class DamagedError(CheckpointError):
@@ -61,7 +65,12 @@ class CheckpointInfo:
     @property
     def num_bytes(self) -> int:
         """The bytes of all arrays in memory, before compression."""
-        return sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in self.leaves.values())
+        return sum(self.bytes_of(name) for name in self.leaves)
+
+    def bytes_of(self, name: str) -> int:
+        """The bytes of one array in memory."""
+        shape, dtype = self.leaves[name]
+        return math.prod(shape) * _itemsize(dtype)
 
 
 def _itemsize(dtype: str) -> int:
@@ -123,9 +132,12 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
         sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
         content = sealed["content"]
         intact = sealed["sha256"] == _checksum(content)
-    except PermissionError as error:
-        raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror}") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        # What could not be opened for another reason (no permission, a stale handle, too many open files) may be whole.
+        if error.errno not in _IS_DAMAGE:
+            raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
+        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read") from error
     if not intact:
         raise DamagedError(f"checkpoint {path} is damaged: its record was altered")
@@ -199,7 +211,7 @@ def clear_leftovers(directory: Path) -> None:
     """Delete the directories that an interrupted save or removal left behind."""
     for entry in list(directory.iterdir()) if directory.is_dir() else []:
         number, dot, suffix = entry.name.partition(".")
-        leftover = number.isdecimal() and f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH))
+        leftover = number.isdecimal() and f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH, COPYING))
         if leftover and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
 

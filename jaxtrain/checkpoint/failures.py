@@ -7,9 +7,13 @@ Orbax keeps back. So all of them are freed here, at a moment when such reports o
 """
 
 import contextlib
+import errno
+import functools
 import gc
 import logging
+import os
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -17,9 +21,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from jaxtrain.errors import CheckpointError
+from jaxtrain.checkpoint.space import SaveError
 
 Found = TypeVar("Found")
+
+# What keeps this machine from reading files that may be whole: rights, memory, descriptors, a file system that is away.
+_OF_THIS_MACHINE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+)
+_TEXTS_OF_THIS_MACHINE = (
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    *(os.strerror(number) for number in _OF_THIS_MACHINE),
+)
+
+# What a file system says in the middle of a long text.
+_REASONS = (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 # Reads that were started beside the one that failed cannot be cancelled or waited for from outside Orbax, and what they
 # print as they end must still fall into the time in which it is held back. They end within this time.
@@ -40,8 +67,26 @@ class ReadError(Exception):
 
 
 def silence_log() -> None:
-    """Drop what Orbax logs: failures that it also raises, with tracebacks of hundreds of lines."""
+    """Drop what Orbax logs: failures that it also raises, with tracebacks of hundreds of lines.
+
+    What is still being written when one write has failed ends later, in threads of C++, and finds the event loop closed
+    that would hear of it: each would print a traceback.
+    """
     logging.getLogger("absl").addFilter(_without_orbax)
+    _silence_closed_loops()
+
+
+@functools.cache
+def _silence_closed_loops() -> None:
+    hook = sys.unraisablehook
+
+    def without_closed_loops(unraisable: "sys.UnraisableHookArgs") -> None:
+        error = unraisable.exc_value
+        is_ours = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not is_ours or threading.current_thread() is threading.main_thread():
+            hook(unraisable)
+
+    sys.unraisablehook = without_closed_loops
 
 
 def read_or_reason(read: Callable[[], Found]) -> Found:
@@ -68,9 +113,31 @@ def read_or_reason(read: Callable[[], Found]) -> Found:
     raise failure
 
 
-def save_error(path: Path, error: BaseException) -> CheckpointError:
+def read_in_background(read: Callable[[], Found]) -> Found:
+    """Return what `read` gives, as `read_or_reason` does, in a thread beside that of the training.
+
+    Nothing is held back unless it fails: what holds reports back belongs to the process, not to a thread.
+
+    Args:
+        read: reads through Orbax.
+
+    Raises:
+        ReadError: with the reason only.
+    """
+    try:
+        return read()
+    except Exception as error:
+        failure = ReadError(cause(error), of_this_machine=_is_of_this_machine(error))
+        with _reports_held_back():
+            _free_frames(error)
+            time.sleep(_PENDING_READS_SECONDS)
+            gc.collect()
+    raise failure
+
+
+def save_error(path: Path, error: BaseException) -> SaveError:
     """Turn whatever a save raised into one line, and free what it left pending."""
-    failure = CheckpointError(f"cannot save checkpoint {path}: {cause(error)}")
+    failure = SaveError(f"cannot save checkpoint {path}: {cause(error)}")
     with _reports_held_back():
         _free_frames(error)
         gc.collect()
@@ -84,9 +151,11 @@ def cause(error: BaseException) -> str:
         if isinstance(link, OSError) and link.strerror:
             return link.strerror
     text = str(chain[0])
-    for phrase in ("No space left on device", "Permission denied", "Disk quota exceeded", "Read-only file system"):
-        if phrase in text:
-            return phrase
+    for number in _REASONS:
+        if os.strerror(number) in text:
+            return os.strerror(number)
+    if text.startswith("NOT_FOUND"):
+        return "its directory is gone"
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(chain[0]).__name__)
     return line if len(line) <= 160 else f"{line[:157]}..."
 
@@ -101,9 +170,10 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _is_of_this_machine(error: BaseException) -> bool:
-    texts = ("PERMISSION_DENIED", "Permission denied", "RESOURCE_EXHAUSTED")
     return any(
-        isinstance(link, PermissionError | MemoryError) or any(text in str(link) for text in texts)
+        isinstance(link, PermissionError | MemoryError)
+        or (isinstance(link, OSError) and link.errno in _OF_THIS_MACHINE)
+        or any(text in str(link) for text in _TEXTS_OF_THIS_MACHINE)
         for link in _chain(error)
     )
 

@@ -3,15 +3,20 @@
 Only the process that decides (process 0) renames and deletes; it calls what says so here.
 """
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import directory, going_back
 from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.errors import CheckpointError
+
+# step -> eval_loss and score
+Marks = Mapping[int, tuple[float | None, float | None]]
 
 
 class StepLine:
@@ -40,7 +45,6 @@ class StepLine:
         self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
         self._report = report
         self._is_cleared = False
-        # step -> eval_loss and score
         self._marks: dict[int, tuple[float | None, float | None]] = {}
         self.position: int | None = None
 
@@ -52,6 +56,17 @@ class StepLine:
         """Return the saved steps as people read them."""
         return ", ".join(map(str, self.steps())) or "none"
 
+    def newest_metadata(self, steps: Sequence[int]) -> dict[str, Any]:
+        """Return the metadata of the last of some steps whose record is intact.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        for step in reversed(steps):
+            with contextlib.suppress(DamagedError):
+                return directory.read_info(self._folder, step).metadata
+        raise CheckpointError(f"all checkpoints in {self._folder} are damaged ({self.listing()})")
+
     def holds(self, step: int, record: Mapping[str, Any]) -> bool:
         """Whether a saved step has the arrays of this record: the same leaves with the same digests."""
         try:
@@ -62,23 +77,28 @@ class StepLine:
         digests = {name: list(digest) for name, digest in info.digests.items()}
         return (leaves, digests) == (record["leaves"], record["digests"])
 
-    def make_room(self, step: int) -> None:
+    def make_room(self, step: int, *, before_moving: Callable[[], None]) -> None:
         """Make the directory ready for a save of `step`; only the deciding process.
 
+        Args:
+            step: number of the step.
+            before_moving: called before other steps are renamed.
+
         Raises:
-            CheckpointError: it cannot be written.
+            SaveError: it cannot be written.
             OSError: it cannot be made.
         """
         path = directory.step_path(self._folder, step)
         self._folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         if not os.access(self._folder, os.W_OK | os.X_OK):
-            raise CheckpointError(f"cannot save checkpoint {path}: {os.strerror(errno.EACCES)}")
+            raise SaveError(f"cannot save checkpoint {path}: {os.strerror(errno.EACCES)}")
         if not self._is_cleared:
             directory.clear_leftovers(self._folder)
             self._is_cleared = True
         self.settle()
         after = step - 1 if self.position is None else min(self.position, step - 1)
         if any(other > after for other in self.steps()):
+            before_moving()
             going_back.begin(self._folder, after=after, step=step)
         if path.exists() or path.is_symlink():
             moved = directory.set_aside(self._folder, step, reason="foreign")
@@ -102,34 +122,43 @@ class StepLine:
     def score_again(self, scores: Mapping[int, float | None]) -> None:
         """Compare the steps saved so far by these scores in place of the recorded ones; those without one by none."""
         for step in self.steps():
-            self._marks[step] = (self._recorded(step)[0], scores.get(step))
+            self._marks[step] = (recorded_marks(self._folder, step)[0], scores.get(step))
 
-    def prune(self) -> None:
-        """Delete the steps that the policy does not keep; only the deciding process."""
+    def needs_verified(self, verified: Collection[int]) -> bool:
+        """Whether older steps wait to be deleted until a step that is kept is known to be intact."""
         steps = self.steps()
+        kept = self._kept(steps)
+        return bool(set(steps) - kept) and _last(verified, steps) not in kept
+
+    def prune(self, verified: Collection[int]) -> None:
+        """Delete the steps that the policy does not keep; only the deciding process.
+
+        Args:
+            verified: steps that are known to be intact. Nothing is deleted unless the last of them is kept.
+        """
+        steps = self.steps()
+        kept = self._kept(steps)
+        if _last(verified, steps) in kept:
+            directory.remove(self._folder, set(steps) - kept)
+
+    def rule(self) -> Callable[[Marks], set[int]]:
+        """Return the policy as a function of steps with their marks, which another thread may call."""
+        known = dict(self._marks)
+        return lambda marks: self._policy({**marks, **{step: known[step] for step in marks if step in known}})
+
+    def _kept(self, steps: Sequence[int]) -> set[int]:
         for step in steps:
             if step not in self._marks:
-                self._marks[step] = self._recorded(step)
-        kept = directory.steps_to_keep(
-            self._compared(steps),
-            keep_last=self._keep_last,
-            keep_every=self._keep_every,
-            keep_best=self._keep_best,
+                self._marks[step] = recorded_marks(self._folder, step)
+        return self._policy({step: self._marks[step] for step in steps})
+
+    def _policy(self, marks: Marks) -> set[int]:
+        """Return the steps that the policy keeps: by the scores where there are any, else by the losses."""
+        by_score = any(score is not None for _, score in marks.values())
+        compared = {step: score if by_score else loss for step, (loss, score) in marks.items()}
+        return directory.steps_to_keep(
+            compared, keep_last=self._keep_last, keep_every=self._keep_every, keep_best=self._keep_best
         )
-        directory.remove(self._folder, set(steps) - kept)
-
-    def _recorded(self, step: int) -> tuple[float | None, float | None]:
-        """The eval_loss and score in the record of a step; (None, None) where it is damaged."""
-        try:
-            info = directory.read_info(self._folder, step)
-        except CheckpointError:
-            return None, None
-        return info.eval_loss, info.score
-
-    def _compared(self, steps: Sequence[int]) -> dict[int, float | None]:
-        """What tells the best step: the scores where there are any, else the losses."""
-        by_score = any(self._marks[step][1] is not None for step in steps)
-        return {step: self._marks[step][1 if by_score else 0] for step in steps}
 
     def pass_over(self, damaged: Sequence[tuple[int, str]], *, instead: int, rename: bool) -> None:
         """Report damaged steps in place of which an earlier one is used; only the deciding process.
@@ -142,3 +171,16 @@ class StepLine:
         for step, reason in damaged:
             moved = f" (renamed to {directory.set_aside(self._folder, step, reason='corrupt').name})" if rename else ""
             self._report(f"{reason}{moved}; step {instead} is used instead")
+
+
+def recorded_marks(folder: Path, step: int) -> tuple[float | None, float | None]:
+    """Return the eval_loss and the score in the record of a step; (None, None) where it is damaged."""
+    try:
+        info = directory.read_info(folder, step)
+    except CheckpointError:
+        return None, None
+    return info.eval_loss, info.score
+
+
+def _last(verified: Collection[int], steps: Collection[int]) -> int | None:
+    return max((step for step in steps if step in verified), default=None)

@@ -4,7 +4,7 @@
 step, so that with an empty `77/` it silently refuses to save step 50, and it would delete files of others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +90,30 @@ class Storage:
     def close(self) -> None:
         """Release the threads."""
         self._checkpointer.close()
+
+
+def read_on_host(path: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Read the named arrays of a step into host memory; no device, process or open `Storage` takes part.
+
+    Args:
+        path: directory of a step.
+        names: stored names of arrays.
+
+    Returns:
+        Path -> NumPy array in the dtype that it was saved in.
+
+    Raises:
+        ReadError: with the reason only; see `failures`.
+    """
+    import numpy
+    import orbax.checkpoint as ocp
+
+    failures.silence_log()
+    wanted = list(names)
+    arguments = ocp.args.PyTreeRestore(
+        item=dict.fromkeys(wanted, 0),
+        restore_args={name: ocp.RestoreArgs(restore_type=numpy.ndarray) for name in wanted},
+        partial_restore=True,
+    )
+    folder: Any = path / ARRAYS_ITEM  # Orbax asks for a path class of its own and takes this one
+    return failures.read_in_background(lambda: ocp.PyTreeCheckpointHandler().restore(folder, args=arguments))

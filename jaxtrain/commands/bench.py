@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import strict_json
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.remarks import print_remark, printable
 
 
 def run_bench(
@@ -101,7 +101,7 @@ def _print_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         figures = index > 0 and name != "why"
         table.add_column(name, justify="right" if figures else "left", overflow="fold", header_style="dim")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(highlight=False)
     console.print()
     console.print(table)

@@ -11,12 +11,14 @@ from jaxtrain.commands.output import print_json, print_table, print_text
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.run.mended import mend_run
 from jaxtrain.runtime.remarks import print_remark
 
 
 def _open(run_dir: str) -> Checkpointer:
     from pathlib import Path
 
+    mend_run(run_dir)
     read_run(run_dir)
     return Checkpointer(Path(run_dir) / "checkpoints", read_only=True)
 

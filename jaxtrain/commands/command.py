@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_MOST, _MOST_PROCESSES = 10**9, 4096
+
 
 @dataclass(frozen=True)
 class Command:
@@ -24,13 +26,25 @@ def count(text: str) -> int:
     """Read a whole number of 1 or more."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
+    return _in_range(text, _MOST)
+
+
+def process_count(text: str) -> int:
+    """Read a number of processes or of emulated devices: 1 or more, and as many as a machine can start."""
+    count(text)
+    return _in_range(text, _MOST_PROCESSES)
 
 
 def step_number(text: str) -> int:
     """Read a whole number of 0 or more."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return _in_range(text, _MOST)
+
+
+def _in_range(text: str, most: int) -> int:
+    if len(text) > 10 or int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is too large; at most {most} is taken")
     return int(text)
 
 

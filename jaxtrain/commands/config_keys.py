@@ -12,7 +12,7 @@ from jaxtrain.config.keys import nearest
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.remarks import print_remark, printable
 
 # On narrower terminals the columns of a key are printed one below the other.
 _TABLE_COLUMNS = 120
@@ -104,5 +104,5 @@ def _print_rich(groups: Sequence[DescribedGroup]) -> None:
                 key.doc,
             )
             styles = (style, style, "dim", "dim", "", "dim")
-            table.add_row(*(Text(cell, style) for cell, style in zip(cells, styles, strict=True)))
+            table.add_row(*(Text(printable(cell), style) for cell, style in zip(cells, styles, strict=True)))
         console.print(table)

@@ -10,7 +10,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.kinds import row_form
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.remarks import print_remark, printable
 
 if TYPE_CHECKING:
     from jaxtrain.data.shown import ShownPart, ShownRow
@@ -107,4 +107,4 @@ def _part_line(part: "ShownPart") -> str:
 
 def _visible(text: str) -> str:
     """Return a text without the control characters that a terminal would obey."""
-    return "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in text)
+    return "".join("\ufffd" if printable(character) != character else character for character in text)

@@ -5,16 +5,22 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.runtime.files import strict_json
+from jaxtrain.runtime.remarks import printable
 
 
-def print_text(text: str, *, end: str = "\n", flush: bool = False) -> None:
+def print_text(text: str, *, end: str = "\n", flush: bool = False, is_content: bool = False) -> None:
     """Print a text; characters that the stream's encoding lacks become escapes instead of an error.
+
+    Control characters do so too, because a terminal obeys them.
 
     Args:
         text: to print.
         end: what follows it.
         flush: whether readers get it at once.
+        is_content: whether it is what a model wrote, which files and other programs get as it is.
     """
+    if not is_content or (sys.stdout is not None and sys.stdout.isatty()):
+        text = printable(text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, errors="backslashreplace").decode(encoding), end=end, flush=flush)
 

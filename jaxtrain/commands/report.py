@@ -6,6 +6,7 @@ from pathlib import Path
 from jaxtrain.commands.output import print_text
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.open_run import read_run
 
 
@@ -27,6 +28,7 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
 
     folders = [local_path(run_dir, what="run directory") for run_dir in run_dirs]
     for folder in folders:
+        mend_run(folder)
         read_run(folder)
     seen: dict[Path, Path] = {}
     for folder in folders:

@@ -34,7 +34,7 @@ def print_stream(written: "Iterable[Written]", count: int, *, scored: bool) -> N
                 text = "".join(waiting[current])
                 waiting[current].clear()
                 if text:
-                    print_text(text, end="", flush=True)
+                    print_text(text, end="", flush=True, is_content=True)
                     begun = True
                 if not ended[current]:
                     break

@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxtrain.commands.command import count, step_number
+from jaxtrain.commands.command import process_count, step_number
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def add_emulate(parser: argparse.ArgumentParser) -> None:
     """Adds the number of CPU devices to emulate."""
-    parser.add_argument("--emulate", type=count, metavar="N", help="emulate N CPU devices")
+    parser.add_argument("--emulate", type=process_count, metavar="N", help="emulate N CPU devices")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 from jaxtrain.errors import ConfigError, UserError
 
 _LONGEST_TEXT = 60
+_MOST_BITS = 200
 
 
 def shown(value: Any) -> str:
     """Returns how a message names a value: a short value itself, anything else by kind and shape."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python writes no such number out
+        return "a number of more than 60 digits"
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, str | bytes):
@@ -86,24 +89,34 @@ def check_function(value: Any, *, what: str, takes: str, write: str) -> None:
         raise ConfigError(refusal(what, takes, value, write))
 
 
-def check_whole(value: Any, *, what: str, least: int | None, write: str, error: type[UserError] = ConfigError) -> int:
+def check_whole(
+    value: Any,
+    *,
+    what: str,
+    least: int | None,
+    write: str,
+    most: int | None = None,
+    error: type[UserError] = ConfigError,
+) -> int:
     """Returns a whole number, which may be one of Python, NumPy or jax, as an int.
 
     Args:
         value: What was given.
         what, write: As for `refusal`.
         least: The smallest number that is accepted; None: any.
+        most: The largest; None: any.
         error: Type of the error.
 
     Raises:
-        UserError: The value is no whole number, or too small.
+        UserError: The value is no whole number, too small or too large.
     """
     takes = "a whole number" if least is None else f"a whole number of {least} or more"
+    takes += "" if most is None else f", at most {most}"
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = None
-    if found is None or (least is not None and found < least):
+    if found is None or (least is not None and found < least) or (most is not None and found > most):
         raise error(refusal(what, takes, value, write))
     return found
 

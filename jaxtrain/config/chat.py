@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.numbers import Fraction, PositiveInt
+from jaxtrain.config.numbers import Fraction, Length
 from jaxtrain.config.tokenizer import TokenizerConfig
 
 # The path that names the conversations made from the documentation that every Python carries.
@@ -28,7 +28,7 @@ class ChatData(Group):
     """File, folder or glob with the conversations for evaluation; null: validation_fraction of path."""
     validation_fraction: Fraction = 0.05
     """Fraction of the conversations that is kept for evaluation; equal prompts stay together."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Length | None = None
     """Tokens per row; null: the model's max_sequence_length."""
     template: str | None = None
     """Chat template: a file, or chatml or plain (built in); null: that beside the tokenizer."""

@@ -7,10 +7,8 @@ from pydantic import Field, model_validator
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.chat import ChatData
-from jaxtrain.config.numbers import Fraction, PositiveInt
+from jaxtrain.config.numbers import Fraction, Ids, Length, PositiveShare, Rows, Scale, Share, TokenId, Units, Width
 from jaxtrain.config.tokenizer import TokenizerConfig
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class MaskCorruption(Group):
@@ -18,7 +16,7 @@ class MaskCorruption(Group):
 
     kind: Literal["mask"] = "mask"
     """Which corruption this group describes."""
-    probability: Annotated[float, Field(gt=0, le=1)] = 0.15
+    probability: PositiveShare = 0.15
     """Chance of each token to be chosen; special tokens never are."""
     mask_fraction: Share = 0.8
     """Fraction of the chosen tokens that the mask token replaces."""
@@ -38,11 +36,11 @@ class SpanCorruption(Group):
 
     kind: Literal["spans"] = "spans"
     """Which corruption this group describes."""
-    noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    noise_density: Annotated[Fraction, Field(gt=0)] = 0.15
     """Fraction of the tokens that lies in spans."""
-    mean_span_length: Annotated[float, Field(ge=1)] = 3.0
+    mean_span_length: Annotated[float, Field(ge=1, le=1e6)] = 3.0
     """Mean number of tokens per span."""
-    decoder_start: Annotated[int, Field(ge=0)] = 0
+    decoder_start: TokenId = 0
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
@@ -52,7 +50,7 @@ Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kin
 class _TokenData(Group):
     """The settings that all sources of tokens share."""
 
-    sequence_length: PositiveInt | None = None
+    sequence_length: Length | None = None
     """Tokens per row; null: the model's max_sequence_length."""
     validation_fraction: Fraction = 0.05
     """Fraction of the tokens, taken from the end, that is kept for evaluation."""
@@ -104,7 +102,7 @@ class _LabelledData(Group):
     """File with the rows for evaluation; null: validation_fraction of the rows."""
     validation_fraction: Fraction = 0.1
     """Fraction of the rows that is kept for evaluation where there is no validation_path."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Length | None = None
     """Tokens per row, special ones included; longer texts are truncated. null: the model's max_sequence_length."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens."""
@@ -151,9 +149,9 @@ class TextPairData(_LabelledData):
     """Column of the text that is read."""
     target: str = "target"
     """Column of the text that is written."""
-    target_length: PositiveInt | None = None
+    target_length: Length | None = None
     """Tokens per target, the end included; null: as sequence_length."""
-    decoder_start: Annotated[int, Field(ge=0)] = 0
+    decoder_start: TokenId = 0
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
@@ -173,7 +171,7 @@ class ImageFolderData(Group):
     """Which source this group describes."""
     path: str
     """Folder that holds the class folders, or train/ and val/ with the class folders of each split."""
-    image_size: PositiveInt = 224
+    image_size: Units = 224
     """Side of the square that images are cropped to, in pixels."""
     validation_fraction: Fraction = 0.1
     """Fraction of the images that is kept for evaluation where there is no val/ folder."""
@@ -205,21 +203,21 @@ class SyntheticData(Group):
     """Which source this group describes."""
     task: Literal["tokens", "images", "table"] = "tokens"
     """Kind of the rows."""
-    num_rows: PositiveInt = 4096
+    num_rows: Rows = 4096
     """Number of distinct rows; after these they repeat."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Length | None = None
     """Tokens per row; null: the model's max_sequence_length."""
-    vocab_size: PositiveInt = 256
+    vocab_size: Ids = 256
     """Number of token ids, for task tokens."""
     corruption: Corruption | None = None
     """What is hidden, for task tokens: as in data.kind=text; special tokens are added to the vocabulary."""
-    image_size: PositiveInt = 32
+    image_size: Units = 32
     """Side of an image in pixels, for task images."""
-    num_channels: PositiveInt = 3
+    num_channels: Units = 3
     """Channels of an image, for task images."""
-    num_classes: PositiveInt = 10
+    num_classes: Ids = 10
     """Number of classes, for tasks images and table."""
-    num_columns: PositiveInt = 16
+    num_columns: Width = 16
     """Number of input columns, for task table."""
 
 
@@ -228,7 +226,7 @@ class Component(Group):
 
     source: Annotated[TextData | JsonlData | TokenData, Field(discriminator="kind")]
     """The source; all sources of a mixture use the tokenizer of the mixture."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Scale = 1.0
     """Share of the training rows, relative to the weights of the other components."""
 
     @model_validator(mode="after")
@@ -245,7 +243,7 @@ class MixtureData(Group):
     """Which source this group describes."""
     components: Annotated[tuple[Component, ...], Field(strict=False, min_length=1)]
     """The sources and their weights."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Length | None = None
     """Tokens per row; null: the model's max_sequence_length."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens, for all components."""

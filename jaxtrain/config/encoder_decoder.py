@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.numbers import Fraction, PositiveFloat, PositiveInt
+from jaxtrain.config.numbers import Epsilon, Fraction, Ids, Layers, Length, Scale, TokenId, Units, Width
 from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import fill_size
 from jaxtrain.config.transformer import TransformerConfig
@@ -20,47 +20,47 @@ class EncoderDecoderConfig(Published):
     """Which model this group describes."""
     size: str | None = None
     """Published size that gives the values of the keys below that are not set (t5_small, flan_t5_base, ...)."""
-    num_layers: PositiveInt = 6
+    num_layers: Layers = 6
     """Number of equal blocks of the encoder, whose parameters are stacked."""
-    num_decoder_layers: PositiveInt | None = None
+    num_decoder_layers: Layers | None = None
     """Number of equal blocks of the decoder; null: as many as the encoder has."""
-    embed_dim: PositiveInt = 384
+    embed_dim: Width = 384
     """Width of the residual streams."""
-    num_heads: PositiveInt = 6
+    num_heads: Units = 6
     """Number of query heads."""
-    num_kv_heads: PositiveInt | None = None
+    num_kv_heads: Units | None = None
     """Number of key and value heads (grouped-query attention); null: as many as query heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: Width | None = None
     """Width of a head; null: embed_dim / num_heads."""
-    mlp_dim: PositiveInt | None = None
+    mlp_dim: Width | None = None
     """Hidden width of the MLP; null: 4 x embed_dim."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Ids | None = None
     """Number of token ids in the embedding, which both sides share; null: the vocabulary of the data."""
-    max_sequence_length: PositiveInt = 512
+    max_sequence_length: Length = 512
     """Longest input, and longest output, that the model accepts, in tokens."""
     position: Literal["relative", "rotary", "none"] = "relative"
     """Positions: biases by distance (T5), rotation of queries and keys, or none."""
-    relative_buckets: Annotated[int, Field(ge=4)] = 32
+    relative_buckets: Annotated[int, Field(ge=4, le=2**16)] = 32
     """Number of buckets of distances that share a bias."""
-    relative_max_distance: PositiveInt = 128
+    relative_max_distance: Length = 128
     """Distance from which on all keys share a bucket."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     """Normalization in the blocks and after the last one of each side."""
-    norm_epsilon: PositiveFloat = 1e-6
+    norm_epsilon: Epsilon = 1e-6
     """Added to the variance in each normalization."""
-    attention_scale: PositiveFloat | None = None
+    attention_scale: Scale | None = None
     """Factor of the attention scores (T5: 1); null: 1 / sqrt(head_dim)."""
     activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"] = "geglu"
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
     tie_embeddings: bool = False
     """Use the embedding as the output layer."""
-    logits_scale: PositiveFloat | None = None
+    logits_scale: Scale | None = None
     """Factor of the logits (T5 with tied embeddings: 1 / sqrt(embed_dim)); null: 1."""
     bias: bool = False
     """Add biases to linear layers and LayerNorm."""
     dropout: Fraction = 0.0
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
-    start_token: Annotated[int, Field(ge=0)] = 0
+    start_token: TokenId = 0
     """Token before the first one that the decoder writes (T5: 0, its padding); that of the data (decoder_start)."""
     attention: Literal["auto", "cudnn", "splash", "blockwise", "reference"] = "auto"
     """Implementation of self-attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""  # noqa: E501

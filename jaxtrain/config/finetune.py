@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.numbers import PositiveInt
+from jaxtrain.config.numbers import Fraction, Scale, Units
 from jaxtrain.errors import ConfigError
 
 
@@ -33,11 +33,11 @@ class LoraConfig(Group, metaclass=_OneLine):
         32.0
     """
 
-    rank: PositiveInt = 16
+    rank: Units = 16
     """Columns of A and rows of B."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Scale = 32.0
     """The product A B is multiplied by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Fraction = 0.0
     """Share of an adapter's inputs that become 0 in training."""
     targets: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
     """Linear layers that get an adapter: names such as query, or patterns of paths such as 'blocks/mlp/*'; '*': all."""

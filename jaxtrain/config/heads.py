@@ -1,10 +1,11 @@
 """What a transformer puts on top of its blocks: the settings of its head."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.numbers import Fraction, Ids
 
 # Keys that each kind of head reads, beside `kind`.
 _READ = {
@@ -24,13 +25,13 @@ class HeadConfig(Group):
         "language_model"
     )
     """Logits of the vocabulary, of labels per text (sequence) or token; numbers or an embedding per text."""
-    num_labels: Annotated[int, Field(gt=0)] | None = None
+    num_labels: Ids | None = None
     """Labels, or numbers of a regression; null: those of the data."""
     pooling: Literal["first", "last", "mean"] = "first"
     """Which token stands for the text: the first, the last that is no padding, or the mean of all but padding."""
     hidden: Literal["none", "tanh", "relu", "gelu", "gelu_exact"] | None = None
     """Activation after a square layer before the output; null: none (masked_language_model: gelu_exact, and a norm)."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Fraction = 0.0
     """Dropout rate of what the output layer takes."""
     bias: bool = True
     """Add biases to the layers of the head."""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.adapter import adapter_settings
-from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.arguments import check_kind, refusal, shown
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import CALLED
 from jaxtrain.config.finetune import LoraConfig
@@ -20,8 +20,10 @@ from jaxtrain.config.no_effect import no_effect_notes
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
+from jaxtrain.config.secrets import redacted_keys
 from jaxtrain.config.shipped import find_config, is_shipped
 from jaxtrain.config.sizes import ALL_SIZES
+from jaxtrain.config.texts import DEEPEST, MOST_BITS, check_texts
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, tokenizer_origin
@@ -82,6 +84,10 @@ class _Tree:
 
     def set(self, path: KeyPath, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
+        if len(path) > DEEPEST:
+            raise ConfigError(f"{path[0]} ({where}) is nested more than {DEEPEST} deep; a config is much smaller")
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise ConfigError(f"{'.'.join(path)} ({where}) is a number of more than 60 digits; no key takes one")
         if len(path) == 2 and path[0] in (*CALLABLE_GROUPS, "task") and path[1] == "call":
             path, value = path[:1], {"call": value}
         if path == ("parallel",) and value == "auto":
@@ -112,7 +118,7 @@ class _Tree:
 
     def _drop_published_head(self, where: str) -> None:
         """Drop the head of a published model, which was set as one value: who names a kind describes the whole head."""
-        model, path = self.values.get("model", {}), ("model", "head")
+        model, path = self._given("model"), ("model", "head")
         if path in self.where and isinstance(model.get("head"), dict):
             self.notes.append(f"model.head ({self.where.pop(path)}) gave way to model.head.kind ({where})")
             model["head"] = {key: value for key, value in model["head"].items() if (*path, key) in self.where}
@@ -120,7 +126,7 @@ class _Tree:
     def _take_published(self, folder: str, where: str) -> None:
         """Set the keys of the model that a published model gives; what is set later has precedence."""
         settings = published_settings(folder)
-        kind = self.values.get("model", {}).get("kind", settings["kind"])
+        kind = self._given("model").get("kind", settings["kind"])
         # One that was set elsewhere, before, gives way to the published model.
         if kind != settings["kind"] and self.where.get(("model", "kind")) == where:
             raise ConfigError(
@@ -141,9 +147,9 @@ class _Tree:
         """Use the tokenizer of the published model where the data takes one and none is set."""
         model = self.values.get("model")
         folder = model.get("from") if isinstance(model, dict) else None
-        data = self.values.get("data", {})
+        data = self._given("data")
         kinds = members(Config.model_fields["data"].annotation)
-        kind = kinds.get(data.get("kind", Config.model_fields["data"].default.kind))
+        kind = kinds.get(str(data.get("kind", Config.model_fields["data"].default.kind)))
         if not isinstance(folder, str) or not self.reads_published or kind is None:
             return
         if "tokenizer" in kind.model_fields and "tokenizer" not in data:
@@ -171,6 +177,11 @@ class _Tree:
             if key not in known:
                 self._leaf(("finetune", "lora", key), value, adapter)
 
+    def _given(self, name: str) -> dict[str, Any]:
+        """What is set of a group; a value in its place, which the schema refuses, says nothing."""
+        group = self.values.get(name)
+        return group if isinstance(group, dict) else {}
+
     def _set_inside(self, path: KeyPath, parts: Sequence[str], value: Any, where: str) -> None:
         """Merge a value below a group whose kind is set already."""
         full = (*path, *parts)
@@ -180,10 +191,12 @@ class _Tree:
             self.set(full, value, where)
 
     def _leaf(self, path: KeyPath, value: Any, where: str) -> None:
-        self._node(path[:-1])[path[-1]] = value
-        # What was set below is gone, and the order of `where` is the order of setting.
-        for known in [known for known in self.where if known[: len(path)] == path]:
-            del self.where[known]
+        node = self._node(path[:-1])
+        if path[-1] in node:
+            # What was set below is gone, and the order of `where` is the order of setting.
+            for known in [known for known in self.where if known[: len(path)] == path]:
+                del self.where[known]
+        node[path[-1]] = value
         self.where[path] = where
 
     def _node(self, path: KeyPath) -> dict[str, Any]:
@@ -273,7 +286,7 @@ def _split_override(override: str) -> tuple[KeyPath, Any]:
     check_kind(override, str, what="load_config: overrides", takes="key=value texts", write="'train.steps=100'")
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key or any(not part for part in key.split(".")):
-        raise ConfigError(f"cannot read {override!r} (command line); write key=value, as in train.steps=100")
+        raise ConfigError(f"cannot read {shown(override)} (command line); write key=value, as in train.steps=100")
     return tuple(key.split(".")), parse_value(text, f"command line, {key}")
 
 
@@ -348,10 +361,13 @@ def load_config(
         key, value = _split_override(override)
         tree.set(key, value, "command line")
     for key, value in (keywords or {}).items():
-        tree.set(tuple(key.split(".")), value, "keyword")
+        tree.set(tuple(str(key).split(".")), value, "keyword")
     if tree.where.get(("model", "from")) != f"{run_dir}/run.json":
         tree.take_tokenizer()
     tree.take_adapter()
+    check_texts(tree.values, tree.where)
+    for key in redacted_keys(tree.values):
+        raise ConfigError(f"{key} looked like a secret, so the run did not write it down; give it again: {key}=...")
     tree.values = _with_kinds(tree.values)
     try:
         config = Config.model_validate(tree.values)

@@ -4,6 +4,7 @@ A mistake of another kind is a row of `_MESSAGES`; what no row knows is shown wi
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,10 @@ def explain(error: ValidationError, values: dict[str, Any], where: Mapping[KeyPa
     line = message.line.format(**message.words(Mistake(path, value, first["msg"], first.get("ctx", {}), values, where)))
     # A list that loses a wrong item can be too short as well: what stands above the first mistake is no second one.
     here = _key_path(first["loc"], values)
-    others = len({at for found in error.errors() if not here.startswith(at := _key_path(found["loc"], values))})
+    found = error.errors()
+    # Naming the keys of thousands of mistakes would take longer than anybody waits for a number.
+    paths = {_key_path(one["loc"], values) for one in found} if len(found) <= _MOST_COUNTED else None
+    others = len(found) - 1 if paths is None else sum(not here.startswith(path) for path in paths)
     return line + (f" (and {others} more)" if others else "")
 
 
@@ -109,9 +113,10 @@ def _wrong_choice(mistake: Mistake, tag: str = "") -> dict[str, Any]:
     given = mistake.value.get(tag) if tag else mistake.value
     expected = mistake.context.get("expected_tags") or mistake.context.get("expected", "")
     options = [option.strip().strip("'") for option in expected.replace(" or ", ", ").split(",")]
-    close = difflib.get_close_matches(str(given), options, 1)
+    word = given[:_LONGEST_SHOWN] if isinstance(given, str) else _show(given)
+    close = difflib.get_close_matches(word, options, 1)
     if len(options) > _MOST_OPTIONS:
-        shown = difflib.get_close_matches(str(given), options, 6, 0.0)
+        shown = difflib.get_close_matches(word, options, 6, 0.0)
         options = [*shown, f"and {len(options) - len(shown)} others"]
     return {
         "key": ".".join(path),
@@ -142,6 +147,10 @@ def _too_short(mistake: Mistake) -> dict[str, Any]:
     return _wrong_value(mistake, f"at least {mistake.context['min_length']} of them")
 
 
+def _too_long(mistake: Mistake) -> dict[str, Any]:
+    return _wrong_value(mistake, f"at most {mistake.context['max_length']} of them")
+
+
 def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]:
     # Errors inside a union or a list go on below the key, which is named with all of its value.
     key, siblings = locate(mistake.path, mistake.values)
@@ -156,7 +165,8 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
     value = _value(mistake.values, key.path, mistake.value)
     message = message or mistake.message.removeprefix("Input should be ")
     example = f", as in [{value}]" if key.type == "list of text" and isinstance(value, str) else ""
-    limit = f", {message}" if "than" in message or "finite" in message or "at least" in message else ""
+    message = re.sub(r"\d{13,}", lambda digits: f"{int(digits[0]):.0e}", message)
+    limit = f", {message}" if any(word in message for word in ("than", "finite", "at least", "at most")) else ""
     return {
         "key": key.path,
         "value": _show(value),
@@ -165,6 +175,8 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
     }
 
 
+_MOST_COUNTED = 100
+_LONGEST_SHOWN = 200
 # Of more than this, only the nearest are shown.
 _MOST_OPTIONS = 20
 
@@ -180,6 +192,7 @@ _MESSAGES: dict[str, Message] = {
     "unknown_size": Message(_CHOICE, _wrong_size),
     "value_error": Message("{key} ({where}): {reason}", _own_check),
     "too_short": Message(_VALUE, _too_short),
+    "too_long": Message(_VALUE, _too_long),
 }
 _OTHER = Message(_VALUE, _wrong_value)
 
@@ -224,11 +237,12 @@ def _value(values: Any, path: str, default: Any) -> Any:
 
 def _show(value: Any) -> str:
     """A value as it is written in a file, near enough for a message."""
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else repr(value)
-    )
+    if value is None or value is True or value is False:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > _LONGEST_SHOWN:  # Python writes no such number out
+        return "a number of more than 60 digits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _hint(path: KeyPath, values: dict[str, Any]) -> str:

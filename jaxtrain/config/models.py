@@ -11,11 +11,13 @@ from pydantic import Field, model_validator
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.numbers import Fraction, PositiveInt
+from jaxtrain.config.numbers import Fraction, Ids, Units, Width
 from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.vit import ViTConfig
+
+_Blocks = Annotated[int, Field(gt=0, le=500)]
 
 
 class ResNetConfig(Published):
@@ -25,15 +27,15 @@ class ResNetConfig(Published):
     """Which model this group describes."""
     size: str | None = None
     """Published size that gives the values of the keys below that are not set (resnet18, resnet34, ...)."""
-    stage_blocks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 2, 2, 2)
+    stage_blocks: Annotated[tuple[_Blocks, ...], Field(strict=False, min_length=1, max_length=8)] = (2, 2, 2, 2)
     """Residual blocks of each stage; each stage after the first halves the image and doubles the width."""
     bottleneck: bool = False
     """Use blocks of three convolutions whose output is four times as wide."""
-    width: PositiveInt = 64
+    width: Units = 64
     """Channels of the first stage."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """imagenet: 7x7 convolution of stride 2 and max-pool; small: 3x3 of stride 1, for images under about 64 pixels."""
-    num_classes: PositiveInt | None = None
+    num_classes: Ids | None = None
     """Number of outputs; null: the classes of the data."""
     norm_momentum: Fraction = 0.9
     """Decay of the running batch statistics."""
@@ -49,11 +51,11 @@ class MLPConfig(Group):
 
     kind: Literal["mlp"] = "mlp"
     """Which model this group describes."""
-    hidden_dims: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = (256, 256)
+    hidden_dims: Annotated[tuple[Width, ...], Field(strict=False, max_length=200)] = (256, 256)
     """Widths of the hidden layers."""
     activation: Literal["relu", "gelu"] = "relu"
     """Nonlinearity after each hidden layer."""
-    num_outputs: PositiveInt | None = None
+    num_outputs: Ids | None = None
     """Number of outputs; null: the classes or target columns of the data."""
     dropout: Fraction = 0.0
     """Dropout rate after each hidden layer."""

@@ -6,9 +6,9 @@ from pydantic import Field
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
-from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
+from jaxtrain.config.numbers import Epsilon, Fraction, PositiveFloat, PositiveInt, Scale, Share, StepCount, Weight
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Beta = Fraction
 
 
 class ScheduleConfig(Group):
@@ -20,27 +20,27 @@ class ScheduleConfig(Group):
     """Steps over which the learning rate rises from zero to the peak."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    final_fraction: Share = 0.1
     """Learning rate at the end, as a fraction of the peak."""
 
 
 class _Rate(Group):
     """The settings of a direction that a learning rate scales."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    learning_rate: Scale = 1e-3
     """Peak learning rate."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate changes over the steps."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: Weight = 0.0
     """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
 
 
 class _Update(Group):
     """The settings that every optimizer has."""
 
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    clip_norm: PositiveFloat | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[Fraction, Field(gt=0)] | None = None
     """Largest decay of the moving average of parameters and batch statistics, which evaluation uses; null: none."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Parameters that are not trained, as path patterns such as 'blocks/*'."""
@@ -68,7 +68,7 @@ class AdamWDirection(Group):
     """Decay of the first moment."""
     b2: Beta = 0.95
     """Decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Epsilon = 1e-8
     """Added to the square root of the second moment."""
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
@@ -81,7 +81,7 @@ class MuonDirection(Group):
     """Which optimizer this group describes."""
     momentum: Beta = 0.95
     """Decay of the momentum of matrices."""
-    newton_schulz_steps: PositiveInt = 5
+    newton_schulz_steps: Annotated[int, Field(gt=0, le=100)] = 5
     """Newton-Schulz iterations that make the momentum of a matrix orthogonal."""
     adamw: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Matrices that AdamW updates, besides embeddings and output layers; path patterns such as 'head/*'."""
@@ -89,7 +89,7 @@ class MuonDirection(Group):
     """Decay of AdamW's first moment."""
     b2: Beta = 0.95
     """Decay of AdamW's second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Epsilon = 1e-8
     """Added to the square root of AdamW's second moment."""
 
 
@@ -128,9 +128,9 @@ class ParameterGroup(Group):
 
     match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     """Which parameters: path patterns such as 'head/*' or '*/lora_b'."""
-    learning_rate_factor: Annotated[float, Field(gt=0)] = 1.0
+    learning_rate_factor: Scale = 1.0
     """Their learning rate at every step, as a multiple of the optimizer's."""
-    weight_decay: NonNegative | None = None
+    weight_decay: Weight | None = None
     """Their decoupled weight decay; null: the optimizer's."""
     optimizer: DirectionConfig | None = None
     """What updates them, by kind, such as {kind: sgd, momentum: 0.9}; null: as the rest."""
@@ -168,7 +168,7 @@ class CalledOptimizer(_Update, Call):
 
     kind: Literal["called"] = "called"
     """Which optimizer this group describes."""
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    learning_rate: Scale | None = None
     """Peak of the schedule that the function gets as learning_rate; null: the function has a learning rate itself."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How that learning rate changes over the steps."""

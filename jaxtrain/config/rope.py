@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.numbers import PositiveFloat, PositiveInt
+from jaxtrain.config.numbers import Length, Scale
 
-_Factor = Annotated[float, Field(ge=1)]
+_Factor = Annotated[float, Field(ge=1, le=1e6)]
 
 
 class RopeScaling(Group):
@@ -17,11 +17,11 @@ class RopeScaling(Group):
     """Which scaling this group describes."""
     factor: _Factor
     """Low frequencies are divided by this."""
-    low_frequency_factor: float = 1.0
+    low_frequency_factor: Scale = 1.0
     """Frequencies with wavelengths above original_length / low_frequency_factor are divided by factor."""
-    high_frequency_factor: float = 4.0
+    high_frequency_factor: Scale = 4.0
     """Frequencies with wavelengths below original_length / high_frequency_factor are not scaled."""
-    original_length: PositiveInt = 8192
+    original_length: Length = 8192
     """Sequence length that the model was first trained at."""
 
     @model_validator(mode="after")
@@ -50,13 +50,13 @@ class YarnRope(Group):
     """Which scaling this group describes."""
     factor: _Factor
     """Frequencies of few rotations are divided by this."""
-    original_length: PositiveInt
+    original_length: Length
     """Sequence length that the model was first trained at."""
-    beta_fast: PositiveFloat = 32.0
+    beta_fast: Scale = 32.0
     """Dims that rotate more often than this over original_length keep their frequency."""
-    beta_slow: PositiveFloat = 1.0
+    beta_slow: Scale = 1.0
     """Dims that rotate less often than this over original_length are divided by factor."""
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Scale | None = None
     """Factor of cos and sin; null: 0.1 ln(factor) + 1."""
     truncate: bool = True
     """Round the dims at which the ramp begins and ends to whole numbers."""
@@ -67,13 +67,13 @@ class LongRope(Group):
 
     kind: Literal["longrope"] = "longrope"
     """Which scaling this group describes."""
-    short_factors: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=1)]
+    short_factors: Annotated[tuple[Scale, ...], Field(strict=False, min_length=1)]
     """Divisors of the frequencies for sequences up to original_length, one for each pair of dims."""
-    long_factors: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=1)]
+    long_factors: Annotated[tuple[Scale, ...], Field(strict=False, min_length=1)]
     """Divisors of the frequencies for longer sequences."""
-    original_length: Annotated[int, Field(ge=2)]
+    original_length: Annotated[int, Field(ge=2, le=2**24)]
     """Sequence length that the model was first trained at."""
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Scale | None = None
     """Factor of cos and sin; null: sqrt(1 + ln(s) / ln(o)), o original_length and s max_sequence_length / o."""
 
     @model_validator(mode="after")

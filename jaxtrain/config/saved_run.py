@@ -1,12 +1,12 @@
 """The record of a run, `run.json`, read where the directory of a run is given. No jax here."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
+from jaxtrain.published.json_text import parse_json
 
 RUN_FILE = "run.json"
 
@@ -26,7 +26,7 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; give the directory of a run, with its run.json (runs/<name>)")
     try:
-        info = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        info = parse_json((path / RUN_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         parent = path.resolve().parent
         near = f"; did you mean {parent}?" if (parent / RUN_FILE).is_file() else ""

@@ -7,21 +7,26 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 
 from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
 from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
+from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.finetune import FinetuneConfig
 from jaxtrain.config.loss import check_blocks, check_preference
 from jaxtrain.config.models import ModelConfig
-from jaxtrain.config.numbers import NonNegative, PositiveInt, StepCount
+from jaxtrain.config.notices import NoticesConfig
+from jaxtrain.config.numbers import Length, NonNegative, PositiveInt, Rows, Scale, Share, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
+from jaxtrain.config.run_name import check_run_name
+from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.watchdog import WatchdogConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
-Degree = PositiveInt | Literal["auto"]
+Degree = Annotated[int, Field(gt=0, le=2**20)] | Literal["auto"]
 TaskName = Literal[
     "language_modeling",
     "masked_language_modeling",
@@ -66,7 +71,7 @@ class ParallelConfig(Group):
     """Pipeline microbatches per step; null: train.accumulation_steps, or two per stage where that is 1."""
     chunks: PositiveInt | None = None
     """Chunks of layers per stage under interleaved_1f1b; null: 2."""
-    max_replicated_fraction: Annotated[float, Field(ge=0, le=1)] = 0.02
+    max_replicated_fraction: Share = 0.02
     """Fraction of the parameter bytes that may be replicated on every device although fsdp > 1."""
 
 
@@ -130,14 +135,14 @@ class RematConfig(Group):
 class LossConfig(Group):
     """The loss of language models, and of preferred answers."""
 
-    z_loss: Annotated[float, Field(gt=0)] | None = None
+    z_loss: Scale | None = None
     """Weight of the squared logsumexp that is added to the training loss (PaLM: 1e-4); null: not added."""
     logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto"
     """Logits in memory at once: whole is all of them, tokens or vocabulary a block of that dim; auto: by their size."""
     block: PositiveInt | None = None
     """Tokens or ids per block, for logits tokens and vocabulary; null: chosen from the sizes."""
 
-    beta: float = 0.1
+    beta: Annotated[float, Field(le=1e6)] = 0.1
     """Task dpo: how near the model stays to where it starts, above 0; a larger value keeps it nearer."""
     label_smoothing: float = 0.0
     """Task dpo: probability that the answers of a pair are labelled the wrong way round, below 0.5."""
@@ -155,29 +160,16 @@ class TrainConfig(Group):
 
     steps: PositiveInt = 1000
     """Total number of optimizer steps."""
-    global_batch_size: PositiveInt = 32
+    global_batch_size: Rows = 32
     """Rows per step over all devices and microbatches."""
     accumulation_steps: PositiveInt = 1
     """Microbatches per step; gradients are accumulated over them."""
     max_skipped_in_a_row: PositiveInt = 10
     """Stop (exit code 5) after this many steps in a row with non-finite gradients."""
-    prefetch: PositiveInt | Literal["auto"] = "auto"
+    prefetch: Annotated[int, Field(gt=0, le=10_000)] | Literal["auto"] = "auto"
     """Batches prepared ahead of the device; auto: 16, or fewer so that they take at most 64 MiB, but at least 2."""
-    workers: PositiveInt | Literal["auto"] = "auto"
+    workers: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = "auto"
     """Threads that read image rows one by one; auto: the cores of this process, up to 16."""
-
-
-class CheckpointConfig(Group):
-    """When the state is saved, and which checkpoints are kept."""
-
-    every: PositiveInt | None = 1000
-    """Steps between saves; null: save only at the end and on a signal."""
-    keep_last: PositiveInt = 2
-    """Number of the newest checkpoints that are kept."""
-    keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of this step are never deleted; null: no such rule."""
-    keep_best: bool = False
-    """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
 
 
 class EarlyStoppingConfig(Group):
@@ -202,9 +194,9 @@ class EvaluationConfig(Group):
     """Largest number of batches per evaluation; null: all held-out rows."""
     sample_prompt: str | None = None
     """Language models: write a sample that continues this text at the end of the run; null: no sample."""
-    sample_tokens: PositiveInt = 200
+    sample_tokens: Length = 200
     """Length of that sample, in tokens."""
-    sample_temperature: NonNegative = 0.8
+    sample_temperature: Annotated[float, Field(ge=0, le=1000)] = 0.8
     """Temperature of that sample; 0 takes the most likely token."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when a metric gets no better ({metric: eval_loss, patience: 3, min_delta: 0, mode: min}); null: never."""
@@ -295,13 +287,27 @@ class Config(Group):
     train: TrainConfig = TrainConfig()
     """Length of the run and size of the batch."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the state is saved, and which checkpoints are kept."""
+    """When the state is saved, which checkpoints are kept, and where a second copy is."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
+    spikes: SpikesConfig | None = None
+    """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
+    checks: ChecksConfig | None = None
+    """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
+    notices: NoticesConfig = NoticesConfig()
+    """Signals and maintenance notices."""
+    watchdog: WatchdogConfig | None = None
+    """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder(cls, name: str | None) -> str | None:
+        # An address is named as one where the folder is made.
+        return name if name is None or "://" in name else check_run_name(name)
 
     def __repr__(self) -> str:
         groups = {"task": self.task, "model": self.model, "data": self.data, "optimizer": self.optimizer}

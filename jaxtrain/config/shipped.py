@@ -21,7 +21,8 @@ def shipped_configs() -> list[str]:
 
 def is_shipped(name: str) -> bool:
     """Whether a config of this name is shipped."""
-    return "/" not in name and (config_folder() / f"{name}.yaml").is_file()
+    # Names that no file can have are answered too.
+    return name in shipped_configs()
 
 
 def find_config(name: str) -> Path:
@@ -35,6 +36,8 @@ def find_config(name: str) -> Path:
     path = local_path(name, what="config")
     if path.is_file():
         return path
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"config {name!r} is a pipe or a device; name a .yaml file")
     if path.is_dir():
         raise ConfigError(
             f"config {name!r} is a folder without run.json; name a .yaml file, the directory of a run, or one of "

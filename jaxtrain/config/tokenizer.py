@@ -12,7 +12,7 @@ class TokenizerConfig(Group):
 
     kind: Literal["byte", "bpe", "file"] = "byte"
     """byte: ids 0 to 255; bpe: trained on the data and saved with the run; file: a saved tokenizer.json."""
-    vocab_size: Annotated[int, Field(ge=257)] = 1024
+    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 1024
     """Size of a BPE vocabulary trained here: 256 bytes, the end-of-text id, and one id per merge."""
     path: str | None = None
     """Path of a tokenizer.json, for kind file."""

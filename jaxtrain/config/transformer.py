@@ -6,10 +6,25 @@ from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.heads import HeadConfig
-from jaxtrain.config.numbers import Fraction, NonNegative, PositiveFloat, PositiveInt
+from jaxtrain.config.numbers import (
+    Epsilon,
+    Fraction,
+    Ids,
+    Layers,
+    Length,
+    PositiveFloat,
+    PositiveShare,
+    Scale,
+    Units,
+    Weight,
+    Width,
+)
 from jaxtrain.config.published import Published
 from jaxtrain.config.rope import AnyRope, LongRope, YarnRope, with_default_kind
 from jaxtrain.config.sizes import TRANSFORMER_SIZES, fill_size
+
+# More than all computers of the world hold for one model.
+_MOST_PARAMETERS = 10**15
 
 GATED = ("swiglu", "geglu")
 """Activations that multiply the activated gate with a second linear layer."""
@@ -18,13 +33,13 @@ GATED = ("swiglu", "geglu")
 class ExpertsConfig(Group):
     """A mixture of experts in place of each block's MLP; every expert is an MLP of width mlp_dim."""
 
-    num_experts: PositiveInt = 8
+    num_experts: Units = 8
     """Number of experts in each block."""
-    experts_per_token: PositiveInt = 2
+    experts_per_token: Units = 2
     """Number of experts that the router chooses for each token."""
-    load_balance_weight: NonNegative = 0.01
+    load_balance_weight: Weight = 0.01
     """Weight of the loss that makes the experts process equal numbers of tokens."""
-    router_z_weight: NonNegative = 0.001
+    router_z_weight: Weight = 0.001
     """Weight of the loss that keeps the router's logits small."""
 
     @model_validator(mode="after")
@@ -41,7 +56,7 @@ class LocalLayers(Group):
 
     pattern: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
     """1 for a local layer, 0 for a global one; repeated from the first layer to the last."""
-    window: PositiveInt
+    window: Length
     """Positions back that a local layer attends to, the own one counted, and as many ahead if not causal."""
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies of local layers, which are not scaled; null: as in the global layers."""
@@ -54,65 +69,65 @@ class TransformerConfig(Published):
     """Which model this group describes."""
     size: str | None = None
     """Published size that gives the values of the keys below that are not set (gpt2, llama3.1_8b, ...)."""
-    num_layers: PositiveInt = 6
+    num_layers: Layers = 6
     """Number of equal blocks, whose parameters are stacked."""
-    embed_dim: PositiveInt = 384
+    embed_dim: Width = 384
     """Width of the residual stream."""
-    num_heads: PositiveInt = 6
+    num_heads: Units = 6
     """Number of query heads."""
-    num_kv_heads: PositiveInt | None = None
+    num_kv_heads: Units | None = None
     """Number of key and value heads (grouped-query attention); null: as many as query heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: Width | None = None
     """Width of a head; null: embed_dim / num_heads."""
-    mlp_dim: PositiveInt | None = None
+    mlp_dim: Width | None = None
     """Hidden width of the MLP, or of each expert; null: 4 x embed_dim."""
     experts: ExpertsConfig | None = None
     """Mixture of experts in place of the MLP; null: one MLP for all tokens."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Ids | None = None
     """Number of token ids in the embedding; null: the vocabulary of the data."""
-    max_sequence_length: PositiveInt = 256
+    max_sequence_length: Length = 256
     """Longest sequence that the model accepts, in tokens; with learned positions, also their number."""
     position: Literal["learned", "rotary", "relative", "none"] = "rotary"
     """Positions: learned embeddings, rotation of queries and keys, biases by distance (T5), or none."""
-    relative_buckets: Annotated[int, Field(ge=4)] = 32
+    relative_buckets: Annotated[int, Field(ge=4, le=2**16)] = 32
     """Number of buckets of distances, each with a learned bias per head (relative positions)."""
-    relative_max_distance: PositiveInt = 128
+    relative_max_distance: Length = 128
     """Distance from which on all keys share a bucket (relative positions)."""
-    position_offset: Annotated[int, Field(ge=0)] = 0
+    position_offset: Annotated[int, Field(ge=0, le=2**16)] = 0
     """Learned embeddings before that of the first position (RoBERTa: 2)."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: AnyRope | None = None
     """Scaling of rotary frequencies for long contexts; null: no scaling."""
-    rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rotary_fraction: PositiveShare = 1.0
     """Share of the dims of a head that are rotated, the first ones (GPT-NeoX: 0.25)."""
     block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     """Norms of inputs (pre), of sums (post), of inputs and outputs (sandwich); parallel: attention beside MLP."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     """Normalization in the blocks and before the output layer."""
-    norm_epsilon: PositiveFloat = 1e-5
+    norm_epsilon: Epsilon = 1e-5
     """Added to the variance in each normalization."""
     norm_offset: bool = False
     """Store the scale of each norm less 1 (Gemma)."""
     qk_norm: bool = False
     """Normalize each head's queries and keys before positions are applied (Qwen3, Gemma 3)."""
-    attention_scale: PositiveFloat | None = None
+    attention_scale: Scale | None = None
     """Factor of the attention scores; null: 1 / sqrt(head_dim)."""
-    attention_softcap: PositiveFloat | None = None
+    attention_softcap: Scale | None = None
     """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
     activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"] = "swiglu"
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
     tie_embeddings: bool = False
     """Use the embedding as the output layer."""
-    embedding_scale: PositiveFloat | None = None
+    embedding_scale: Scale | None = None
     """Factor of the token embeddings (Gemma: sqrt(embed_dim)); null: 1."""
     embedding_norm: bool = False
     """Normalize the sum of the embeddings (BERT)."""
-    token_types: Annotated[int, Field(ge=0)] = 0
+    token_types: Annotated[int, Field(ge=0, le=2**16)] = 0
     """Number of learned embeddings of token types (BERT: 2, the two texts of a pair); 0: none."""
-    logits_scale: PositiveFloat | None = None
+    logits_scale: Scale | None = None
     """Factor of the logits; null: 1."""
-    logits_softcap: PositiveFloat | None = None
+    logits_softcap: Scale | None = None
     """Bound c of the logits z, computed as c tanh(z / c) (Gemma 2); null: no bound."""
     head: HeadConfig | None = None
     """What the model gives: labels, numbers or an embedding of a text, or masked tokens; null: the next token."""
@@ -122,7 +137,7 @@ class TransformerConfig(Published):
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     causal: bool = True
     """Each position attends to itself and earlier ones; false: to all (an encoder)."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: Length | None = None
     """Attend to this many positions back, the own one counted, and as many ahead if not causal; null: to all."""
     local_layers: LocalLayers | None = None
     """Layers of a sliding window of their own between layers that attend to all; null: all layers are alike."""
@@ -183,6 +198,19 @@ class TransformerConfig(Published):
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _of_a_size(self) -> "TransformerConfig":
+        attention = 2 * self.embed_dim * self.head_width * (self.num_heads + self.kv_heads)
+        experts = 1 if self.experts is None else self.experts.num_experts
+        mlp = 2 * self.embed_dim * self.mlp_width * experts
+        count = self.num_layers * (attention + mlp) + (self.vocab_size or 0) * self.embed_dim
+        if count > _MOST_PARAMETERS:
+            raise ValueError(
+                f"the sizes make a model of {count:.1e} parameters; lower num_layers, embed_dim, mlp_dim or experts "
+                f"(at most {_MOST_PARAMETERS:.0e} are taken)"
+            )
         return self
 
     @model_validator(mode="after")

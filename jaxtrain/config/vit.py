@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from jaxtrain.config.heads import HeadConfig
-from jaxtrain.config.numbers import Fraction, PositiveFloat, PositiveInt
+from jaxtrain.config.numbers import Epsilon, Fraction, Ids, Layers, Units, Width
 from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import VIT_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
@@ -19,27 +19,27 @@ class ViTConfig(Published):
     """Which model this group describes."""
     size: str | None = None
     """Published size that gives the values of the keys below that are not set (vit_base, vit_large, ...)."""
-    num_layers: PositiveInt = 12
+    num_layers: Layers = 12
     """Number of equal blocks, whose parameters are stacked."""
-    embed_dim: PositiveInt = 192
+    embed_dim: Width = 192
     """Width of the residual stream."""
-    num_heads: PositiveInt = 3
+    num_heads: Units = 3
     """Number of attention heads."""
-    mlp_dim: PositiveInt | None = None
+    mlp_dim: Width | None = None
     """Hidden width of the MLP; null: 4 x embed_dim."""
-    patch_size: PositiveInt = 16
+    patch_size: Units = 16
     """Height and width of a patch, in pixels."""
-    image_size: PositiveInt | None = None
+    image_size: Units | None = None
     """Height and width of an image, in pixels; null: that of the data."""
-    channels: PositiveInt | None = None
+    channels: Units | None = None
     """Channels of an image; null: those of the data."""
-    num_classes: PositiveInt | None = None
+    num_classes: Ids | None = None
     """Number of outputs; null: the classes of the data."""
     pooling: Literal["first", "mean"] = "first"
     """What stands for the image: a class token that goes before the patches, or the mean of the patches."""
     activation: Literal["gelu", "gelu_exact"] = "gelu_exact"
     """Nonlinearity of the MLP (gelu in the tanh form, gelu_exact by the error function)."""
-    norm_epsilon: PositiveFloat = 1e-6
+    norm_epsilon: Epsilon = 1e-6
     """Added to the variance in each LayerNorm."""
     dropout: Fraction = 0.0
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""

@@ -14,6 +14,8 @@ from jaxtrain.errors import ConfigError
 
 _DEPTHS = (2, 16)
 _BYTES = 64 * 2**20
+# A load that takes longer than this is left to itself when the iterator is closed: it may never end.
+_CLOSING_SECONDS = 2.0
 
 
 def queue_depth(spec: Mapping[str, Any]) -> int:
@@ -32,7 +34,7 @@ def queue_depth(spec: Mapping[str, Any]) -> int:
 def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2) -> Generator[Batch, None, None]:
     """Yields batches start to stop - 1 in order; a thread loads the next ones meanwhile.
 
-    Closing the iterator stops the thread after the load that is under way.
+    Closing the iterator stops the thread after the load that is under way; it waits at most two seconds for that.
 
     Args:
         load: Returns batch k; called on one background thread, in order.
@@ -89,9 +91,14 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
     # A daemon, so that a consumer that dies without closing the iterator does not keep the process alive.
     thread = threading.Thread(target=work, name="jaxtrain-prefetch", daemon=True)
     thread.start()
+    is_waited_for = True
     try:
         for _ in range(start, stop):
-            batch, error = ready.get()
+            try:
+                batch, error = ready.get()
+            except BaseException:  # raised by a signal: the batch that is waited for may never come
+                is_waited_for = False
+                raise
             if error is not None:
                 raise error
             free.release()
@@ -101,4 +108,5 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
     finally:
         stopped.set()
         free.release()
-        thread.join()
+        if is_waited_for:
+            thread.join(_CLOSING_SECONDS)

@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxtrain.config.arguments import check_kind, shown
 from jaxtrain.data.permutation import permuted
-from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree_path import path_name
 
@@ -50,6 +49,10 @@ class Rows(grain.MapDataset):
     def gather(self, indices: np.ndarray) -> Row:
         """Returns the rows of these indices (int64 [B]), stacked: each entry is [B, ...] and belongs to the caller."""
         raise NotImplementedError
+
+    def name_of(self, number: int) -> str | None:
+        """Returns where a row comes from, in words (a file and a line); None where that is not known."""
+        return None
 
     def order(self, seed: int) -> Order:
         """Returns the endless training order; each epoch is another permutation."""
@@ -100,41 +103,6 @@ class ArrayRows(Rows):
         return jax.tree.map(lambda column: column[indices], self._columns)
 
 
-class TokenRows(Rows):
-    """Row i is tokens[i * L : i * L + L + 1] of a span: inputs int32 [L], and targets shifted by one.
-
-    Args:
-        segments: The stream of tokens as consecutive arrays, which may be memory-mapped.
-        span: The part of the stream to read.
-        sequence_length: L.
-    """
-
-    def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
-        super().__init__(span.num_rows(sequence_length))
-        # Every slice of a memmap builds a Python object with metadata; a slice of a plain view of it does not.
-        self._segments = [np.asarray(segment) for segment in segments]
-        self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
-        self._span = span
-        self._length = sequence_length
-
-    def gather(self, indices: np.ndarray) -> Row:
-        starts = self._span.start + (indices % len(self)) * self._length
-        first = np.searchsorted(self._starts, starts, side="right") - 1
-        rows_BxL1 = np.empty((len(indices), self._length + 1), np.int32)
-        for row, start, segment in zip(rows_BxL1, starts.tolist(), first.tolist(), strict=True):
-            filled = 0
-            while filled < len(row):
-                offset = start + filled - int(self._starts[segment])
-                part = self._segments[segment][offset : offset + len(row) - filled]
-                row[filled : filled + len(part)] = part
-                filled += len(part)
-                segment += 1
-        return {
-            "inputs": np.ascontiguousarray(rows_BxL1[:, :-1]),
-            "targets": np.ascontiguousarray(rows_BxL1[:, 1:]),
-        }
-
-
 class ConcatenatedRows(Rows):
     """Rows of several sources, one source after another.
 
@@ -158,6 +126,10 @@ class ConcatenatedRows(Rows):
         self._parts = parts
         self._weights = weights
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+
+    def name_of(self, number: int) -> str | None:
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return self._parts[part].name_of(number - int(self._starts[part]))
 
     @property
     def is_weighted(self) -> bool:
@@ -215,6 +187,9 @@ class SelectedRows(Rows):
         self._rows = rows
         self._numbers = numbers
 
+    def name_of(self, number: int) -> str | None:
+        return self._rows.name_of(int(self._numbers[number]))
+
     def gather(self, indices: np.ndarray) -> Row:
         epochs, places = np.divmod(indices, len(self))
         return self._rows.gather(self._numbers[places] + epochs * len(self._rows))
@@ -232,6 +207,9 @@ class MappedRows(Rows):
         super().__init__(len(rows))
         self.rows = rows
         self._change = change
+
+    def name_of(self, number: int) -> str | None:
+        return self.rows.name_of(number)
 
     def gather(self, indices: np.ndarray) -> Row:
         return self._change(self.rows.gather(indices), indices)
@@ -252,6 +230,10 @@ class SelectedDataset(grain.MapDataset):
         super().__init__()
         self._rows = rows
         self._numbers = numbers
+
+    def origin(self, number: int) -> tuple[grain.MapDataset, int]:
+        """Returns all rows, and a row's number among them."""
+        return self._rows, int(self._numbers[number])
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -324,6 +306,11 @@ def training_order(rows: grain.MapDataset, seed: int) -> Order:
             ".map, .map_with_index and .random_map keep them: apply it to each part before ConcatenatedRows instead"
         )
     return functools.partial(permuted, num_rows=len(rows), seed=seed)
+
+
+def made_from(rows: grain.MapDataset) -> grain.MapDataset | None:
+    """Returns the rows that a transformation of grain made these from, row by row; None: it is another."""
+    return rows.parents[0] if isinstance(rows, _one_to_one()) else None
 
 
 @functools.cache

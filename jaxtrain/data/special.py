@@ -1,12 +1,12 @@
 """The special tokens of rows that are not plain text, in a tokenizer."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.errors import DataError
+from jaxtrain.published.json_text import parse_json
 
 # Role -> the names that published tokenizers give it, in the order in which they are tried.
 _NAMES = {
@@ -104,7 +104,7 @@ def _listed(config: TokenizerConfig) -> dict[str, str]:
     if config.kind != "file" or config.path is None:
         return {}
     try:
-        content: Any = json.loads((Path(config.path).expanduser().parent / "tokenizer_config.json").read_text("utf-8"))
+        content: Any = parse_json((Path(config.path).expanduser().parent / "tokenizer_config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     if not isinstance(content, dict):

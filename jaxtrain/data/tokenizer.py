@@ -14,6 +14,7 @@ from jaxtrain.data.files import require_file
 from jaxtrain.errors import DataError
 from jaxtrain.published.gguf import read_gguf
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
+from jaxtrain.published.json_text import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -244,7 +245,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = require_file(path, what="tokenizer")
     try:
         text = _gguf_text(path) if path.suffix == ".gguf" else path.read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise DataError(f"tokenizer {path} is not JSON ({error}); give a tokenizer.json") from None
     if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":

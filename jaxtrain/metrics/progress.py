@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from jaxtrain.config.secrets import redacted_text
 from jaxtrain.metrics.eta import RemainingTime, Trend
 from jaxtrain.metrics.format import format_clock, format_count, format_duration
 from jaxtrain.metrics.notebook_view import NotebookView
 from jaxtrain.metrics.terminal import LiveView
 from jaxtrain.runtime.notebook import in_notebook
+from jaxtrain.runtime.remarks import printable
 
 _SLOW_PHASE_SECONDS = 2.0
 
@@ -143,7 +145,8 @@ class Progress:
             self._line("  ".join(parts))
 
     def message(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar; what a terminal would obey is shown as an escape, and no secret is shown."""
+        text = redacted_text(printable(text))
         if self._view is not None:
             self._view.print(text)
         else:
@@ -163,7 +166,7 @@ class Progress:
         """Print the answer of the command to standard output."""
         if not self.silent:
             self.close()
-            _write(self._output, text)
+            _write(self._output, printable(text))
 
     def close(self) -> None:
         """Remove the live display from the terminal; a second call does nothing."""
@@ -171,8 +174,14 @@ class Progress:
             self._view.close()
 
     def _line(self, text: str) -> None:
-        if not self.silent:
+        if self.silent:
+            return
+        try:
             _write(self._errors, text)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass  # the disk of a log is full: a run is not lost over the lines that say how it goes
 
 
 def describe(values: Mapping[str, Any]) -> list[str]:

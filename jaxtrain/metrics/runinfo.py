@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
+from jaxtrain.config.secrets import redacted, redacted_words
 from jaxtrain.runtime.files import strict_json, write_json_atomic
 
 __all__ = ["finished_info", "git_state", "package_versions", "read_run_info", "run_info", "write_json_atomic"]
@@ -38,7 +39,7 @@ def run_info(
 
     Returns:
         A dict of strict JSON values, with status `running`. Environment variables are not in it, because they may hold
-        keys and tokens.
+        keys and tokens, and what looks like one in the command or the config reads "(redacted)".
     """
     commit, dirty = git_state(Path.cwd())
     return strict_json(
@@ -48,7 +49,7 @@ def run_info(
             "created": _timestamp(),
             "finished": None,
             "final": {},
-            "command": list(sys.argv),
+            "command": redacted_words(sys.argv),
             "model": dict(model),
             "data": dict(data),
             "mesh": dict(mesh_shape),
@@ -57,7 +58,7 @@ def run_info(
             "versions": package_versions(),
             "git_commit": commit,
             "git_dirty": dirty,
-            "config": config.model_dump(mode="json"),
+            "config": redacted(config.model_dump(mode="json")),
         }
     )
 

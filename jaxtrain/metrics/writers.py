@@ -1,9 +1,13 @@
 """Where metrics are written: one small protocol, a file that is always written, and dashboards by choice."""
 
+import contextlib
+import errno
+import io
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -11,10 +15,15 @@ from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.files import plain_number, write_lines_atomic, write_text_atomic
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+from jaxtrain.metrics.event_files import TensorBoardWriter
+from jaxtrain.runtime.files import (
+    identity,
+    plain_number,
+    put_aside,
+    write_bytes_atomic,
+    write_lines_atomic,
+    write_text_atomic,
+)
 
 Scalars = Mapping[str, float | int | None]
 
@@ -90,7 +99,7 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = local_path(path, what="file of metrics")
-        self._file: TextIO | None = None
+        self._file: io.FileIO | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -99,18 +108,74 @@ class JsonlWriter:
         self.close()
 
     def scalars(self, step: int, values: Scalars) -> None:
+        self.append(self.row(step, values))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.append(self.text_row(step, name, text))
+
+    def row(self, step: int, values: Scalars) -> Mapping[str, object]:
+        """Return the row of some numbers, for `append`."""
         step, write = _checked_step(step), "writer.scalars(int(state.step), {'loss': float(metrics['loss'])})"
         check_kind(values, Mapping, what="JsonlWriter.scalars: values", takes="a dict of numbers", write=write)
         for name, value in values.items():
             if value is not None and np.ndim(value):
                 what = f"JsonlWriter.scalars: {name!r}"
                 raise ConfigError(refusal(what, "one number", value, "float(...) of one entry, or a name per entry"))
-        self._append({"step": step} | {name: plain_number(value) for name, value in values.items()})
+        return {"step": step} | {name: plain_number(value) for name, value in values.items()}
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text_row(self, step: int, name: str, text: str) -> Mapping[str, object]:
+        """Return the row of a text, for `append`."""
         write = "writer.text(1, 'sample', 'Once upon a time')"
         check_kind(text, str, what="JsonlWriter.text: text", takes="a text", write=write)
-        self._append({"step": _checked_step(step), name: text})
+        return {"step": _checked_step(step), name: text}
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Write a row, all of it or nothing.
+
+        Raises:
+            OSError: it cannot be written; the file is as it was.
+        """
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        file = self._open()
+        size = file.seek(0, os.SEEK_END)
+        try:
+            # A disk that fills up takes the beginning of a line without an error.
+            written = file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is open is the one at its path; True where none is open."""
+        if self._file is None:
+            return True
+        found = os.fstat(self._file.fileno())
+        return identity(self.path) == (found.st_dev, found.st_ino)
+
+    def content(self) -> bytes | None:
+        """Return what the open file holds, although its name may be gone; None where it cannot be read."""
+        if self._file is None:
+            return b""
+        try:
+            self._file.seek(0)
+            return self._file.read()
+        except OSError:
+            return None
+
+    def replace(self, content: bytes) -> None:
+        """Write the file at its path anew, and go on there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        put_aside(self.path)
+        write_bytes_atomic(self.path, content)
+        self._open()
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of steps after `step`, and incomplete lines; the file is replaced atomically.
@@ -119,6 +184,7 @@ class JsonlWriter:
         """
         step = _checked_step(step)
         self.close()
+        put_aside(self.path)
         if not self.path.exists():
             return
         if any(not _is_kept(line, step) for line in self._lines()):
@@ -133,55 +199,16 @@ class JsonlWriter:
         with self.path.open(encoding="utf-8", errors="replace") as file:
             yield from file
 
-    def _append(self, row: Mapping[str, object]) -> None:
+    def _open(self) -> io.FileIO:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", buffering=1, encoding="utf-8")
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            put_aside(self.path)
+            self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+        return self._file
 
 
 def _checked_step(step: Any) -> int:
     return check_whole(step, what="JsonlWriter: step", least=0, write="int(state.step)")
-
-
-class TensorBoardWriter:
-    """Writes TensorBoard events through tensorboardX: numbers and texts, and nothing for None.
-
-    Args:
-        directory: of the events.
-        resumed_step: steps done before this process; TensorBoard hides later events of an interrupted run.
-    """
-
-    def __init__(self, directory: Path, *, resumed_step: int = 0):
-        self._directory = Path(directory)
-        self._resumed_step = resumed_step
-        self._writer: SummaryWriter | None = None
-
-    def scalars(self, step: int, values: Scalars) -> None:
-        writer = self._open()
-        for name, value in values.items():
-            number = plain_number(value)
-            if number is not None and name != "step":
-                writer.add_scalar(name, number, step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        # TensorBoard renders Markdown; four spaces make it show a sample unchanged.
-        self._open().add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _open(self) -> "SummaryWriter":
-        if self._writer is None:
-            # Imported at the first row, so that the first step does not wait for the import.
-            from tensorboardX import SummaryWriter
-
-            # A purge step makes TensorBoard hide what an interrupted run wrote after the resumed step.
-            purge = self._resumed_step + 1 if self._resumed_step else None
-            self._writer = SummaryWriter(logdir=str(self._directory), purge_step=purge, write_to_disk=True)
-        return self._writer
 
 
 class WandbWriter:

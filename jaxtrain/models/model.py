@@ -160,6 +160,8 @@ class Model:
         remat: the remat policy that the model was built with; None: none.
         rebuild: builds the model again with another remat policy; None: not possible.
         adapted: what `adapt` made of its linear layers; None: nothing.
+        convolutional: whether its steps spend their time on convolutions; a step on CPU then takes options of the
+            compiler that are for such models, and on one device adds the squares of its gradients in slices.
 
     Example:
         >>> def init(key):
@@ -184,6 +186,7 @@ class Model:
     remat: Remat | None = None
     rebuild: "Rebuild | None" = None
     adapted: "Adapted | None" = None
+    convolutional: bool = False
 
     def __post_init__(self) -> None:
         write = "Model('mine', init, apply), or from_functions(init, apply) for functions without state"

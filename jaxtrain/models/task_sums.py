@@ -16,7 +16,8 @@ from jaxtrain.models.task import Batch, CallingLoss, Sums, Task, TaskSums
 
 # What the step, a row of metrics.jsonl and the evaluator report by themselves.
 _RESERVED = (
-    *("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "learning_rate", "loss_scale"),
+    *("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "spiked", "spikes"),
+    *("learning_rate", "loss_scale"),
     *("step", "tokens", "examples", "tokens_per_second", "examples_per_second", "step_seconds", "data_wait_seconds"),
     *("model_flops_utilization", "device_memory_bytes", "perplexity"),
 )

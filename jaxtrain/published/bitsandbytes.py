@@ -10,7 +10,6 @@ A weight [out, in] is stored as
     NAME.quant_state.bitsandbytes__nf4      uint8                     JSON: shape, dtype, block sizes, nested_offset
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from jaxtrain.errors import CheckpointError
 from jaxtrain.published.folder import FolderSource
+from jaxtrain.published.json_text import parse_json
 from jaxtrain.published.nf4_blocks import (
     BLOCK,
     LEVELS,
@@ -192,7 +192,7 @@ def _owner(name: str) -> str:
 
 def _state(folder: FolderSource, name: str, kind: str) -> _Stored:
     try:
-        state = json.loads(bytes(folder.read(name).astype(np.uint8)).decode())
+        state = parse_json(bytes(folder.read(name).astype(np.uint8)).decode())
         rows, inputs = state["shape"]
         dtype, blocks = _DTYPES.get(state["dtype"]), state["blocksize"]
         offset, nested = state.get("nested_offset"), state.get("nested_blocksize", NESTED_BLOCK)

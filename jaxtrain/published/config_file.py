@@ -1,10 +1,10 @@
 """The config.json of a published model, or what stands for it. No jax here, nor numpy: `jaxtrain config` reads it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.published.json_text import parse_json
 from jaxtrain.published.quantization import without_quantization
 from jaxtrain.published.torchvision import torchvision_config
 
@@ -14,8 +14,8 @@ _MOST_JSON_BYTES = 100_000_000
 def is_published_folder(path: str | Path) -> bool:
     """Whether a path is a published folder by its config.json."""
     try:
-        return "model_type" in json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return "model_type" in parse_json((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
         return False
 
 
@@ -65,7 +65,7 @@ def _torchvision(folder: Path) -> dict[str, Any] | None:
         size = int.from_bytes(opened.read(8), "little")
         text = opened.read(size) if size <= _MOST_JSON_BYTES else b""
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         shapes = {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError):
         return None  # the reader of tensors says what is wrong with the file
@@ -77,8 +77,8 @@ def read_json(file: Path, error: type[ConfigError] | type[CheckpointError]) -> d
     try:
         if file.stat().st_size > _MOST_JSON_BYTES:
             raise error(f"{file} has more than {_MOST_JSON_BYTES} bytes, which no such file needs")
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
+        found = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
         raise error(f"{file} cannot be read as JSON ({problem})") from None
     if not isinstance(found, dict):
         raise error(f"{file} holds no JSON object")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.published.json_text import parse_json
 
 PROCESSOR_FILE = "preprocessor_config.json"
 # Kinds of processors without "ImageProcessor" or "FeatureExtractor" -> whether one number as size is the shorter edge.
@@ -59,7 +60,7 @@ def read_image_processing(folder: Path) -> ImageProcessing | None:
     if not file.is_file():
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not JSON ({error}); fetch it again") from None
     if not isinstance(content, dict):

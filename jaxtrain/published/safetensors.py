@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import CheckpointError
+from jaxtrain.published.json_text import parse_json
 from jaxtrain.published.transforms import Shape
 
 # Name in the header -> dtype.
@@ -83,10 +84,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); fetch the file again") from None
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition)
+        header = parse_json(text.decode("utf-8"))
         if not isinstance(header, dict):
             raise ValueError("it is no object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{file}: the header is no JSON of a safetensors file ({error})") from None
     start = 8 + length
     tensors, spans = {}, []
@@ -98,15 +99,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             spans.append((begin, end, name))
     _check_spans(file, sorted(spans), size - start)
     return tensors
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key!r} is there twice")
-        found[key] = value
-    return found
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor, int, int]:

@@ -1,17 +1,14 @@
 """Evaluation of a run on its held-out rows: when it is due, what is shown and recorded of it."""
 
-from typing import TYPE_CHECKING
-
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
+from jaxtrain.run.activity import Activity
 from jaxtrain.run.evaluation import Evaluator
+from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.record import RunRecord
 from jaxtrain.train.assemble import Run, reading_threads
 from jaxtrain.train.state import TrainState
-
-if TYPE_CHECKING:
-    pass
 
 
 class HeldOut:
@@ -22,25 +19,46 @@ class HeldOut:
         record: receives the metrics.
         progress: what people see.
         evaluator: of the run's step.
+        interrupt: asked before every batch.
+        activity: is told of every batch.
 
     Attributes:
         metrics: of the last evaluation; empty before it.
     """
 
-    def __init__(self, run: Run, record: RunRecord, progress: Progress, *, evaluator: Evaluator) -> None:
+    def __init__(
+        self,
+        run: Run,
+        record: RunRecord,
+        progress: Progress,
+        *,
+        evaluator: Evaluator,
+        interrupt: Interrupt,
+        activity: Activity,
+    ) -> None:
         self._run, self._record, self._progress = run, record, progress
-        self._evaluator = evaluator
+        self._evaluator, self._interrupt, self._activity = evaluator, interrupt, activity
         self._step: int | None = None
         self.metrics: Scalars = {}
 
-    def evaluate(self, number: int, state: TrainState) -> bool:
-        """Evaluate the state after step `number`; returns False where that was done, or no rows are held out."""
+    def evaluate(self, number: int, state: TrainState, *, is_recorded: bool = False) -> bool:
+        """Evaluate the state after step `number`; returns False where that was done, or no rows are held out.
+
+        Args:
+            number: of the step.
+            state: after it.
+            is_recorded: whether an earlier process wrote its row of metrics.
+
+        Raises:
+            StoppedWaiting: the run is to stop; nothing is recorded.
+        """
         if self._run.data.validation is None or self._step == number:
             return False
         with self._record.spent.measure("evaluation"):
             self.metrics = self._evaluated(state)
         self._step = number
-        self._record.scalars(number, self.metrics)
+        if not is_recorded:
+            self._record.scalars(number, self.metrics)
         shown = "  ".join(shown_metrics(self.metrics))
         self._progress.message(f"step {number}: {shown}")
         return True
@@ -50,9 +68,13 @@ class HeldOut:
         count = min(len(rows), self._run.config.evaluation.max_batches or len(rows))
         loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
         try:
-            return flat_scalars(self._evaluator(state, loaded))
+            return flat_scalars(self._evaluator(state, self._activity.ticking(self._interrupt.until_asked(loaded))))
         finally:
             loaded.close()
+
+    def go_back(self) -> None:
+        """Forget which step was evaluated last: the run goes back to an earlier one."""
+        self._step, self.metrics = None, {}
 
     def loss_after(self, number: int) -> float | None:
         """The eval_loss after step `number`; None where the last evaluation was of another step."""

@@ -1,68 +1,376 @@
-"""SIGTERM and Ctrl-C as a wish that the loop reads between two steps: finish the step, save, exit 75.
+"""Signals and notices as one wish to stop: the run saves what it did and ends with exit code 75, in every phase.
 
-With several processes all must stop at the same step. JAX's preemption service agrees on one, and it needs the SIGTERM
+Between two steps and between two batches of an evaluation the run asks whether it is to stop. Where nothing would be
+lost (before the first step of this process, while it waits for data, after the last save) the signal raises at once.
+Where the main thread is inside a compilation, or in a function of the user, and does not come back for some seconds,
+another thread saves in its place and ends the process: it hears signals through the wake-up descriptor, whatever the
+main thread does.
+
+With several processes all must stop at the same point. JAX's preemption service agrees on one, and it needs the SIGTERM
 handler for itself: a Python handler set after `jax.distributed.initialize` silently disables it. So there SIGTERM is
-left alone and Ctrl-C is passed on as SIGTERM.
+left alone, every other signal is passed on as SIGTERM, and no process leaves alone.
 """
 
+import contextlib
+import errno
 import os
+import select
 import signal
+import sys
+import termios
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
-_FIRST = {
-    signal.SIGINT: b"\nCtrl-C: finishing the step, saving, then exit 75; press again to stop at once\n",
-    signal.SIGTERM: b"\nSIGTERM: finishing the step, saving, then exit 75\n",
+from jaxtrain.config.notices import NoticesConfig
+from jaxtrain.errors import DataError, PreemptedError
+from jaxtrain.runtime.early_signals import end_at_signal
+from jaxtrain.runtime.notebook import in_notebook
+from jaxtrain.runtime.notices import watch_metadata
+from jaxtrain.runtime.remarks import print_remark
+
+_NAMES = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGUSR2: "SIGUSR2",
+    signal.SIGHUP: "SIGHUP",
 }
+# Slurm warns by USR1 or USR2 (--signal), and a terminal that is lost by HUP. A program may use them for something else,
+# and nohup ignores HUP: only where they would kill the process are they heard.
+_ONLY_WHERE_DEADLY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_STOPPED_AT_ONCE = 130
+# Where nothing would be lost, or the user insists, the main thread gets this long to leave in order.
+_LEAVING_SECONDS = 2.0
+_HEARING_SECONDS = 0.3
+_TICK_SECONDS = 0.1
+
+
+class StopNow(BaseException):
+    """Raised in the main thread by a signal, where nothing is lost by leaving; no `except Exception` may keep it."""
+
+
+class StoppedWaiting(DataError):
+    """The run is to stop, and no further batch is taken."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the main thread is, as far as stopping goes.
+
+    Attributes:
+        raises: whether a signal raises `StopNow` in the main thread.
+        save: saves what there is and closes the run, on any thread; None: only the main thread can.
+        patience: seconds that the main thread gets to come back before `save` is called.
+        says: what is done at a signal, for people.
+        since: when it came there, by `time.monotonic()`.
+    """
+
+    raises: bool
+    save: Callable[[], str] | None
+    patience: float
+    says: str
+    since: float
 
 
 class Interrupt:
-    """Watches for SIGTERM and Ctrl-C while it is entered; enter it in the main thread, after `jax.distributed`.
+    """Watches for signals and notices while it is entered; enter it in the main thread, after `jax.distributed`.
 
-    Outside the main thread no handler can be set, and a single process is never interrupted this way.
+    Outside the main thread no handler can be set, and a single process is stopped by the metadata server alone.
+
+    Args:
+        settings: group `notices` of the config; None: signals alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: NoticesConfig | None = None) -> None:
+        self._settings = settings or NoticesConfig(metadata=False)
         self._several = False
         self._wanted = False
         self._presses = 0
+        self._points = 0
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._place: _Place | None = None
+        self._saving = threading.Lock()
+        self._notice = ""
+        self._reason = ""
+        self._since: float | None = None
+        self._is_told = False
+        self._insisted: float | None = None
+        self._watcher: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._wakeup = (-1, -1, -1)
+        self._stop_metadata: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
         import jax
 
         # Asking for the process count of an undistributed run would start the backend.
         self._several = jax.distributed.is_initialized() and jax.process_count() > 1
+        self._threads = threading.enumerate()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+            self._listen()
+        self._stop_metadata = watch_metadata(self._settings.metadata, self._announce)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._stop_metadata()
+        if self._watcher is not None:
+            previous, read, write = self._wakeup
+            signal.set_wakeup_fd(previous)
+            os.close(write)  # the watcher reads what is left, then the end
+            self._watcher.join()
+            os.close(read)
+            self._watcher = None
         for number, handler in self._previous.items():
             # None stands for a handler that was not set from Python and cannot be set back from it.
             if handler is not None:
                 signal.signal(number, handler)
         self._previous.clear()
+        readers = [thread for thread in threading.enumerate() if thread not in self._threads]
+        if readers and (self._wanted or self._presses > 1) and not _is_interactive():
+            code = _STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code
+            arguments = (readers, code)
+            threading.Thread(target=_end_after_main, args=arguments, name="jaxtrain-end", daemon=True).start()
+        if kind is StopNow:  # raised as a block that it may leave was just over
+            raise self._left() from None
 
-    def requested(self, step: int) -> bool:
-        """Whether to stop after this step. With several processes every one must ask, after every step."""
+    def requested(self) -> bool:
+        """Whether to stop at this point. With several processes every one must ask, at the same points of the run."""
         if self._several:
             from jax.experimental import multihost_utils
 
-            self._wanted = multihost_utils.reached_preemption_sync_point(step) or self._wanted
+            self._points += 1
+            self._wanted = multihost_utils.reached_preemption_sync_point(self._points) or self._wanted
         return self._wanted
 
+    def check(self) -> None:
+        """Leave a block of `free_to_leave` if the run is to stop; with several processes every one must call it."""
+        if self.requested():
+            raise StopNow
+
+    @contextlib.contextmanager
+    def free_to_leave(self, close: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A block in which nothing is lost by leaving: a signal raises at once, also out of a compilation.
+
+        Args:
+            close: closes the files of the run; called on another thread where the main thread does not come back.
+
+        Raises:
+            PreemptedError: the run is to stop.
+        """
+
+        def leave() -> str:
+            close()
+            return str(self._left())
+
+        try:
+            with self._at(raises=True, save=leave, patience=_LEAVING_SECONDS, says="nothing is unsaved"):
+                self.check()
+                yield
+        except StopNow:
+            raise self._left() from None
+
+    @contextlib.contextmanager
+    def holding(self, save: Callable[[], str]) -> Iterator[None]:
+        """A block in which the state is whole and no step is under way: the block asks `requested` where it can stop.
+
+        Args:
+            save: saves the state, closes the run and returns the line that says so; called on another thread where the
+                block goes on for `notices.patience_seconds` after a signal.
+        """
+        with self._at(raises=False, save=save, patience=self._settings.patience_seconds, says="saving"):
+            yield
+
+    def until_asked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, until the run is to stop; a signal also ends the wait for one that does not come.
+
+        Raises:
+            StoppedWaiting: instead of a batch.
+        """
+        while True:
+            try:
+                if self.requested():
+                    raise StopNow
+                with self._at(raises=True, save=None, patience=0.0, says="saving"):
+                    if self._wanted:
+                        raise StopNow
+                    batch = next(batches)
+            except StopIteration:
+                return
+            except StopNow:
+                raise StoppedWaiting("the run is to stop") from None
+            yield batch
+
+    def seconds_since(self) -> str:
+        """`, 0.9 s after SIGTERM`, for the last line; empty where this process did not hear the signal itself."""
+        return "" if self._since is None else f", {time.monotonic() - self._since:.1f} s after {self._reason}"
+
+    def _left(self) -> PreemptedError:
+        by = f" by {self._reason}" if self._reason else ""
+        return PreemptedError(f"stopped{by} where nothing was unsaved{self.seconds_since()}: run again to go on")
+
+    @contextlib.contextmanager
+    def _at(self, *, raises: bool, save: Callable[[], str] | None, patience: float, says: str) -> Iterator[None]:
+        before = self._place
+        try:
+            self._place = _Place(raises, save, patience, says, time.monotonic())
+            yield
+        finally:
+            # While the watcher saves in place of this thread, this thread must not go on: it waits for the end.
+            with self._saving:
+                self._place = before
+
+    def _listen(self) -> None:
+        """Set the handlers, and start the thread that hears signals whatever the main thread does."""
+        for number in _NAMES:
+            handler = signal.getsignal(number)
+            is_jax = self._several and number == signal.SIGTERM
+            if not is_jax and (number not in _ONLY_WHERE_DEADLY or handler in (signal.SIG_DFL, end_at_signal)):
+                self._previous[number] = signal.signal(number, self._handle)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._wakeup = (signal.set_wakeup_fd(write, warn_on_full_buffer=False), read, write)
+        self._watcher = threading.Thread(target=self._watch, name="jaxtrain-signals", daemon=True)
+        self._watcher.start()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, once it is in Python again."""
         if number == signal.SIGINT:
             self._presses += 1
             if self._presses > 1:
                 raise KeyboardInterrupt
-        # Not print: a handler may run in the middle of another write to the same buffer.
-        os.write(2, _FIRST[signal.Signals(number)])
         if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        is_first, self._wanted = not self._wanted, True
+        if self._since is None:  # this thread may be quicker than the one that watches
+            self._reason, self._since = self._notice or _NAMES[signal.Signals(number)], time.monotonic()
+        if is_first and self._place is not None and self._place.raises:
+            raise StopNow
+
+    def _announce(self, text: str) -> None:
+        """Take a notice for a signal; called on another thread."""
+        self._notice = text
+        if self._several or self._previous:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self._wanted = True
+        if signal.SIGTERM not in self._previous:
+            self._note(text)
+
+    def _watch(self) -> None:
+        previous, descriptor, _ = self._wakeup
+        presses = 0
+        while True:
+            is_quiet = self._since is None and presses == 0
+            ready, _, _ = select.select([descriptor], [], [], None if is_quiet else _TICK_SECONDS)
+            if ready:
+                heard = os.read(descriptor, 64)
+                if not heard:
+                    return
+                if previous != -1:
+                    with contextlib.suppress(OSError):
+                        os.write(previous, heard)
+                for number in heard:
+                    presses += number == signal.SIGINT
+                    if number in self._previous:
+                        self._hear(signal.Signals(number))
+                if presses > 1 and self._insisted is None:
+                    self._insisted = time.monotonic()
+            self._lose_patience()
+
+    def _hear(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP:
+            _forget_lost_terminal()
+        if not self._is_told:
+            is_notice = number == signal.SIGTERM and self._notice
+            self._note(self._notice if is_notice else _NAMES[number], more=number == signal.SIGINT)
+
+    def _note(self, reason: str, *, more: bool = False) -> None:
+        self._is_told = True
+        if self._since is None:
+            self._reason, self._since = reason, time.monotonic()
+        place = self._place
+        does = "finishing the step, saving" if place is None else place.says
+        ending = "; press again to stop at once" if more else ""
+        # Not print: the main thread may be in the middle of another write to the same buffer.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{reason}: {does}, then exit 75{ending}\n".encode())
+
+    def _lose_patience(self) -> None:
+        """Do what the main thread would have to do, where it does not come back."""
+        if _is_interactive():
+            return
+        clock = time.monotonic()
+        if self._insisted is not None:
+            # Where the main thread heard it, it is closing the run; elsewhere it is stuck and hears nothing.
+            if clock - self._insisted > (_LEAVING_SECONDS if self._presses > 1 else _HEARING_SECONDS):
+                _end(_STOPPED_AT_ONCE)
+            return
+        place = self._place
+        if self._several or self._since is None or place is None or place.save is None:
+            return
+        if clock - max(self._since, place.since) < place.patience:
+            return
+        with self._saving:
+            if self._place is not place:
+                return
+            try:
+                line = place.save()
+            except Exception as error:
+                first = next(iter(str(error).splitlines()), type(error).__name__)
+                print_remark(f"jaxtrain: could not save beside the main thread, which is waited for: {first}")
+                self._since = None  # the main thread saves when it comes back, or fails itself
+                return
+            print_remark(f"jaxtrain: {line}")
+            _end(PreemptedError.exit_code)
+
+
+def _is_interactive() -> bool:
+    """Whether somebody goes on typing in this process, which is not ours to end."""
+    return in_notebook() or getattr(sys, "ps1", None) is not None
+
+
+def _end_after_main(readers: Sequence[threading.Thread], code: int) -> None:
+    """End a process that was asked to stop, where the interpreter waits for threads whose data does not come.
+
+    Args:
+        readers: the threads that the run left behind.
+        code: exit code.
+    """
+    was_ending = False
+    while any(thread.is_alive() for thread in readers):
+        time.sleep(_LEAVING_SECONDS / 2)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_back is not None:
+            frame = frame.f_back
+        # As the interpreter ends, it waits for threads in this function, which nothing else calls.
+        ends = frame is None or (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "_shutdown")
+        if ends and was_ending and any(thread.is_alive() for thread in readers):
+            _end(code)
+        was_ending = ends
+
+
+def _end(code: int) -> None:
+    """End this process at once: the main thread cannot be left in order."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _forget_lost_terminal() -> None:
+    """Send what is printed nowhere, where the terminal is gone: writing to it would end the run with an error."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+        except OSError:
+            continue

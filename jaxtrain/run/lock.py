@@ -1,5 +1,6 @@
 """One writer per run directory: a lock that the kernel releases when its holder dies, however it dies."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -59,16 +60,21 @@ class RunLock:
             print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
         self._descriptor = descriptor
         content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(content).encode(), 0)
+        # What it says is for people alone: a full disk does not keep the lock from being held.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._descriptor is not None:
             # The file stays: if deleted, one process could hold it and another a new file of the same name.
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            # The file system may be gone, or its handle stale: the run is over all the same.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 def _holder(descriptor: int) -> str:

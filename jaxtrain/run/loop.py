@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.errors import DataError, DivergedError
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.update import Metrics
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Hooks:
 
 
 def train_loop(
-    step: TrainStep,
+    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]],
     state: TrainState,
     batches: Iterator[Any],
     *,
@@ -56,18 +56,18 @@ def train_loop(
     """Run steps `first` to `last` (counted from 1).
 
     Args:
-        step: compiled.
+        step: a compiled `TrainStep`, or what calls one.
         state: after step `first - 1`; donated.
         batches: batches on the mesh; the seconds that each is waited for are reported as the step's data wait.
         first, last: step numbers.
-        max_skipped_in_a_row: non-finite steps after which training is given up.
+        max_skipped_in_a_row: non-finite steps and spikes after which training is given up.
         hooks: what happens around the steps.
 
     Returns:
         The state and the number of the last step that ran (below `last` when a stop was requested).
 
     Raises:
-        DivergedError: too many non-finite steps in a row; the state before them is intact.
+        DivergedError: too many non-finite steps or spikes in a row; the state before them is intact.
         DataError: a batch could not be given.
     """
     pending: Pending | None = None
@@ -84,11 +84,7 @@ def train_loop(
         hooks.finished(done.number, done.metrics, now - clock - next_wait + done.waited, done.waited)
         clock = now
         if in_a_row >= max_skipped_in_a_row:
-            raise DivergedError(
-                f"gradients were not finite {in_a_row} steps in a row, up to step {done.number}; parameters are as "
-                "before them: lower optimizer.learning_rate, add warmup_steps, lower optimizer.clip_norm, or use "
-                "precision.policy=bf16 or fp32"
-            )
+            raise DivergedError(_given_up(in_a_row, done))
 
     for number in range(first, last + 1):
         hooks.before_step(number)
@@ -115,3 +111,17 @@ def train_loop(
             if hooks.pause(number, state):
                 return state, number
     return state, first - 1
+
+
+def _given_up(in_a_row: int, done: Pending) -> str:
+    if "spiked" in done.metrics and int(done.metrics["spiked"]):
+        return (
+            f"loss or gradient norm were spikes (or not finite) {in_a_row} steps in a row, up to step {done.number}; "
+            "parameters are as before them: lower optimizer.learning_rate, look at the data from there on, raise "
+            "spikes.sigmas, or set spikes=null"
+        )
+    return (
+        f"gradients were not finite {in_a_row} steps in a row, up to step {done.number}; parameters are as "
+        "before them: lower optimizer.learning_rate, add warmup_steps, lower optimizer.clip_norm, or use "
+        "precision.policy=bf16 or fp32"
+    )

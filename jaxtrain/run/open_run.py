@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.opened import OpenedRun
 from jaxtrain.run.saved_config import changed_keys, saved_config
 from jaxtrain.runtime.remarks import print_remark
@@ -56,6 +57,7 @@ def open_run(
         (8, 3)
     """
     run_dir = local_path(_given_path(run_dir), what="run directory")
+    mend_run(run_dir, report)
     info = read_run(run_dir)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise ConfigError(f"step={step!r}; give the number of a checkpoint, or None for the newest")

@@ -135,10 +135,9 @@ class OpenedRun:
     @functools.cached_property
     def tokenizer(self) -> "Tokenizer | None":
         """What made the run's tokens; None where the run has none."""
-        from jaxtrain.data import load_tokenizer
+        from jaxtrain.run.kept_tokenizer import read_tokenizer
 
-        path = self.run_dir / "tokenizer.json"
-        return load_tokenizer(path) if path.is_file() else None
+        return read_tokenizer(self.run_dir, self.info, self._report)
 
     @functools.cached_property
     def data(self) -> "Data":

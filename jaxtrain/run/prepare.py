@@ -2,15 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
@@ -21,6 +23,8 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
+from jaxtrain.run.activity import Activity
+from jaxtrain.run.agreed import data_facts
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
@@ -28,6 +32,7 @@ from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import optimizer_notes, own_parts
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
@@ -41,11 +46,15 @@ from jaxtrain.run.resume import (
     run_metadata,
     set_aside,
 )
+from jaxtrain.run.roll_back import RECORD, check_can_go_back
+from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
+from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
+from jaxtrain.runtime.agreement import together
 from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compilation_cache import cache_folder
+from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.own_step import OwnStep
@@ -71,6 +80,7 @@ def prepare_session(
     callbacks: Sequence[Callback],
     progress: Progress,
     interrupt: Interrupt,
+    activity: Activity,
     main: bool,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made.
@@ -84,14 +94,17 @@ def prepare_session(
         callbacks: called between the steps.
         progress: what people see.
         interrupt: entered.
+        activity: is told what this process does.
         main: whether this process writes.
 
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
-    spent = TimeSpent()
+    spent = TimeSpent(during=activity.during)
     with spent.measure("reading data"):
-        run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
+        parts = {"model": model, "task": task, "data": data, "own_step": own_step}
+        run = together(lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
+    interrupt.check()
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
@@ -104,7 +117,7 @@ def prepare_session(
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
         if resumed is not None:
-            target = without_base(run.step.abstract_state, trained_leaves(run.step))
+            target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
@@ -127,8 +140,12 @@ def prepare_session(
         state, base = _compiled_state(
             run, run_dir, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
         )
+        interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
+        if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
+            metadata[RECORD] = found[RECORD]
+        activity.begins_at(start)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
             checkpointer.score_again(watch.recorded_scores(start))
@@ -142,6 +159,7 @@ def prepare_session(
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
         if resumed is None:
+            checkpointer.begin_anew()
             keep_base(base, run, state, run_dir)
         if run.awaits_reference:
             with spent.measure("evaluation"):
@@ -151,8 +169,17 @@ def prepare_session(
         row = finished_row(run_dir) if has_ended else {}
         meter = run_meter(run, own_model=model is not None)
         record = open_record(
-            loaded, run, run_dir, start=start, has_ended=has_ended, metadata=metadata, spent=spent, main=main
+            loaded,
+            run,
+            run_dir,
+            start=start,
+            has_ended=has_ended,
+            metadata=metadata,
+            spent=spent,
+            main=main,
+            report=progress.message,
         )
+        metadata["run"] = record.kept
         return Session(
             run=run,
             run_dir=run_dir,
@@ -160,13 +187,15 @@ def prepare_session(
             state=state,
             metadata=metadata,
             checkpointer=checkpointer,
+            saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt, activity=activity),
             watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
             interrupt=interrupt,
+            activity=activity,
         )
 
 
@@ -196,6 +225,7 @@ def _assembled(
 ) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config = loaded.config
+    check_roll_back(config.spikes, config.checkpoint)
     if own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if model is None and data is None:
@@ -208,7 +238,10 @@ def _assembled(
             "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
             "or from Python validation=0.1"
         )
-    return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
+    check_can_go_back(config.spikes, opened)
+    run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
+    check_memory(run)
+    return run
 
 
 def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
@@ -218,6 +251,7 @@ def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         keep_best=keep.keep_best,
+        mirror=mirror_folder(keep.mirror, run_dir),
         report=progress.message,
     )
 
@@ -245,10 +279,11 @@ def _compiled_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
-            _compile(run, progress, check)
+            together(lambda: _compile_beside(created, run, progress, check))
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-                state = checkpointer.restore(without_base(run.step.abstract_state, trains))
+                saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
+                state = as_kept(checkpointer.restore(saved), run.step)
                 record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
                 if record is None or trains is None:
                     return state, None
@@ -270,6 +305,20 @@ def _created(run: Run, own_step: OwnStep) -> TrainState:
     return run.step.init(run.config.seed, **start_of(run, own_step))
 
 
+def _compile_beside(
+    created: Future[TrainState] | None, run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]
+) -> None:
+    """Compile the step while another thread creates the state; of several processes, none goes on before both are done.
+
+    Collectives of the two threads could meet in another order in another process.
+    """
+    try:
+        _compile(run, progress, check)
+    finally:
+        if created is not None and jax.process_count() > 1:
+            wait([created])
+
+
 def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:
     """Compile the step for the shapes of its batches, and show whether the program came from the cache."""
     with progress.phase("tracing") as phase, record_choices() as choices:
@@ -286,7 +335,8 @@ def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], 
     try:
         with progress.phase("compiling") as phase:
             run.step.use(lowered.compile(), choices=choices)
-            kept = cache_folder(run.config.compilation_cache) is not None
+            folder = cache_folder(run.config.compilation_cache)
+            kept = folder is not None and why_not_writable(folder) is None
             # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
             found = "cache_hits" in seen and "cache_misses" not in seen
             phase.note("from cache" if found else "cached next time" if kept else "")

@@ -1,24 +1,35 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
 import contextlib
+import functools
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.config import Loaded
+from jaxtrain.data import Tokenizer
+from jaxtrain.errors import StorageError
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
-from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
-from jaxtrain.metrics.writers import MultiWriter, Scalars, open_writers
+from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
+from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
+from jaxtrain.run.in_place import InPlace
+from jaxtrain.run.kept_tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
+from jaxtrain.run.mended import kept_info
 from jaxtrain.run.published import keep_published
+from jaxtrain.run.restarted import seconds_before
+from jaxtrain.run.roll_back import RECORD
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
-from jaxtrain.runtime.files import strict_json, write_text_atomic
+from jaxtrain.runtime.files import put_aside, strict_json, write_text_atomic
+from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run
 
@@ -35,6 +46,9 @@ class RunRecord:
         was_done: the run had ended before this process.
         spent: where the time of the run goes.
         draws_report: whether report.html is drawn at the end.
+        place: notices that files are gone; None: nobody does.
+        report: called with one line for people.
+        reopened: step -> writers and place again, for a run that goes on from an earlier step; drops the rows after it.
 
     Attributes:
         spent: as given; who spends time on the run adds it there.
@@ -50,28 +64,103 @@ class RunRecord:
         was_done: bool,
         spent: TimeSpent,
         draws_report: bool,
+        place: InPlace | None = None,
+        report: Callable[[str], None] = print_remark,
+        reopened: Callable[[int], tuple[MultiWriter, InPlace]] | None = None,
     ) -> None:
         self._run_dir = run_dir
-        self._writers = writers
+        self._writers, self._reopened = writers, reopened
         self._info = None if was_done else info
         self._is_main = info is not None
         self._was_done = was_done
+        self._place, self._report = place, report
+        self._tokenizer: Tokenizer | None = None
+        self._unwritten: str | None = None
+        self._has_begun = False
         self.spent = spent
         self.draws_report = draws_report
 
     def begin(self, run: Run) -> None:
-        """Write run.json with the status `running`, and the tokenizer of the run's data."""
-        if self._info is not None:
-            write_json_atomic(self._run_dir / "run.json", self._info)
-        if self._is_main and run.data.tokenizer is not None:
-            run.data.tokenizer.save(self._run_dir / "tokenizer.json")
-        if self._is_main and self.draws_report:
+        """Write run.json with the status `running`, and the tokenizer of the run's data.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        if not self._is_main:
+            return
+        try:
+            if run.data.tokenizer is not None:
+                self._keep_tokenizer(run.data.tokenizer)
+            if self._info is not None:
+                self._write_info()
+        except OSError as error:
+            raise StorageError(
+                f"{self._run_dir} cannot be written: {error.strerror or error}; free space, or use another --run-dir"
+            ) from None
+        self._has_begun = True
+        if self.draws_report:
             self._write("rows.json", shown_chats(run.data))
 
-    def keep_time(self) -> None:
-        """Write into run.json where the time went so far: a run that is killed and resumed goes on counting from it."""
+    def keep_time(self, step: int) -> None:
+        """Write into run.json where the time went until this save: a run that is killed goes on counting from it."""
+        self.look()
         if self._info is not None:
-            write_json_atomic(self._run_dir / "run.json", {**self._info, "seconds": self.spent.seconds()})
+            entry = save_entry(step, self.spent.seconds(), at=time.time())
+            self._info = {**self._info, "saves": with_save(self._info.get("saves"), entry)}
+            self._try_to_write_info()
+
+    def _try_to_write_info(self) -> None:
+        before, self._unwritten = self._unwritten, None
+        try:
+            self._write_info()
+        except OSError as error:
+            # What it holds is older, and no worse: the next save tries again.
+            self._unwritten = error.strerror or str(error)
+            if before is None:
+                self._report(f"run.json of {self._run_dir} cannot be written: {self._unwritten}; training goes on")
+
+    def look(self) -> None:
+        """Write again what is gone of the run directory, and say so."""
+        if self._place is None or not self._has_begun:
+            return
+        files: dict[str, Callable[[], None]] = {}
+        if self._info is not None:
+            files["run.json"] = self._write_info
+        if self._tokenizer is not None:
+            files[TOKENIZER_FILE] = functools.partial(self._keep_tokenizer, self._tokenizer)
+        self._place.look(files)
+
+    def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
+        digest, line = keep_tokenizer(self._run_dir, tokenizer)
+        self._tokenizer = tokenizer
+        if self._info is not None:
+            self._info = {**self._info, DIGEST_KEY: digest}
+        if line is not None:
+            self._report(line)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of run.json."""
+        return {} if self._info is None else kept_info(self._info)
+
+    def _write_info(self) -> None:
+        path = self._run_dir / "run.json"
+        put_aside(path)
+        write_json_atomic(path, {**(self._info or {}), "seconds": self.spent.seconds()})
+
+    def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
+
+        Args:
+            step: the step.
+            metadata: of the run's next checkpoint.
+        """
+        if self._reopened is not None:
+            self._writers.close()
+            self._writers, self._place = self._reopened(step)
+        if self._info is not None:
+            self._info = {**self._info, RECORD: metadata[RECORD]}
+            self._try_to_write_info()
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
@@ -90,12 +179,14 @@ class RunRecord:
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
         if not self._was_done:
+            self.look()
             self._writers.scalars(step, values)
 
     def sample(self, step: int, text: str) -> None:
         """Write a generated text to sample.txt and to the dashboards."""
         if self._is_main:
-            (self._run_dir / "sample.txt").write_text(text, encoding="utf-8")
+            with contextlib.suppress(OSError):  # as with the report
+                write_text_atomic(self._run_dir / "sample.txt", text)
             if not self._was_done:
                 self._writers.text(step, "sample", text)
 
@@ -108,20 +199,45 @@ class RunRecord:
             final: the last metrics.
             progress: shows that the report is drawn.
         """
+        self.look()
         writers, self._writers = self._writers, MultiWriter(())
-        writers.close()
         if self._info is None:
+            writers.close()
             return
-        seconds = self.spent.seconds()
-        final = {**final, "wall_seconds": round(sum(seconds.values()), 2)}
-        info = {**self._info, "seconds": seconds}
-        write_json_atomic(self._run_dir / "run.json", finished_info(info, status=status, final=final))
-        self._info = None
+        try:
+            writers.close()
+        finally:
+            info, self._info = self._info, None
+            self._end(info, status, final)
         if self.draws_report and (self._run_dir / "metrics.jsonl").exists():
             from jaxtrain.metrics.report.page import write_report
 
-            with progress.phase("drawing the report"):
-                write_report(self._run_dir)
+            with progress.phase("drawing the report") as phase:
+                try:
+                    write_report(self._run_dir)
+                except OSError as error:  # no run is lost over its report
+                    phase.note(f"not written: {error.strerror or error}")
+
+    def _end(self, info: Mapping[str, Any], status: str, final: Scalars) -> None:
+        """Write the end into run.json, and let go of the directory.
+
+        Raises:
+            StorageError: run.json cannot be written.
+        """
+        seconds = self.spent.seconds()
+        final = {**final, "wall_seconds": round(sum(seconds.values()), 2)}
+        path = self._run_dir / "run.json"
+        try:
+            put_aside(path)
+            write_json_atomic(path, finished_info({**info, "seconds": seconds}, status=status, final=final))
+        except OSError as error:
+            raise StorageError(
+                f"the end of the run ({status}) cannot be written to {path}: {error.strerror or error}; free space and "
+                "run again: the checkpoints are complete"
+            ) from None
+        finally:
+            if self._place is not None:
+                self._place.close()
 
 
 def open_record(
@@ -134,6 +250,7 @@ def open_record(
     metadata: Mapping[str, Any],
     spent: TimeSpent,
     main: bool,
+    report: Callable[[str], None] = print_remark,
 ) -> RunRecord:
     """Open the writers of a run and say what its run.json will hold; rows after the resumed step are dropped.
 
@@ -146,6 +263,7 @@ def open_record(
         metadata: what a checkpoint of the run says of it: the parts that came from Python, and what they compute.
         spent: where the time of this process went so far.
         main: whether this process writes.
+        report: called with one line for people.
 
     Raises:
         ConfigError: a dashboard is asked for and its package is missing.
@@ -162,22 +280,38 @@ def open_record(
         )
     info = _info(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
+    # Before the rows of lost steps are dropped, which changes when the file was last written.
+    earlier = seconds_before(run_dir, before, start=start, began_at=spent.began_at)
     # Last, because whatever fails after it would leave them open.
-    writers = open_writers(run_dir, config.logging, run_name=loaded.name, resumed_step=start)
+    reopened = functools.partial(_opened, run_dir, loaded, report)
+    writers, place = reopened(start)
     adapters = config.finetune.lora is not None
     info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
     info["created"] = before.get("created") or info["created"]
     info["resumed_after"] = _resumes(before, start)
-    info["seconds"] = recorded_seconds(before)
-    spent.after(info["seconds"])
+    info["seconds"] = earlier
+    info["saves"] = [save_entry(start, earlier, at=spent.began_at)]
+    spent.after(earlier)
     return RunRecord(
         run_dir,
         writers=writers,
+        place=place,
+        report=report,
         info=info,
         was_done=has_ended and before.get("status") in ("done", EARLY_STOPPED),
         spent=spent,
         draws_report=draws_report,
+        reopened=reopened,
     )
+
+
+def _opened(run_dir: Path, loaded: Loaded, report: Callable[[str], None], step: int) -> tuple[MultiWriter, InPlace]:
+    """The writers of a run that goes on from a step, and what notices that their files are gone."""
+    opened = open_writers(run_dir, loaded.config.logging, run_name=loaded.name, resumed_step=step)
+    jsonl, *dashboards = opened.writers
+    assert isinstance(jsonl, JsonlWriter)
+    metrics = LastingWriter(jsonl, report)
+    return MultiWriter([metrics, *dashboards]), InPlace(run_dir, metrics=metrics, report=report)
 
 
 def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
@@ -217,6 +351,8 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]
     info["base"] = metadata.get("base")
+    if RECORD in metadata:
+        info[RECORD] = metadata[RECORD]
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiler_options.used)
     return info

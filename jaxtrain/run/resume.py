@@ -9,11 +9,16 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.schema import Config
+from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
+from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.run.called_sources import called_sources
+from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
+from jaxtrain.runtime.attempt import attempt
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT
 from jaxtrain.train.state import TrainState
@@ -28,9 +33,11 @@ _SHAPES_STATE = {
 # data is noticed by its content, and more steps are how a run is made longer.
 _SAME_TRAINING = (
     *(f"{group}." for group in ("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile")),
+    "checks.",
+    "notices.",
     *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
-    *("loss.logits ", "loss.block ", "compiler_options"),
+    *("loss.logits ", "loss.block ", "compiler_options", "watchdog"),
 )
 # What identifies rows that were given for evaluation, in the description of the data.
 _HELD_OUT = "validation."
@@ -68,7 +75,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
     """
     return {
         "name": run.name,
-        "config": run.config.model_dump(mode="json"),
+        "config": redacted(run.config.model_dump(mode="json")),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
@@ -104,7 +111,9 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    more = ("held_out.json", "rows.json", "reference.npz", "profile", KEPT)
+    # Rows of this supervisor's are of this run, whose first start did not live to its first save.
+    restarts = () if attempt() else (RESTARTS_FILE,)
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", COPY_FILE, KEPT, *restarts)
     old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None
@@ -188,12 +197,17 @@ def changes_since(
     """
     parts = recorded_parts(current)
     check_given_again(saved, parts, run_dir)
-    before, after = saved.get("config", {}), current["config"]
+    before, after = _with_later_groups(saved.get("config", {})), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
     if not may_change:
         check_same_training(changes, before, after, run_dir=run_dir)
     check_stream(saved.get("stream", {}), current["stream"])
     return changes
+
+
+def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a checkpoint, with the defaults of groups that jaxtrain did not have when it was saved."""
+    return {**Config().model_dump(mode="json"), **config} if config else config
 
 
 def check_same_training(

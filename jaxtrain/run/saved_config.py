@@ -1,5 +1,6 @@
 """The config of a saved run, for the machine that opens it."""
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
+from jaxtrain.errors import DataError
+from jaxtrain.run.kept_tokenizer import tokenizer_file
 
 
 def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Loaded:
@@ -24,7 +27,8 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
         ConfigError: not a run, or a wrong key or value.
     """
     run_dir = local_path(run_dir, what="run directory")
-    saved = dict(read_run(run_dir)["config"])
+    info = read_run(run_dir)
+    saved = dict(info["config"])
     parallel = saved.get("parallel")
     if isinstance(parallel, dict):
         saved["parallel"] = {key: value for key, value in parallel.items() if key == "max_replicated_fraction"}
@@ -35,10 +39,15 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
             saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
     words = [] if isinstance(overrides, Mapping) else list(overrides)
     keywords = dict(overrides) if isinstance(overrides, Mapping) else {}
-    tokenizer = run_dir / "tokenizer.json"
     loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
     chose_tokenizer = any(key.startswith("data.tokenizer") for key in changed_keys(overrides))
-    if hasattr(loaded.config.data, "tokenizer") and tokenizer.is_file() and not chose_tokenizer:
+    takes_tokenizer = hasattr(loaded.config.data, "tokenizer") and not chose_tokenizer
+    tokenizer = None
+    if takes_tokenizer:
+        # Who needs the tokenizer hears of it; curves and numbers can be had without one.
+        with contextlib.suppress(DataError):
+            tokenizer = tokenizer_file(run_dir, info, lambda line: None)
+    if tokenizer is not None:
         keywords = {**keywords, "data.tokenizer.kind": "file", "data.tokenizer.path": str(tokenizer)}
         loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
     return loaded

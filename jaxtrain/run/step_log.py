@@ -54,8 +54,8 @@ class StepLog:
         values = flat_scalars(jax.device_get(dict(metrics)))
         standard = {name: values.pop(name) for name in ("loss", "grad_norm", "skipped_steps")}
         standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
-        for name in ("weight", "skipped_in_a_row"):
-            values.pop(name)
+        for name in ("weight", "skipped_in_a_row", "spiked"):
+            values.pop(name, None)
         self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
         self._record.scalars(number, self.row)
         self._progress.update(number, self.row)

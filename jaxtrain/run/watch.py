@@ -126,6 +126,12 @@ class Watch:
         found = recorded_values(self._run_dir, self._rule.metric, last=last)
         return {step: sign * value for step, value in found.items() if math.isfinite(value)}
 
+    def go_back(self, number: int) -> None:
+        """Forget the evaluations after step `number`, which is the last one of the run again."""
+        self._evaluations = {step: value for step, value in self._evaluations.items() if step <= number}
+        self._scores = {step: value for step, value in self._scores.items() if step <= number}
+        self._best_until = None
+
     def wants_save(self, number: int) -> bool:
         """Whether the evaluation after this step was the best so far, and the best is to be kept."""
         return self._keeps_best and self._best_until == number

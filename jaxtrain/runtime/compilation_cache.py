@@ -1,10 +1,18 @@
 """Where compiled programs are kept from one process to the next."""
 
 import os
+import tempfile
+import warnings
 from pathlib import Path
 
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.remarks import print_remark
+
+# A compiled step is of this size or larger: a disk with less space is full for what is to be kept.
+_PROBE_BYTES = 256 * 2**10
+# jax keeps programs that took longer to compile than a limit: none takes so long.
+_NEVER_SECONDS = 1e9
 
 
 def cache_folder(setting: str | None) -> Path | None:
@@ -46,4 +54,27 @@ def use_cache(setting: str | None) -> None:
             "set compilation_cache=null or another folder"
         ) from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    reason = why_not_writable(folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2 if reason is None else _NEVER_SECONDS)
+    # One warning for each program that cannot be kept or read again says less than the line of `why_not_writable`.
+    warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
+    if reason is not None:
+        print_remark(
+            f"programs are compiled, but not kept: the compilation cache {folder} cannot be written ({reason}); "
+            "set compilation_cache=null or another folder"
+        )
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why no program can be written to a folder of compiled programs; None where one can.
+
+    Args:
+        folder: exists.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return None

@@ -14,11 +14,15 @@ from jaxtrain.config.arguments import check_whole
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
 from jaxtrain.runtime.compilation_cache import use_cache
+from jaxtrain.runtime.heartbeats import LOST
 from jaxtrain.runtime.node_devices import local_device_ids
+from jaxtrain.runtime.relay import relayed
 from jaxtrain.runtime.remarks import print_remark
 
 # A process that is silent for this long counts as failed, and the others end: they cannot continue without it.
 _HEARTBEAT_SECONDS = 30
+# While a process starts, the watchdog bears twice the usual silence.
+_TIMES_LOST = 3
 # jax aborts a process, with a stack trace, when others do not join in time; our own limit ends this much earlier.
 _ABORT_MARGIN_SECONDS = 60
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
@@ -26,7 +30,9 @@ _ABORT_MARGIN_SECONDS = 60
 GPU_MEMORY_FRACTION = 0.92
 
 
-def start(*, emulate: int | None = None, compilation_cache: str | None = "auto") -> None:
+def start(
+    *, emulate: int | None = None, compilation_cache: str | None = "auto", lost_seconds: float | None = None
+) -> None:
     """Prepares jax: emulated devices, compilation cache and, where a cluster is detected, `jax.distributed`.
 
     Call it at the top of a script of your own, before anything uses a device. `run_config` calls it by itself. A second
@@ -37,6 +43,8 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     Args:
         emulate: pretend to have this many CPU devices (in each process); None: the real devices.
         compilation_cache: see `compilation_cache.cache_folder`.
+        lost_seconds: Silence after which the run itself ends where another process is lost (`watchdog.lost_seconds`);
+            jax then waits for longer. None: only jax watches, and aborts after 30 seconds.
 
     Raises:
         ConfigError: Emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
@@ -51,12 +59,13 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     # jax reads it when it first uses a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     if emulate is not None:
-        emulate = check_whole(emulate, what="emulate (number of devices)", least=1, write="start(emulate=8)")
+        # Each is a thread, and more than this many stop the process.
+        emulate = check_whole(emulate, what="emulate (number of devices)", least=1, most=4096, write="start(emulate=8)")
         _emulate(emulate)
     use_cache(compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
-        _join(cluster)
+        _join(cluster, lost_seconds)
 
 
 def _emulate(num_devices: int) -> None:
@@ -78,7 +87,7 @@ def _emulate(num_devices: int) -> None:
         ) from None
 
 
-def _join(cluster: Cluster) -> None:
+def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     import jax
 
     timeout = environment_number("JAXTRAIN_JOIN_TIMEOUT_SECONDS") or 300
@@ -104,12 +113,17 @@ def _join(cluster: Cluster) -> None:
         "heartbeat_timeout_seconds": _HEARTBEAT_SECONDS,
         "local_device_ids": local_device_ids(),
     }
+    if lost_seconds is not None:
+        limits["heartbeat_timeout_seconds"] = max(_HEARTBEAT_SECONDS, int(_TIMES_LOST * lost_seconds))
     try:
         if cluster.coordinator is None:
             jax.distributed.initialize(**limits)
         else:
+            address = cluster.coordinator
+            if lost_seconds is not None and cluster.process_id != 0:
+                address = relayed(address, timeout=limits["initialization_timeout"], lost=_coordinator_lost)
             jax.distributed.initialize(
-                cluster.coordinator,
+                address,
                 cluster.num_processes,
                 cluster.process_id,
                 # All is known, and jax's detection inside a Slurm job would hide GPUs.
@@ -122,6 +136,12 @@ def _join(cluster: Cluster) -> None:
         raise ConfigError(failure((str(error).splitlines() or [type(error).__name__])[0][:200])) from error
     finally:
         timer.cancel()
+
+
+def _coordinator_lost() -> None:
+    """Ends this process, whose client of the coordinator waits for an answer that does not come."""
+    print_remark("jaxtrain: process 0 was lost: the coordinator closed its connection, and this process ends too")
+    os._exit(LOST)
 
 
 @contextlib.contextmanager

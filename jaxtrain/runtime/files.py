@@ -1,11 +1,27 @@
 """Writes small files atomically: a reader sees the complete old text or the complete new one."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+
+@contextlib.contextmanager
+def files_for_the_group() -> Iterator[None]:
+    """Lets what is written inside be read by its owner and the group alone: files 0640, folders 0750, or stricter.
+
+    A run holds data, texts and settings of its owner, and libraries write parts of it with the modes of the process.
+    """
+    before = os.umask(0o077)  # which is read by setting it
+    os.umask(before | 0o027)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
@@ -46,6 +62,38 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Writes a value atomically, as indented strict JSON (NaN and infinities become null)."""
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def put_aside(path: Path) -> Path | None:
+    """Renames a folder that stands where a file of ours belongs.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        Its new path; None where no folder was in the way.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return None
+    target = path.with_name(f"{path.name}.foreign-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}")
+    path.rename(target)
+    return target
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Returns what tells a file or folder from another one that comes to its path: device and inode.
+
+    Args:
+        path: Where it should be.
+
+    Returns:
+        The two numbers; None where nothing is there, or it cannot be asked for.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def move_folder(partial: Path, place: Path, *, last: str) -> None:

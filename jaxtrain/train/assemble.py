@@ -34,6 +34,7 @@ from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
 from jaxtrain.train.reference import awaiting_reference, lacks_reference
+from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -219,7 +220,14 @@ def build_step(
         parallelism=parallelism_of(config),
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
+        spikes=spike_rule(config),
     )
+
+
+def spike_rule(config: Config) -> SpikeRule | None:
+    """When a step of a config counts as a spike; None: never."""
+    spikes = config.spikes
+    return None if spikes is None else SpikeRule(spikes.window, spikes.sigmas, spikes.watch)
 
 
 def _check_matrices_of_adamw(optimizer: OptimizerConfig, model: Model) -> None:

@@ -19,6 +19,7 @@ from jaxtrain.train.option_checks import check_settings
 from jaxtrain.train.parallelism import Parallelism, check_placement, make_layout, make_pipeline
 from jaxtrain.train.program import StepProgram
 from jaxtrain.train.separate_rows import check_rows_of
+from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.step import TrainStep
 from jaxtrain.train.update import StepSettings
 
@@ -40,6 +41,7 @@ def make_train_step(
     parallelism: Parallelism | None = None,
     compiler_options: Mapping[str, Value] | None = None,
     offload_optimizer: bool = False,
+    spikes: SpikeRule | None = None,
 ) -> TrainStep:
     """A train step for any model, task and optimizer, on any mesh.
 
@@ -63,6 +65,7 @@ def make_train_step(
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
         compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler_options.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
+        spikes: when a finite step leaves the state as it was, as one that is not finite does; None: never.
 
     Returns:
         A `TrainStep`.
@@ -79,7 +82,7 @@ def make_train_step(
     check_parts(model, task, optimizer)
     check_options(accumulation_steps, clip_norm, ema_decay, trainable)
     check_placement(mesh, rules, parallelism, of="make_train_step")
-    check_settings(learning_rate, loss_scaling, compiler_options, offload_optimizer)
+    check_settings(learning_rate, loss_scaling, compiler_options, offload_optimizer, spikes)
     if trainable is None and model.adapted is not None and model.adapted.lora is not None:
         trainable = model.adapted.trains
     mesh = make_mesh() if mesh is None else mesh
@@ -95,10 +98,12 @@ def make_train_step(
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,
+        sliced_norm=model.convolutional and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
+        spikes=spikes,
     )
     check_rows_of(task, accumulation_steps)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
+    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, convolutional=model.convolutional)
     sharded_model = place_model(
         model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
     )

@@ -8,9 +8,12 @@ import jax
 from jaxtrain.config.arguments import check_kind, check_number, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.policy import LossScaling
+from jaxtrain.train.spikes import SpikeRule
 
 
-def check_settings(learning_rate: Any, loss_scaling: Any, compiler_options: Any, offload_optimizer: Any) -> None:
+def check_settings(
+    learning_rate: Any, loss_scaling: Any, compiler_options: Any, offload_optimizer: Any, spikes: Any
+) -> None:
     """Raise where an option of `make_train_step` is of another type.
 
     Raises:
@@ -30,6 +33,9 @@ def check_settings(learning_rate: Any, loss_scaling: Any, compiler_options: Any,
         check_kind(compiler_options, Mapping, what="make_train_step: compiler_options", takes=takes, write=write)
     write = "offload_optimizer=True"
     check_kind(offload_optimizer, bool, what="make_train_step: offload_optimizer", takes="True or False", write=write)
+    if spikes is not None:
+        write = "spikes=SpikeRule(window=128, sigmas=6.0)"
+        check_kind(spikes, SpikeRule, what="make_train_step: spikes", takes="the rule of spikes", write=write)
 
 
 def check_compiled(compiled: Any) -> None:

@@ -25,6 +25,7 @@ from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.train.model_checks import check_compute_dtype
 from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.pipelined import step_gradients
+from jaxtrain.train.spikes import first_history
 from jaxtrain.train.state import (
     SkippedSteps,
     TrainState,
@@ -85,6 +86,7 @@ def create_state(
         skipped=SkippedSteps(jnp.int32(0), jnp.int32(0)),
         ema=ema,
         ema_model_state=floating_leaves(start_state) if averaged else None,
+        spikes=None if settings.spikes is None else first_history(settings.spikes),
     )
 
 

@@ -14,19 +14,23 @@ from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.optim.evaluation import evaluation_weights
 from jaxtrain.precision.policy import LossScale
+from jaxtrain.train.spikes import SpikeHistory
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SkippedSteps:
-    """Steps that were not finite: `total`, and `in_a_row` once a loss scale can fall no further; int32 []."""
+    """Steps that left the state as it was (not finite, or a spike): `total`, and `in_a_row`; int32 [].
+
+    Steps that are not finite while a loss scale can still fall do not count in a row.
+    """
 
     total: jax.Array
     in_a_row: jax.Array
 
-    def count(self, finite: jax.Array, *, settled: jax.Array | bool) -> "SkippedSteps":
-        """The counts after a step that was finite or not, with a loss scale that is at its minimum or not (bool [])."""
-        skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
+    def count(self, accepted: jax.Array, *, settled: jax.Array | bool) -> "SkippedSteps":
+        """The counts after a step that was accepted or not (bool []), whose skip is a bad sign where `settled`."""
+        skipped = jnp.where(accepted, 0, 1).astype(jnp.int32)
         in_a_row = self.in_a_row + jnp.where(settled, 1, 0).astype(jnp.int32)
         return SkippedSteps(self.total + skipped, in_a_row * skipped)
 
@@ -47,9 +51,10 @@ class TrainState:
         model_state: nested dict of what changes without a gradient.
         loss_scale: fp16 only, else None.
         key: typed PRNG key; every random number of step k derives from `fold_in(key, k)`.
-        skipped: counts of non-finite steps.
+        skipped: counts of non-finite steps and spikes.
         ema: moving average of the trainable params in float32, or None.
         ema_model_state: the same average of the floating leaves of model_state, None where ema is.
+        spikes: the losses and gradient norms that spikes are told by, or None.
 
     Example:
         >>> state = step.init(0)
@@ -69,6 +74,7 @@ class TrainState:
     skipped: SkippedSteps
     ema: Params | None = None
     ema_model_state: ModelState | None = None
+    spikes: SpikeHistory | None = None
 
     def __repr__(self) -> str:
         # Any leaf may be a shape, a sharding or donated: what is shown asks none of them.

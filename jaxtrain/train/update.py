@@ -1,4 +1,4 @@
-"""From gradients to the next state: clipping, the optimizer, the moving average, the guard against non-finite steps."""
+"""From gradients to the next state: clipping, the optimizer, the moving average, the guard against bad steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,10 @@ from jaxtrain.models.task import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
+from jaxtrain.train.gradient_norm import gradient_norm
 from jaxtrain.train.optimizer_arguments import MeanLoss, extra_arguments, update_optimizer
 from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves
 
 Metrics = dict[str, jax.Array]
@@ -33,6 +35,8 @@ class StepSettings:
     loss_scaling: LossScaling
     parallelism: Parallelism
     offload_optimizer: bool = False
+    spikes: SpikeRule | None = None
+    sliced_norm: bool = False
 
     @property
     def zero(self) -> int:
@@ -69,20 +73,26 @@ def update_state(
         return _unscaled(tree, scale if scaled else None)
 
     tree = constrain_gradients(gradients.tree, layout, settings.zero)
-    grad_norm = optax.tree.norm(unscaled(tree, scale))
+    grad_norm = gradient_norm(unscaled(tree, scale), sliced=settings.sliced_norm)
     loss = gradients.loss_sum / divisor(gradients.weight)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    accepted = finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    history, seen, spiked = state.spikes, {}, None
+    if settings.spikes is not None and history is not None:
+        spiked = finite & history.spiked(loss, grad_norm, settings.spikes)
+        accepted = finite & ~spiked
+        history = history.after(loss, grad_norm, accepted=accepted, spiked=spiked)
+        seen = {"spiked": spiked.astype(jnp.int32), "spikes": history.spikes}
     clip = None
     if settings.clip_norm is not None:
         clip = settings.clip_norm / jnp.maximum(grad_norm, settings.clip_norm)
 
-    def keep(new: Any, old: Any, finite: jax.Array) -> Any:
+    def keep(new: Any, old: Any, accepted: jax.Array) -> Any:
         # A select, not a product with zero: NaN times zero is NaN. The dtype of the state never changes, whatever
         # an optimizer makes of it.
-        return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
+        return jax.tree.map(lambda n, o: jnp.where(accepted, n.astype(o.dtype), o), new, old)
 
     def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
-        finite, scale, clip, loss = scalars
+        accepted, scale, clip, loss = scalars
         updates = grad = unscaled(gradients, scale)
         if clip is not None:
             updates = jax.tree.map(lambda g: g * clip, updates)
@@ -90,10 +100,10 @@ def update_state(
         read = cast_floats(trained, jnp.float32)
         extra = extra_arguments(loss, grad, mean_loss)
         updates, moved = update_optimizer(optimizer, updates, optimizer_state, read, extra)
-        moved = keep(moved, optimizer_state, finite)
-        return keep(optax.apply_updates(trained, updates), trained, finite), moved
+        moved = keep(moved, optimizer_state, accepted)
+        return keep(optax.apply_updates(trained, updates), trained, accepted), moved
 
-    before = (tree, state.optimizer_state, trained, (finite, scale, clip, loss))
+    before = (tree, state.optimizer_state, trained, (accepted, scale, clip, loss))
     if settings.offload_optimizer:
         trained, optimizer_state = update_on_host(
             advance, *before, optimizer=optimizer, layout=layout, also=layout.state_axes
@@ -105,21 +115,22 @@ def update_state(
         decay = average_decay(settings.ema_decay, state.step - state.skipped.total)
         values = (trained, floating_leaves(gradients.model_state))
         averages = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x.astype(e.dtype), averages, values)
-    ema, ema_model_state = keep(averages, (state.ema, state.ema_model_state), finite)
+    ema, ema_model_state = keep(averages, (state.ema, state.ema_model_state), accepted)
 
     # While a loss scale still falls, a skip is its search and no sign of divergence.
     settled = state.loss_scale is None or state.loss_scale.scale <= settings.loss_scaling.minimum
-    skipped = state.skipped.count(finite, settled=settled)
+    skipped = state.skipped.count(accepted, settled=settled if spiked is None else settled | spiked)
     new_state = TrainState(
         step=state.step + 1,
         params=merge_leaves(trained, state.params),
         optimizer_state=optimizer_state,
-        model_state=keep(gradients.model_state, state.model_state, finite),
+        model_state=keep(gradients.model_state, state.model_state, accepted),
         loss_scale=None if state.loss_scale is None else state.loss_scale.move(finite, settings.loss_scaling),
         key=state.key,
         skipped=skipped,
         ema=ema,
         ema_model_state=ema_model_state,
+        spikes=history,
     )
     metrics = {
         # Of a batch without any weight there is no mean.
@@ -128,6 +139,7 @@ def update_state(
         "weight": gradients.weight,
         "skipped_steps": skipped.total,
         "skipped_in_a_row": skipped.in_a_row,
+        **seen,
         **mean_metrics(gradients.metrics),
     }
     if settings.learning_rate is not None:

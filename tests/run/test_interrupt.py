@@ -25,7 +25,7 @@ with Interrupt() as interrupt:
         if step == 5 and rank == 1:
             os.kill(os.getpid(), getattr(signal, number))
         time.sleep(0.02)
-        if interrupt.requested(step):
+        if interrupt.requested():
             print("stopped", step, flush=True)
             break
 """
@@ -35,10 +35,10 @@ with Interrupt() as interrupt:
 def test_a_signal_is_a_wish(number, capfd):
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     with Interrupt() as interrupt:
-        assert not interrupt.requested(1)
+        assert not interrupt.requested()
         os.kill(os.getpid(), number)
-        assert interrupt.requested(2)
-        assert interrupt.requested(3)
+        assert interrupt.requested()
+        assert interrupt.requested()
     assert {each: signal.getsignal(each) for each in before} == before
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert "exit 75" in line
@@ -56,7 +56,7 @@ def test_a_repeated_sigterm_is_one_wish():
     with Interrupt() as interrupt:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupt.requested(1)
+        assert interrupt.requested()
 
 
 def test_outside_the_main_thread_no_handler_is_set():
@@ -65,7 +65,7 @@ def test_outside_the_main_thread_no_handler_is_set():
 
     def enter():
         with Interrupt() as interrupt:
-            found.append((interrupt.requested(1), signal.getsignal(signal.SIGTERM)))
+            found.append((interrupt.requested(), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=enter)
     thread.start()

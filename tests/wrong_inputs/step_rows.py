@@ -204,6 +204,7 @@ ROWS = {
         "not 1024",
         "LossScaling(initial=1024)",
     ),
+    "make_train_step: a number as rule of spikes": (lambda: step_of(spikes=6.0), "not 6.0", "SpikeRule(window=128"),
     "make_train_step: a list of rules": (lambda: step_of(rules=["mlp"]), "a list of 1", "{'mlp': ('tensor',)}"),
     "make_train_step: a rule that is a word": (lambda: step_of(rules={"mlp": "tensor"}), "'tensor'", "('tensor',)"),
     "make_train_step: an unknown mesh axis": (lambda: step_of(rules={"mlp": ("model",)}), "'model'", "the axes are"),

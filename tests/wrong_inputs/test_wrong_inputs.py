@@ -25,6 +25,7 @@ ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 WITHOUT_ROWS = {
     "CheckpointError": "an error",
     "ConfigError": "an error",
+    "CorruptionError": "an error",
     "DataError": "an error",
     "DivergedError": "an error",
     "EngineDead": "an error",

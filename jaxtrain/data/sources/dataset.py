@@ -238,7 +238,8 @@ def _synthetic_tokens(config: SyntheticData, sequence_length: int, seed: int) ->
 
 
 def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float] | None) -> Data:
-    from jaxtrain.data.rows import ConcatenatedRows, TokenRows
+    from jaxtrain.data.rows import ConcatenatedRows
+    from jaxtrain.data.token_rows import TokenRows
 
     sequence_length, noise = form.length, form.noise
 

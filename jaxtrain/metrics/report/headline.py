@@ -209,10 +209,18 @@ def _against_guess(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _lost(run: RunFiles) -> Iterator[tuple[str, str]]:
-    skipped = run.last("skipped_steps")
+    spikes = run.last("spikes") or 0
+    skipped = (run.last("skipped_steps") or 0) - spikes
     if skipped:
         steps = "1 step was" if skipped == 1 else f"{skipped:,.0f} steps were"
         yield "bad", f"{steps} skipped, because gradients were not finite."
+    if spikes:
+        steps = "1 step was" if spikes == 1 else f"{spikes:,.0f} steps were"
+        yield "bad", f"{steps} skipped as spikes of the loss or the gradient norm."
+    found = run.info.get("rolled_back")
+    for back in map(mapping, found if isinstance(found, list) else ()):
+        spike, to, left_out = (number(back.get(key)) for key in ("from_step", "to_step", "num_batches"))
+        yield "bad", f"A spike at step {spike} took the run back to step {to}; {left_out} batches were left out."
     seconds = mapping(run.info.get("seconds"))
     waited, stepped = number(seconds.get("waiting for data")), number(seconds.get("steps"))
     if waited and stepped is not None and waited > _LONG_WAIT * (waited + stepped):

@@ -19,6 +19,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.axes import RESNET
 from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, resnet_stages, stem_shape
 from jaxtrain.models.stack import make_stack, scan_stack
+from jaxtrain.models.unrolled_keys import unrolled
 from jaxtrain.ops.images.batch_norm import batch_norm, normalise
 from jaxtrain.ops.images.convolution import convolve
 from jaxtrain.ops.images.max_pool import max_pool
@@ -191,4 +192,7 @@ def resnet(
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
     model = from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)
-    return dataclasses.replace(model, num_outputs=classes)
+    # The program that draws fifty kernels would take longer to compile than the step.
+    return dataclasses.replace(
+        model, num_outputs=classes, init=lambda key: model.init(unrolled(key)), convolutional=True
+    )

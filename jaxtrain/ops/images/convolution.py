@@ -1,7 +1,10 @@
 """Convolutions without bias and with 'same' padding: the plain form, and on CPU products where those are faster.
 
-What runs on CPU, by shape (2 cores, float32, batch 8, jax 0.10.2, by processor time; docs/benchmarks.md): 1x1
-convolutions are products of the pixels by the kernel, whose gradients are products too and transpose nothing. Of 3x3
+What runs on CPU, by shape (2 cores, float32, jax 0.10.2, by processor time; docs/benchmarks.md): 1x1 convolutions are
+products of the pixels by the kernel, whose gradients are products too and transpose nothing. Where the results have at
+most 2x2 pixels, each of these is one product of the pixels in its window by the part of the kernel that is over them:
+XLA has no fast form for images smaller than the kernel (2x2 pixels, 256 channels, batch 64, both gradients included:
+199 ms), and where it has one, it multiplies the padding, which is 8/9 of the window at one pixel. Of other 3x3
 convolutions of few pixels by many channels, the gradient of the images multiplies the kernel as it is stored, where the
 plain form flips and transposes 9 MB of it: 2.9 x as fast for 3x3 pixels and 512 channels. All others are plain, which
 is as fast as gathered patches or nine shifted products, or faster.
@@ -10,6 +13,7 @@ Shapes: B batch, H height, W width, I channels in, O channels out, N pixels of a
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -19,6 +23,8 @@ from jaxtrain.layout.sharding import platform
 
 # The kernel counts, and not the pixels, where there are at least so many channels per pixel of the batch.
 _CHANNELS_PER_PIXEL = 1
+# Results of at most so many pixels a side are products of windows, one for each pixel of a result.
+_SMALL_SIDE = 2
 
 
 def convolve(x_BHWI: jax.Array, kernel_KKIO: jax.Array, *, stride: int) -> jax.Array:
@@ -37,6 +43,8 @@ def convolve(x_BHWI: jax.Array, kernel_KKIO: jax.Array, *, stride: int) -> jax.A
         return reference_convolve(x_BHWI, kernel_KKIO, stride)
     if size == 1:
         return _product(x_BHWI, kernel_KKIO, stride)
+    if max(x_BHWI.shape[1:3]) <= _SMALL_SIDE * stride:
+        return _by_windows(x_BHWI, kernel_KKIO, stride)
     pixels = math.prod(x_BHWI.shape[:3])
     if stride == 1 and inputs >= _CHANNELS_PER_PIXEL * pixels:
         return _few_pixels(x_BHWI, kernel_KKIO)
@@ -59,6 +67,25 @@ def _product(x_BHWI: jax.Array, kernel_11IO: jax.Array, stride: int) -> jax.Arra
     x_BhwI = x_BHWI[:, ::stride, ::stride] if stride > 1 else x_BHWI
     y_NO = x_BhwI.reshape(-1, x_BhwI.shape[-1]) @ kernel_11IO[0, 0]
     return y_NO.reshape(*x_BhwI.shape[:3], -1)
+
+
+def _by_windows(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Array:
+    """Compute each pixel of the results as one product of its window without the padding."""
+    batch, *sides, _ = x_BHWI.shape
+    size, outputs = kernel_KKIO.shape[0], kernel_KKIO.shape[-1]
+    places = [[_window(side, size, stride, at) for at in range(-(-side // stride))] for side in sides]
+    pixels = []
+    for (rows, over_rows), (columns, over_columns) in itertools.product(*places):
+        x_BN = x_BHWI[:, rows, columns].reshape(batch, -1)
+        pixels.append(x_BN @ kernel_KKIO[over_rows, over_columns].reshape(-1, outputs))
+    return jnp.stack(pixels, axis=1).reshape(batch, *map(len, places), outputs)
+
+
+def _window(side: int, size: int, stride: int, at: int) -> tuple[slice, slice]:
+    """The pixels in the window of a result along a dim, and the part of the kernel that is over them."""
+    start = at * stride - (size - 1) // 2
+    first, stop = max(0, start), min(side, start + size)
+    return slice(first, stop), slice(first - start, stop - start)
 
 
 @jax.custom_vjp

@@ -1,0 +1,200 @@
+"""What follows a complete save, in the background of training: the step is flushed, read back, copied to the mirror.
+
+A step counts as verified once every array of it was read from the disk and has the digest that it had in memory. Only
+then are older steps deleted, so that a verified one is there at any time.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.checkpoint import digest, directory
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.failures import ReadError
+from jaxtrain.checkpoint.line import Marks
+from jaxtrain.checkpoint.mirror import Mirror, sync_folder
+from jaxtrain.checkpoint.storage import read_on_host
+from jaxtrain.checkpoint.tree import shown_name
+from jaxtrain.errors import CheckpointError
+
+# Arrays that are read at once: small ones together, because each read has a cost of its own.
+_READ_BYTES = 64 * 2**20
+# A copy that stands still for this long is left behind when a run ends: a network file system may never answer.
+_PATIENCE_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class _Job:
+    step: int
+    verify: bool
+    keep: Callable[[Marks], set[int]]
+
+
+class Aftercare:
+    """Looks after the complete steps of one checkpoint directory; process 0 alone has one.
+
+    One thread works on one step at a time; of steps that wait only the newest is taken. It never raises: what it finds
+    is asked for by the methods, which the thread of the training calls.
+
+    Args:
+        folder: the checkpoint directory.
+        mirror: where copies go; None: nowhere.
+
+    Attributes:
+        verified: steps that are known to be intact.
+    """
+
+    def __init__(self, folder: Path, mirror: Mirror | None) -> None:
+        self.mirror = mirror
+        self.verified: set[int] = set()
+        self._folder = folder
+        self._condition = threading.Condition()
+        self._waiting: _Job | None = None
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self._lines: list[str] = []
+        self._damaged: dict[int, str] = {}
+        self._mirror_fails = False
+        self._stands_at: int | None = None
+
+    def begin(self, step: int, *, verify: bool, keep: Callable[[Marks], set[int]]) -> None:
+        """Flush a complete step to the disk, read it back, and copy it.
+
+        Args:
+            step: its number.
+            verify: whether it is read back; a step that is copied always is.
+            keep: of the steps that have a copy, with their marks, those that stay.
+        """
+        with self._condition:
+            self._waiting = _Job(step, verify or self.mirror is not None, keep)
+            if self._thread is None:
+                # A daemon, because a file system that never answers must not keep the process from ending.
+                self._thread = threading.Thread(target=self._work, name="jaxtrain-checkpoints", daemon=True)
+                self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until nothing is left to do, or what is done has stood still for a minute."""
+        copied, moved_at = self._copied(), time.monotonic()
+        while not self._is_idle():
+            if self._copied() != copied:
+                copied, moved_at = self._copied(), time.monotonic()
+            elif copied == self._stands_at:
+                return  # this was said before
+            elif time.monotonic() - moved_at > _PATIENCE_SECONDS:
+                self._stands_at = copied
+                with self._condition:
+                    self._lines.append(f"the copy of a checkpoint to {self._place()} stands still: it is left behind")
+                return
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is left to do, or will be within a moment."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._busy and self._waiting is None, timeout=_LOOK_SECONDS)
+
+    def lines(self) -> list[str]:
+        """Return what people should read of the work since the last call."""
+        with self._condition:
+            found, self._lines = self._lines, []
+        return found
+
+    def damaged(self) -> dict[int, str]:
+        """Return the steps that read otherwise than they were saved, with the reason, since the last call."""
+        with self._condition:
+            found, self._damaged = self._damaged, {}
+        return found
+
+    def _copied(self) -> int:
+        return 0 if self.mirror is None else self.mirror.copied_bytes
+
+    def _place(self) -> str:
+        return "no mirror" if self.mirror is None else str(self.mirror.folder)
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                job, self._waiting = self._waiting, None
+                self._busy = job is not None
+                if job is None:
+                    self._thread = None
+                    self._condition.notify_all()
+                    return
+            try:
+                self._care_for(job)
+            except Exception as error:  # nobody hears of it here; the step stays unverified, and older ones stay
+                with self._condition:
+                    self._lines.append(f"step {job.step} cannot be looked after: {type(error).__name__}: {error}")
+
+    def _care_for(self, job: _Job) -> None:
+        with contextlib.suppress(OSError):  # a step that was deleted meanwhile; what else fails shows in reading it
+            sync_folder(directory.step_path(self._folder, job.step))
+        if job.verify and job.step not in self.verified:
+            try:
+                verify_on_host(directory.read_info(self._folder, job.step))
+            except DamagedError as error:
+                # Deleted meanwhile, or by somebody else: that is no damage of what was written.
+                if directory.step_path(self._folder, job.step).is_dir():
+                    with self._condition:
+                        self._damaged[job.step] = str(error)
+                return
+            except (CheckpointError, OSError, MemoryError):
+                return  # it stays unverified, and older steps stay too
+            with self._condition:
+                self.verified.add(job.step)
+        if self.mirror is not None:
+            self._copy(self.mirror, job)
+
+    def _copy(self, mirror: Mirror, job: _Job) -> None:
+        try:
+            mirror.copy(job.step, keep=job.keep)
+        except (OSError, CheckpointError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            line = (
+                f"step {job.step} has no copy in {mirror.folder}: {reason}; training goes on, the next save tries again"
+            )
+            failed, self._mirror_fails = self._mirror_fails, True
+        else:
+            line = f"step {job.step} has a copy in {mirror.folder}: it can be written again"
+            failed, self._mirror_fails = not self._mirror_fails, False
+        if not failed:
+            with self._condition:
+                self._lines.append(line)
+
+
+def verify_on_host(info: CheckpointInfo) -> None:
+    """Read every array of a step into the memory of this process, a few at a time, and compare it with its digest.
+
+    No device and no other process takes part, so that a thread beside the training can do it.
+
+    Raises:
+        DamagedError: an array is missing or differs.
+        CheckpointError: the files cannot be read for another reason.
+    """
+    waiting: list[str] = []
+    num_bytes = 0
+    names = list(info.digests)
+    for name in names:
+        waiting.append(name)
+        num_bytes += info.bytes_of(name)
+        if num_bytes >= _READ_BYTES or name == names[-1]:
+            _compare(info, waiting)
+            waiting, num_bytes = [], 0
+
+
+def _compare(info: CheckpointInfo, names: list[str]) -> None:
+    try:
+        found = read_on_host(info.path, names)
+    except ReadError as error:
+        kind = CheckpointError if error.of_this_machine else DamagedError
+        raise kind(f"checkpoint {info.path} cannot be read back: {error}") from None
+    arrays = {name: array for name, array in found.items() if isinstance(array, np.ndarray) and array.dtype != object}
+    values = digest.digests(arrays)
+    altered = [name for name in names if values.get(name) != info.digests[name]]
+    if altered:
+        first = shown_name(altered[0])
+        raise DamagedError(f"checkpoint {info.path} is damaged: {first} of step {info.step} is not what was saved")

@@ -1,0 +1,136 @@
+"""Small runs whose numbers go wrong, and what makes them wrong; run as a program, one rank of two with a bad device."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxtrain as jt
+from jaxtrain.metrics.progress import Progress
+
+ROWS, BATCH, STEPS = 512, 8, 60
+CONFIG: dict[str, Any] = {
+    "name": "numbers",
+    "task": "regression",
+    "model": {"kind": "mlp", "hidden_dims": [16]},
+    "data": {"kind": "synthetic", "task": "table", "num_columns": 8},
+    "optimizer": {"kind": "adamw", "learning_rate": 1e-3, "schedule": {"kind": "constant"}},
+    "train": {"steps": STEPS, "global_batch_size": BATCH},
+    "checkpoint": {"every": 10, "keep_last": 4},
+    "logging": {"every": 1, "tensorboard": False, "report": False},
+}
+
+
+class Lines(Progress):
+    """Progress that keeps its lines."""
+
+    def __init__(self) -> None:
+        super().__init__(process_index=1)
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def rows_of(batch: int) -> np.ndarray:
+    """The rows of a batch in the training order, which the data and the seed decide."""
+    return jt.Batches(jt.ArrayRows({"inputs": np.zeros((ROWS, 8))}), BATCH, seed=0, shuffle=True).row_numbers(batch)
+
+
+def table(*, spikes: tuple[int, ...] = (), nan_batch: int | None = None, far_batch: int | None = None) -> jt.Data:
+    """Rows of a linear function; those of some batches are off, and of two more one is not a number, one too far."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(ROWS, 8)).astype(np.float32)
+    targets = inputs @ random.normal(size=(8, 1)).astype(np.float32)
+    for batch in spikes:
+        targets[rows_of(batch)] += 1e3
+    if nan_batch is not None:
+        inputs[rows_of(nan_batch)[5], 2] = np.nan
+    if far_batch is not None:
+        targets[rows_of(far_batch)[3]] = 1e30
+    data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8})
+    train = jt.ArrayRows({"inputs": inputs, "targets": targets})
+    return dataclasses.replace(data, train=train, validation=None, fingerprint={"name": "rows"}, num_outputs=1)
+
+
+def train(
+    run_dir: Path, data: jt.Data, *, callbacks: Sequence[jt.Callback] = (), resume: str | None = None, **overrides: Any
+) -> tuple[jt.Result, list[str]]:
+    progress = Lines()
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    result = jt.run_config(
+        CONFIG, run_dir=run_dir, overrides=keys, data=data, resume=resume, callbacks=callbacks, progress=progress
+    )
+    return result, progress.lines
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row for row in rows}
+    assert len(found) == len(rows), "a step stands twice in metrics.jsonl"
+    return found
+
+
+def bits(state: jt.TrainState) -> dict[str, bytes]:
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.optimizer_state, state.spikes))
+    return {str(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+def corrupt(setattr: Callable[..., None], *, call: int, device: int | None) -> None:
+    """Flip the lowest bit of one number of the first parameter after a call of the step, on one device or on all."""
+    original, calls = jt.TrainStep.__call__, [0]
+
+    def step(self: jt.TrainStep, state: jt.TrainState, batch: Any) -> Any:
+        state, metrics = original(self, state, batch)
+        calls[0] += 1
+        if calls[0] == call:
+            leaves, structure = jax.tree.flatten(state.params)
+            shards = [np.array(shard.data) for shard in leaves[0].addressable_shards]
+            for i in range(len(shards)) if device is None else [device]:
+                shards[i].view(np.uint32).reshape(-1)[1] ^= 1
+            placed = [
+                jax.device_put(one, shard.device)
+                for one, shard in zip(shards, leaves[0].addressable_shards, strict=True)
+            ]
+            leaves[0] = jax.make_array_from_single_device_arrays(leaves[0].shape, leaves[0].sharding, placed)
+            state = dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
+        return state, metrics
+
+    setattr(jt.TrainStep, "__call__", step)
+
+
+class Killed(BaseException):
+    """Ends a run as a signal that cannot be caught does: nothing is saved."""
+
+
+def killed_at(step: int, *, visit: int) -> jt.Callback:
+    """A callback that ends the run when it comes to a step for that many times."""
+    seen: list[int] = []
+
+    def on_step(moment: jt.Moment) -> None:
+        seen.append(moment.step)
+        if seen.count(step) == visit:
+            raise Killed
+
+    return jt.Callback(on_step=on_step, every=1)
+
+
+def main(run_dir: Path) -> None:
+    """One rank of a run whose second one has a bad device, and whose batch 2 has a row that is not a number."""
+    jt.start(emulate=2)
+    if jax.process_index() == 1:
+        corrupt(setattr, call=7, device=1)
+    try:
+        train(run_dir, table(nan_batch=2), checks__replicas_every=4, train__steps=12)
+    except jt.CorruptionError as error:
+        print(error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

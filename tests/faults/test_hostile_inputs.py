@@ -1,0 +1,252 @@
+"""Security of what a run reads and writes: no code from data, private files, no secrets, no control of the terminal."""
+
+import ast
+import io
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.cli import main
+from jaxtrain.errors import CheckpointError, UserError
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.published.folder import open_folder
+from jaxtrain.runtime.remarks import print_remark, printable
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(jaxtrain.__file__).parent
+SECRET, PASSWORD = "not-to-be-written-4711", "hunter-2-hunter"
+RUN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+# Module -> functions of it that make objects, or run code, of what they read.
+UNSAFE = {"yaml": {"load", "load_all", "unsafe_load", "full_load", "Loader", "UnsafeLoader"}, "torch": {"load"}}
+
+
+def unsafe_uses(tree: ast.AST) -> list[str]:
+    """What a file could run foreign code with."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found += [f"import {name}" for name in names if name.partition(".")[0] in RUN_CODE]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            found.append(f"{node.func.id}()")
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr in UNSAFE.get(node.value.id, ()):
+                found.append(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            found += [] if isinstance(node.value, ast.Constant) and node.value.value is False else ["allow_pickle"]
+    return found
+
+
+def test_nothing_in_the_package_runs_code_of_what_it_reads():
+    found = {
+        f"{path.relative_to(PACKAGE)}: {use}"
+        for path in PACKAGE.rglob("*.py")
+        for use in unsafe_uses(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from dill import loads",
+        "eval('1')",
+        "np.load(f, allow_pickle=True)",
+        "yaml.load(f)",
+        "torch.load(f)",
+    ],
+)
+def test_the_search_finds(code):
+    assert len(unsafe_uses(ast.parse(code))) == 1
+
+
+def test_arrays_of_objects_are_refused(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", inputs=np.array([{"a": 1}] * 4), targets=np.zeros(4))
+    words = ["data.kind=table", f"data.path={tmp_path / 'a.npz'}", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "tabular_mlp", *words]) == 3
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line == (
+        f"jaxtrain: {tmp_path / 'a.npz'} is no .npz archive (Object arrays cannot be loaded when allow_pickle=False); "
+        "write it with numpy.savez"
+    )
+
+
+@pytest.mark.parametrize(
+    "file", ["../secret.safetensors", "/etc/passwd", "..", "a/b.safetensors", "a\\b.safetensors", "a\0.safetensors"]
+)
+def test_an_index_leads_nowhere(tmp_path, file):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret.safetensors").write_bytes(b"")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError, match="a shard must lie in the folder itself"):
+        open_folder(folder)
+
+
+TINY = """
+name: hostile
+task: classification
+model: {kind: mlp, hidden_dims: [4]}
+data: {call: "hostile_run:rows", args: {api_key: SECRET, path: "s3://me:PASSWORD@host/rows"}}
+train: {steps: 1, global_batch_size: 8}
+evaluation: {max_batches: 1}
+logging: {every: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile_run(tmp_path_factory):
+    """A run below a folder whose name holds escape codes, with secrets in its config, under the usual umask."""
+    folder = tmp_path_factory.mktemp("hostile") / "\x1b[31mred"
+    folder.mkdir()
+    config = folder / "hostile.yaml"
+    config.write_text(TINY.replace("SECRET", SECRET).replace("PASSWORD", PASSWORD))
+    before = os.umask(0o022)
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        patch.setattr(sys, "stderr", errors)
+        try:
+            code = main(["train", str(config), "--run-dir", str(folder / "run")])
+            left = os.umask(before)
+        finally:
+            os.umask(before)
+    assert code == 0, errors.getvalue()
+    assert left == 0o022  # that of the process is given back
+    return folder / "run", errors.getvalue()
+
+
+def test_files_of_a_run_are_for_its_owner_and_group(hostile_run):
+    folder, _ = hostile_run
+    found = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
+    assert {mode for path, mode in found.items() if path.is_dir()} == {0o750}
+    assert {mode for path, mode in found.items() if path.is_file()} == {0o640}, found
+    # What a run always writes, and what libraries write for it.
+    names = {path.name for path in found}
+    assert {"run.json", "metrics.jsonl", "report.html", "checkpoints", "tensorboard", "lock"} <= names
+
+
+def test_secrets_are_in_no_file_of_a_run(hostile_run):
+    folder, shown = hostile_run
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert SECRET.encode() not in content, path
+            assert PASSWORD.encode() not in content, path
+    assert SECRET not in shown
+    assert PASSWORD not in shown
+    saved = json.loads((folder / "run.json").read_text())
+    assert saved["config"]["data"]["args"] == {"api_key": "(redacted)", "path": "s3://(redacted)@host/rows"}
+
+
+def test_a_run_asks_for_its_secret_again(hostile_run, capsys):
+    folder, _ = hostile_run
+    assert main(["config", str(folder)]) == 2
+    assert "data.args.api_key looked like a secret" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_escape_codes(hostile_run, capsys):
+    folder, shown = hostile_run
+    assert "\\x1b[31mred" in shown
+    assert "\x1b" not in shown
+    assert main(["config", f"{folder}/\x1b]0;title\x07"]) == 2
+    assert main(["ckpt", "ls", f"{folder}"]) == 0
+    printed = capsys.readouterr()
+    assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", printed.err + printed.out) is None
+
+
+def test_control_characters_become_escapes(capsys):
+    assert printable("a\x1b[2Jb\tc\nd\x7f\x9b\r") == "a\\x1b[2Jb\tc\nd\\x7f\\x9b\\x0d"
+    print_remark("é\x1b[0m")
+    with Progress(live=False) as progress:
+        progress.message("data: \x1b]0;title\x07 from s3://me:pw@host/a")
+        progress.result("sample: \x1b[31m")
+    printed = capsys.readouterr()
+    assert printed.err == "é\\x1b[0m\ndata: \\x1b]0;title\\x07 from s3://(redacted)@host/a\n"
+    assert printed.out == "sample: \\x1b[31m\n"
+
+
+# What is done with standard output and error in a shell -> exit code, and what must be said on the stream that is left.
+STREAMS = {
+    "output closed": (">&-", 0, ""),
+    "error closed": ("2>&-", 0, ""),
+    "all closed": ("<&- >&- 2>&-", 0, ""),
+    "output on a full disk": (">/dev/full", 1, "jaxtrain: standard output cannot be written: No space left on device"),
+    "error on a full disk": ("2>/dev/full >/dev/null", 0, ""),
+    "nobody reads": ("| true", 0, ""),
+}
+LIGHT = ["--version", "--help", "config", "config quickstart", "config quickstart --yaml", "train --help"]
+RUNS = [
+    "train digits_mlp train.steps=1 --run-dir {folder}/run",
+    "report {folder}/run",
+    "ckpt ls {folder}/run",
+    "doctor",
+]
+RUNS += ["eval {folder}/run", "ckpt show {folder}/run", "plan digits_mlp", "predict {folder}/run {folder}/x.npy"]
+
+
+def in_shell(command: str, streams: str) -> tuple[int, str]:
+    """The exit code of a command line, and what is left to see."""
+    line = f"{sys.executable} -m jaxtrain.cli {command} {streams}"
+    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env=os.environ | settings, timeout=300, check=False
+    )
+    return done.returncode, done.stderr + done.stdout
+
+
+def check_stream(command: str, streams: str, code: int, line: str) -> None:
+    found, text = in_shell(command, streams)
+    assert "Traceback" not in text, text
+    assert "Exception ignored" not in text, text
+    assert found == code, text
+    assert line in text
+
+
+@pytest.mark.parametrize("streams", ["output closed", "output on a full disk"])
+def test_a_stream_that_cannot_be_written(streams):
+    check_stream("config quickstart", *STREAMS[streams])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", LIGHT, ids=LIGHT)
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_light_command_whose_streams_cannot_be_written(command, streams):
+    check_stream(command, *STREAMS[streams])
+
+
+@pytest.mark.long
+def test_commands_of_a_run_whose_streams_cannot_be_written(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((2, 64), np.float32))
+    for command, streams in zip(RUNS, ["output closed", "all closed", "error closed", "all closed"] * 2, strict=True):
+        check_stream(command.format(folder=tmp_path), *STREAMS[streams])
+    check_stream(f"ckpt ls {tmp_path}/run", *STREAMS["output on a full disk"])
+    # The answer of a run is lost, and not the run.
+    full = f"train digits_mlp train.steps=1 --run-dir {tmp_path}/full"
+    check_stream(full, ">/dev/full 2>&1", 1, "")
+    assert json.loads((tmp_path / "full" / "run.json").read_text())["status"] == "done"
+
+
+@pytest.mark.long
+def test_mutated_configs(tmp_path):
+    """About 120 of the cases of scripts/mutate_configs.py, each refused in one line or trained to a finite loss."""
+    command = [sys.executable, str(ROOT / "scripts" / "mutate_configs.py"), "--cases", "120", "--seconds", "120"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_user_errors_are_lines(tmp_path):
+    """A name that came from outside is in the message, and the message is one line."""
+    with pytest.raises(UserError) as caught:
+        open_folder(tmp_path / "line\nend")
+    assert printable(str(caught.value)).count("\n") == 1  # the command line joins them

@@ -1,0 +1,191 @@
+"""Numbers that go wrong in a run: spikes, steps that are not finite, and devices that compute or keep other bits."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from number_runs import Killed, Lines, bits, corrupt, killed_at, metrics, rows_of, table, train
+
+import jaxtrain as jt
+
+
+@pytest.mark.long
+def test_a_spike_is_skipped_and_the_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    data = table(spikes=(40,))
+    keys: dict[str, Any] = {"spikes__window": 32}
+    whole, lines = train(tmp_path / "whole", data, **keys)
+    assert [line for line in lines if "spike" in line and "step 41 is a spike" in line]
+    rows = metrics(tmp_path / "whole")
+    assert (rows[40]["spikes"], rows[41]["spikes"], rows[60]["spikes"], rows[60]["skipped_steps"]) == (0, 1, 1, 1)
+    train(tmp_path / "part", data, **keys, train__steps=35)
+    resumed, _ = train(tmp_path / "part", data, **keys)
+    assert bits(resumed.state) == bits(whole.state)
+
+
+def test_a_step_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
+    """One row is not a number; the target of another is finite, and its loss is not."""
+    _, lines = train(tmp_path, table(nan_batch=20, far_batch=30), train__steps=33)
+    rows = {21: int(rows_of(20)[5]), 31: int(rows_of(30)[3])}
+    for step, entries in ((21, ["inputs"]), (31, [])):
+        found = json.loads((tmp_path / "nonfinite" / f"step_{step}.json").read_text())
+        assert found["batch_rows"] == rows_of(step - 1).tolist()
+        assert [(one["row"], one.get("not_finite", [])) for one in found["rows"]] == [(rows[step], entries)]
+        assert found["parameters"] == []
+        assert {one["path"] for one in found["gradients"]} >= (set() if step == 31 else {"output/kernel"})
+    said = [line for line in lines if "is not finite and skipped" in line]
+    assert f"batch 20, row {rows[21]} (inputs not finite); not finite in gradients: layers/0/kernel (16 of" in said[0]
+    assert f"batch 30, row {rows[31]}; the largest gradient is" in said[1]
+    assert len(said) == 2
+    assert metrics(tmp_path)[33]["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "killed", [pytest.param(34, id="after-its-first-save"), pytest.param(25, id="before-it", marks=pytest.mark.long)]
+)
+def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: Path, killed: int) -> None:
+    """The run is killed in the steps after the roll back; resumed, it ends with the bits of one that was not."""
+    data = table(spikes=(40,))
+    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15}
+    keys |= {"spikes__skip_batches": 25, "train__steps": 50}
+    whole, lines = train(tmp_path / "whole", data, **keys)
+    assert any("going back to step 20" in line for line in lines)
+    with pytest.raises(Killed):
+        train(tmp_path / "killed", data, **keys, callbacks=[killed_at(killed, visit=2)])
+    resumed, lines = train(tmp_path / "killed", data, **keys)
+    # Without a checkpoint of the new line, the old one is resumed, meets the same spike and goes back again.
+    assert any("going back to step 20" in line for line in lines) == (killed == 25)
+    assert bits(resumed.state) == bits(whole.state)
+    for name in ("whole", "killed"):
+        (found,) = json.loads((tmp_path / name / "run.json").read_text())["rolled_back"]
+        assert (found["from_step"], found["to_step"], found["first_batch"], found["num_batches"]) == (41, 20, 20, 25)
+        assert sorted(metrics(tmp_path / name)) == list(range(1, 51))
+
+
+def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch.setattr, call=7, device=3)
+    with pytest.raises(
+        jt.CorruptionError, match=r"after step 8 the copies of .*differ.*: device 3 \(process 0\) holds"
+    ) as error:
+        train(tmp_path, table(), checks__replicas_every=4, train__steps=12)
+    print(error.value)
+    assert error.value.exit_code == 1
+
+
+@pytest.mark.long
+def test_a_step_that_gives_other_bits_is_found_by_its_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch.setattr, call=9, device=None)  # the first time that step 8 is computed, since step 4 was twice
+    with pytest.raises(jt.CorruptionError, match=r"step 8 was computed twice .* other bits in params/") as error:
+        train(tmp_path, table(), checks__replay_every=4, train__steps=12)
+    print(error.value)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_spikes_and_without_them_again(tmp_path: Path) -> None:
+    """The history is part of the state; checkpoints without one, or with another window, are restored all the same."""
+    data = table()
+    plain, _ = train(tmp_path / "plain", data, train__steps=24)
+    train(tmp_path / "run", data, train__steps=6)
+    result = plain
+    for steps, keys in ((12, {"window": 8}), (18, {"window": 16, "sigmas": 50.0}), (24, None)):
+        result, _ = train(tmp_path / "run", data, resume="must", train__steps=steps, spikes=keys)
+        accepted = None if result.state.spikes is None else int(result.state.spikes.accepted)
+        assert accepted == (None if keys is None else 6)
+    assert bits(result.state) == bits(plain.state)
+
+
+@pytest.mark.long
+def test_what_checks_compare_when_the_optimizer_is_on_the_host(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"checks__replay_every": 3, "checks__replicas_every": 2, "optimizer__offload": True}
+    checked, _ = train(tmp_path / "checked", table(), train__steps=7, **keys)
+    plain, _ = train(tmp_path / "plain", table(), train__steps=7)
+    assert bits(checked.state) == bits(plain.state)
+
+
+def fit_batches(run_dir: Path, batches: list[Any], overrides: dict[str, Any]) -> list[str]:
+    """Train on an iterator of batches; returns the lines."""
+    model = jt.from_functions(lambda _: {"kernel": jnp.ones((8, 1))}, lambda params, x: x @ params["kernel"])
+    progress, logging = Lines(), {"tensorboard": False, "report": False}
+    more: dict[str, Any] = {"run_dir": run_dir, "overrides": overrides, "logging": logging, "progress": progress}
+    jt.fit(model, jt.regression(), optax.sgd(0.1), data=iter(batches), steps=3, **more)
+    return progress.lines
+
+
+@pytest.mark.long
+def test_an_iterable_names_places_in_its_batches_and_cannot_go_back(tmp_path: Path) -> None:
+    values = np.ones((3, 8, 8), np.float32)
+    values[1, 6, 0] = np.inf
+    batches = [{"inputs": one, "targets": np.ones((8, 1), np.float32)} for one in values]
+    lines = fit_batches(tmp_path / "run", batches, {})
+    assert any("batch 1, row 6 of the batch (inputs not finite)" in line for line in lines)
+    with pytest.raises(jt.ConfigError, match="roll_back reads batches by their number, and an iterable has none"):
+        fit_batches(tmp_path / "other", batches, {"spikes.action": "roll_back"})
+
+
+@pytest.mark.long
+def test_two_processes_name_the_rank_of_a_flipped_bit_and_a_row(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    ranks = []
+    for rank in ("0", "1"):
+        found = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": rank}
+        command = [sys.executable, str(Path(__file__).with_name("number_runs.py")), str(tmp_path / "run")]
+        pipe = subprocess.PIPE
+        ranks.append(subprocess.Popen(command, text=True, env={**os.environ, **found}, stdout=pipe, stderr=pipe))
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (out, err) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 1, err
+        assert "after step 8 the copies of params/layers/0/bias" in out
+        assert re.search(r"device \d+ \(process 1\) holds other bits than the rest", out)
+    found = json.loads((tmp_path / "run" / "nonfinite" / "step_3.json").read_text())
+    assert [one["row"] for one in found["rows"]] == [int(rows_of(2)[5])]
+
+
+@pytest.mark.long
+def test_spikes_in_a_row_end_the_run(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"spikes__window": 16, "train__max_skipped_in_a_row": 3}
+    with pytest.raises(
+        jt.DivergedError, match=r"were spikes .* 3 steps in a row, up to step 23; parameters are as before"
+    ):
+        train(tmp_path, table(spikes=(20, 21, 22, 23)), **keys)
+
+
+@pytest.mark.long
+def test_a_parameter_that_is_not_finite_is_named_with_its_layer(tmp_path: Path) -> None:
+    """The batch is innocent: no row is named."""
+    size = {"num_layers": 3, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8, "vocab_size": 32}
+    model = jt.build_model({"kind": "transformer", **size}, input_shape=(8,))
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    kernel = params["blocks"]["mlp"]["up"]["kernel"]
+    params["blocks"]["mlp"]["up"]["kernel"] = kernel.at[1, 3, 5].set(jnp.nan)
+    tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
+    progress = Lines()
+    jt.fit(
+        model,
+        jt.language_modeling(),
+        optax.sgd(0.1),
+        data={"inputs": tokens[:, :-1], "targets": tokens[:, 1:]},
+        batch_size=8,
+        steps=2,
+        params=params,
+        run_dir=tmp_path,
+        logging={"tensorboard": False, "report": False},
+        progress=progress,
+    )
+    line = next(line for line in progress.lines if "step 1 is not finite" in line)
+    assert "batch 0; not finite in parameters: blocks/mlp/up/kernel[1] (1 of " in line
+    assert " row" not in line.split(";")[0]

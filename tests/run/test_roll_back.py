@@ -1,0 +1,73 @@
+"""Which batch a step reads in a run that went back: a pure function of what is recorded."""
+
+import pytest
+
+from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.spikes import SpikesConfig, check_roll_back
+from jaxtrain.errors import ConfigError
+from jaxtrain.run.roll_back import RECORD, SpikeError, batch_of, recorded, with_spike
+
+
+def after(*spikes: tuple[int, int], skip: int = 10) -> dict:
+    """The metadata of a run with spikes (step, step that it goes back to)."""
+    metadata: dict = {}
+    for step, to_step in spikes:
+        metadata |= with_spike(metadata, SpikeError(step, 9.0, 9.0, to_step=to_step), skip_batches=skip)
+    return metadata
+
+
+# spikes -> {steps done: batch that is read next}
+ROWS = {
+    "none": ([], {0: 0, 7: 7}),
+    "one": ([(30, 25)], {24: 24, 25: 35, 26: 36}),
+    "past-its-own-batch": ([(50, 25)], {24: 24, 25: 50, 30: 55}),
+    "twice-to-one-step": ([(30, 25), (28, 25)], {24: 24, 25: 45}),
+    "a-later-one": ([(30, 25), (60, 50)], {24: 24, 25: 35, 49: 59, 50: 70}),
+    # The second spike, at batch 37, takes the place of the first roll back; its range covers the first one's.
+    "back-beyond-the-first": ([(30, 25), (28, 20)], {19: 19, 20: 38, 25: 43}),
+    "forward-again": ([(30, 25), (28, 20), (45, 40)], {20: 38, 39: 57, 40: 68}),
+}
+
+
+@pytest.mark.parametrize(("spikes", "expected"), ROWS.values(), ids=ROWS)
+def test_batches_after_roll_backs(spikes: list[tuple[int, int]], expected: dict[int, int]) -> None:
+    rolled_back = recorded(after(*spikes))
+    assert {k: batch_of(k, rolled_back) for k in expected} == expected
+    # No batch is read twice in the line of steps that stays.
+    read = [batch_of(k, rolled_back) for k in range(100)]
+    assert read == sorted(set(read))
+
+
+def test_the_record_is_json_and_says_what_was_left_out() -> None:
+    metadata = after((50, 25))
+    assert metadata == {
+        RECORD: [{"from_step": 50, "to_step": 25, "first_batch": 25, "num_batches": 25, "loss": 9.0, "grad_norm": 9.0}]
+    }
+
+
+@pytest.mark.parametrize(
+    ("every", "keep_last", "steps", "message"),
+    [
+        (None, 2, 100, "checkpoint.every is null; set it, such as 100"),
+        (50, 2, 100, "set checkpoint.keep_last=3"),
+        (100, 1, 100, "set checkpoint.keep_last=2"),
+        (100, 2, 100, None),
+        (1000, 2, 100, None),
+        (50, 3, 100, None),
+    ],
+)
+def test_checkpoints_must_reach_back_far_enough(
+    every: int | None, keep_last: int, steps: int, message: str | None
+) -> None:
+    spikes = SpikesConfig(action="roll_back", roll_back_steps=steps)
+    checkpoint = CheckpointConfig(every=every, keep_last=keep_last)
+    if message is None:
+        check_roll_back(spikes, checkpoint)
+        # Indeed: from every spike some checkpoint that is kept is old enough, once there are enough.
+        assert every is not None
+        for spike in range(10 * every + 1, 11 * every + 1):
+            saved = [step for step in range(every, spike, every)][-keep_last:]
+            assert any(step <= spike - steps for step in saved)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_roll_back(spikes, checkpoint)

@@ -1,0 +1,104 @@
+"""Spikes inside the step: which steps are one, and that a spike leaves everything but the counts as it was."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+
+RULE = jt.SpikeRule(window=8, sigmas=4.0)
+
+
+def make_step(**options: Any) -> jt.TrainStep:
+    """The loss of a batch is the number that it holds; its gradient norm is another one."""
+
+    def loss(apply: Any, batch: Any, key: jax.Array) -> Any:
+        kernel = apply(batch["inputs"])
+        number, slope = jnp.mean(batch["loss"]), jnp.mean(batch["slope"])
+        # The gradient by the kernel is the slope, whatever the kernel is.
+        return number + slope * (kernel - jax.lax.stop_gradient(kernel)), jnp.float32(1), {}
+
+    model = jt.from_functions(lambda key: {"kernel": jnp.float32(1)}, lambda params, inputs: params["kernel"])
+    return jt.make_train_step(model, jt.Task.calling("given", loss), optax.adam(1e-2), **options)
+
+
+def batch(loss: float, slope: float) -> dict[str, np.ndarray]:
+    return {name: np.full(8, value, np.float32) for name, value in {"inputs": 0, "loss": loss, "slope": slope}.items()}
+
+
+def judged(series: np.ndarray, rule: jt.SpikeRule) -> list[bool]:
+    """The rule in NumPy and float64: `series` [steps, 2] of losses and gradient norms."""
+    accepted: list[np.ndarray] = []
+    found = []
+    for now in series:
+        last = np.array(accepted[-rule.window :], np.float64).reshape(-1, 2)
+        spike = False
+        if np.isfinite(now).all() and len(accepted) >= rule.window // 2:
+            mean = last.mean(0)
+            deviation = np.maximum(last.std(0, ddof=1), 1e-3 * np.abs(mean))
+            above = now > mean + rule.sigmas * deviation
+            spike = bool({"both": above.any(), "loss": above[0], "grad_norm": above[1]}[rule.watch])
+        found.append(spike)
+        if np.isfinite(now).all() and not spike:
+            accepted.append(now)
+    return found
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(RULE, id="both"),
+        pytest.param(jt.SpikeRule(8, 4.0, "loss"), id="loss", marks=pytest.mark.long),
+        pytest.param(jt.SpikeRule(8, 4.0, "grad_norm"), id="grad_norm", marks=pytest.mark.long),
+    ],
+)
+def test_the_rule_is_that_of_numpy(rule: jt.SpikeRule) -> None:
+    """Losses and slopes at random, with spikes of either, of both, and numbers that are not finite."""
+    series = np.random.default_rng(1).normal([5.0, 2.0], [0.3, 0.1], size=(40, 2))
+    # Within the first half window, later, one right after the other, a fall (none), and a constant stretch.
+    for step, loss, slope in ((2, 50, 2), (12, 50, 2), (17, 5, 30), (18, 60, 40), (22, np.nan, 2), (27, -90, 2)):
+        series[step] = loss, slope
+    series = series.astype(np.float32)
+    step = make_step(spikes=rule)
+    state, found = step.init(0), []
+    for row in series:
+        state, metrics = step(state, batch(*row))
+        found.append(bool(metrics["spiked"]))
+    assert found == judged(series, rule)
+    assert sum(found) >= 2
+    assert state.spikes is not None
+    assert (int(state.spikes.spikes), int(metrics["spikes"])) == (sum(found), sum(found))
+    # Neither spikes nor steps that are not finite advance the optimizer, and with it its schedule.
+    assert int(state.optimizer_state[0].count) == 40 - sum(found) - 1
+    assert int(state.skipped.total) == sum(found) + 1
+
+
+def test_a_spike_leaves_the_state_as_it_was() -> None:
+    step = make_step(spikes=RULE, ema_decay=0.9)
+    state = step.init(0)
+    for i in range(6):
+        state, _ = step(state, batch(5 + 0.1 * (i % 2), 2))
+    before = jax.device_get((state.params, state.optimizer_state, state.ema, state.spikes))
+    state, metrics = step(state, batch(500, 2))
+    after = jax.device_get((state.params, state.optimizer_state, state.ema, state.spikes))
+    assert (int(metrics["spiked"]), int(metrics["skipped_in_a_row"]), int(state.step)) == (1, 1, 7)
+    for old, new in zip(jax.tree.leaves(before)[:-1], jax.tree.leaves(after)[:-1], strict=True):
+        np.testing.assert_array_equal(old, new)
+    state, metrics = step(state, batch(5, 2))
+    assert (int(metrics["spiked"]), int(metrics["skipped_in_a_row"])) == (0, 0)
+
+
+def test_without_a_rule_nothing_of_it_is_in_state_or_program() -> None:
+    plain, watched = make_step(), make_step(spikes=jt.SpikeRule(window=32))
+    names = [
+        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.abstract_state)}
+        for step in (plain, watched)
+    ]
+    assert names[1] - names[0] == {f".spikes.{name}" for name in ("losses", "grad_norms", "accepted", "spikes")}
+    assert plain.abstract_state.spikes is None
+    texts = [step.lower(batch(1, 1)).as_text() for step in (plain, watched)]
+    assert ["tensor<32xf32>" in text for text in texts] == [False, True]
