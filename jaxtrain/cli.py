@@ -12,7 +12,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
@@ -41,6 +41,10 @@ class _Parser(argparse.ArgumentParser):
         missing = message.removeprefix("the following arguments are required: ").removesuffix(", key=value")
         said = f"{missing} is missing" if message.startswith("the following") else message.removeprefix("argument ")
         raise _usage_error(self.prog, said)
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help; argparse itself says nothing where it cannot be written."""
+        print(self.format_help(), end="", file=file, flush=True)
 
 
 def _usage_error(program: str, message: str) -> ConfigError:

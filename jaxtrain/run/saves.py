@@ -1,5 +1,6 @@
 """The saves of a run: when one is due, and what one that fails means for the training."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from jaxtrain.errors import StorageError
 from jaxtrain.run.save_clock import SaveClock
 from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
+
+# How a run may end in one process while the others are elsewhere, so that they agree on nothing.
+OF_ONE_PROCESS = ("failed", "stopped")
 
 
 class RunSaves:
@@ -137,14 +141,17 @@ class RunSaves:
         try:
             if agrees or not self._several:
                 self.wait(hurry=hurry)
+            else:
+                with contextlib.suppress(SaveError):  # another failure ends the run
+                    self._checkpointer.settle()
         finally:
             self._failure = None  # it is said once: what ends after it must end
-            self._checkpointer.close(hurry=True)
+            self._checkpointer.release()
 
     def _settle(self, *, hurry: bool) -> None:
         failure, self._unheard = self._unheard, None
         try:
-            self._checkpointer.wait(hurry=hurry)
+            self._checkpointer.settle() if hurry else self._checkpointer.wait()
         except SaveError as error:
             failure = error
         pending, self._pending = self._pending, None

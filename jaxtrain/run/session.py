@@ -11,7 +11,6 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
-from jaxtrain.checkpoint.directory import step_path
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError, StorageError
@@ -31,16 +30,13 @@ from jaxtrain.run.record import RunRecord
 from jaxtrain.run.result import Result
 from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
-from jaxtrain.run.saves import RunSaves
+from jaxtrain.run.saves import OF_ONE_PROCESS, RunSaves
 from jaxtrain.run.step_log import StepLog
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime import collector
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
-
-# How a run may end in one process while the others are elsewhere, so that they agree on nothing.
-_OF_ONE_PROCESS = ("failed", "stopped")
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     try:
         with session.record.spent.measure("saving"):
-            session.saves.close(hurry=status == "preempted", agrees=status not in _OF_ONE_PROCESS)
+            session.saves.close(hurry=status == "preempted", agrees=status not in OF_ONE_PROCESS)
     except StorageError:
         session.record.close("failed", _final_metrics(session), session.progress)
         raise
@@ -251,8 +247,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
 
 def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     """What happens around the steps."""
-    evaluate_every = session.run.config.evaluation.every
-    wants_save = [False]  # after the last step
+    evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         session.activity.finished(number, seconds, waited)
@@ -270,24 +265,21 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
         return wants_save[0] or _is_due(number, evaluate_every) or session.watch.is_due(number)
 
     def pause(number: int, state: TrainState) -> bool:
-        watch = session.watch
         with _saving_on_failure(session, number, state):
-            watch.stepped(number, state)
+            session.watch.stepped(number, state)
         if _is_due(number, evaluate_every):
             _evaluate(session, number, state)
         # A run that stops is saved at its end.
-        if watch.status is None and (wants_save[0] or watch.wants_save(number)):
+        if session.watch.status is None and (wants_save[0] or session.watch.wants_save(number)):
             _save(session, number, state)
-        return watch.status is not None
+        return session.watch.status is not None
 
     def data_failed(number: int, state: TrainState, error: DataError) -> None:
         if isinstance(error, StoppedWaiting):
             _stop(session, number, state)
         if _saved_on_failure(session, number, state):
-            folder = session.run_dir / "checkpoints"
-            raise DataError(
-                f"{error}; step {number} is saved in {folder}: run again with such data to go on"
-            ) from error
+            where = f"step {number} is saved in {session.run_dir / 'checkpoints'}"
+            raise DataError(f"{error}; {where}: run again with such data to go on") from error
 
     def stop_requested(number: int) -> bool:
         return session.interrupt.requested()
@@ -362,7 +354,7 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
     if began:
-        session.activity.writes(step_path(session.checkpointer.directory, number))
+        session.activity.writes(session.checkpointer.directory / str(number))
     record.keep_time(number)
     return began
 

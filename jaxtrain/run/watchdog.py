@@ -53,6 +53,8 @@ class Watchdog:
         process: index of this process.
         num_processes: of the run.
         report: called with one line that names a slow process, on process 0.
+        clock: gives seconds.
+        exits: ends this process with an exit code.
     """
 
     def __init__(
@@ -65,11 +67,14 @@ class Watchdog:
         process: int,
         num_processes: int,
         report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        exits: Callable[[int], NoReturn] = os._exit,
     ) -> None:
         self._config, self._activity, self._exchange = config, activity, exchange
         self._run_dir = run_dir.absolute()  # a script may change the working directory
         self._shown_dir = run_dir
         self._process, self._num_processes, self._report = process, num_processes, report
+        self._clock, self._exits = clock, exits
         self._host = socket.gethostname()
         self._stragglers = Stragglers(config.slow_fraction)
         tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, num_processes / _PROCESSES_PER_SECOND))
@@ -121,9 +126,9 @@ class Watchdog:
             self._exchange.close()
 
     def _round(self) -> None:
-        began = time.monotonic()
+        began = self._clock()
         news = self._listen()
-        now = time.monotonic()
+        now = self._clock()
         late = now - began - self._tick
         if late > max(2.0, 2 * self._tick):
             # The machine slept, or this process was stopped: nobody stood still for that long.
@@ -170,7 +175,7 @@ class Watchdog:
         if one.kind == "end":
             self._end(one.text, LOST)
         if one.kind == "left":
-            self._left = self._left or (time.monotonic(), one)
+            self._left = self._left or (self._clock(), one)
             return
         if late > self._config.lost_seconds / 2:
             self._end(f"this process was not running for {late:.0f} s, and the others have ended", LOST)
@@ -216,7 +221,7 @@ class Watchdog:
 
     def _end(self, text: str, code: int) -> NoReturn:
         """Say why, write the stacks, tell the others, and end this process."""
-        guard = threading.Timer(_END_SECONDS, os._exit, (code,))
+        guard = threading.Timer(_END_SECONDS, self._exits, (code,))
         guard.daemon = True
         guard.start()
         own, peers = self._activity.status(), self._exchange.peers()
@@ -232,7 +237,8 @@ class Watchdog:
         writer.join(_WRITE_SECONDS)
         self._exchange.end(text)
         writer.join(_WRITE_SECONDS)
-        os._exit(code)
+        guard.cancel()
+        self._exits(code)
 
     def _named(self, process: int) -> str:
         return f"process {process} of {self._num_processes} (host {self._host_of(process)})"

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.arguments import check_whole
+from jaxtrain.config.arguments import check_number, check_whole, refusal
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
 from jaxtrain.runtime.compilation_cache import use_cache
@@ -62,6 +62,11 @@ def start(
         # Each is a thread, and more than this many stop the process.
         emulate = check_whole(emulate, what="emulate (number of devices)", least=1, most=4096, write="start(emulate=8)")
         _emulate(emulate)
+    if lost_seconds is not None:
+        takes, write = "a number of seconds above 0", "start(lost_seconds=25)"
+        check_number(lost_seconds, what="start: lost_seconds", takes=takes, write=write)
+        if lost_seconds <= 0:
+            raise ConfigError(refusal("start: lost_seconds", takes, lost_seconds, write))
     use_cache(compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():

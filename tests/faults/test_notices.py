@@ -76,7 +76,6 @@ def test_a_signal_while_a_checkpoint_is_restored_loses_nothing(tmp_path: Path, u
 # compilation: no handler runs there again.
 PROCESSES: dict[str, tuple[str, list[signal.Signals], int, int | None]] = {
     "compiling, SIGUSR1": ("stuck model", [signal.SIGUSR1], 75, None),
-    "compiling, SIGTERM": ("stuck model", [signal.SIGTERM], 75, None),
     "compiling, Ctrl-C twice": ("stuck model", [signal.SIGINT, signal.SIGINT], 130, None),
     "in a callback, SIGHUP": ("stuck callback after step 2", [signal.SIGHUP], 75, 2),
     "waiting for data, SIGUSR2": ("training row 6", [signal.SIGUSR2], 75, 1),
@@ -151,9 +150,8 @@ def run_two(run_dir: Path, fault: str, number: signal.Signals | None) -> list[tu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
-def test_two_processes_leave_an_evaluation_together(number: signal.Signals, tmp_path: Path) -> None:
-    stopped = run_two(tmp_path / "run", "slow evaluation", number)
+def test_two_processes_leave_an_evaluation_together(tmp_path: Path) -> None:
+    stopped = run_two(tmp_path / "run", "slow evaluation", signal.SIGUSR1)
     assert [code for code, _ in stopped] == [75, 75], stopped
     assert all("stopped after step 2 of 6" in text for _, text in stopped), stopped
     again = run_two(tmp_path / "run", "no fault", None)

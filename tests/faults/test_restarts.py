@@ -255,7 +255,8 @@ def children(process: "subprocess.Popen[str]") -> list[int]:
     return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-# The training command, but that process 1 compiles for longer than Gloo lets process 0 wait for it (30 s).
+# The training command, but that process 1 compiles for longer than Gloo lets process 0 wait for it (30 s) where devices
+# meet in a group that did not meet before: all four, in the sum of the gradients.
 SLOW = """
 import os, sys, time
 from jaxtrain.train.step import TrainStep
@@ -274,7 +275,7 @@ def with_a_slow_neighbour(tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     """The losses of a run of two processes that nothing disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "slow.py").write_text(SLOW)
-    words = ["launch", "--processes", "2", "--emulate", "1", "--", "python", "slow.py", "train", "tiny.yaml"]
+    words = ["launch", "--processes", "2", "--emulate", "2", "--", "python", "slow.py", "train", "tiny.yaml"]
     finish(start(folder, *words, "--run-dir", "run"))
     return rows(folder / "run")
 
@@ -286,7 +287,7 @@ def test_nobody_is_lost_while_a_neighbour_compiles(with_a_slow_neighbour):
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_changes_no_bit_of_the_losses(tmp_path, with_a_slow_neighbour):
-    launched = ["launch", "--processes", "2", "--emulate", "1", "--restarts", "2"]
+    launched = ["launch", "--processes", "2", "--emulate", "2", "--restarts", "2"]
     process = start(tmp_path, *launched, "--", "train", "tiny.yaml", "--resume", "never", "--run-dir", "killed")
     wait_until(lambda: len(rows(tmp_path / "killed")) >= 13, process)
     os.kill(children(process)[1], signal.SIGKILL)

@@ -22,6 +22,7 @@ LARGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("words", "line"), LARGE.values(), ids=LARGE)
 def test_what_no_memory_holds(tmp_path, capsys, words, line):
     assert main(["train", "digits_mlp", *TINY, *words, "--run-dir", str(tmp_path / "run")]) == 2

@@ -194,19 +194,17 @@ class Rounds(Alone):
 
 
 @pytest.fixture
-def watch(tmp_path, monkeypatch, capfd):
+def watch(tmp_path, capfd):
     """Runs rounds of a watchdog over an activity, and returns what it said where it ended the process."""
 
     def end(code):
         raise Ended(code)
 
     clock = Clock()
-    monkeypatch.setattr("jaxtrain.run.watchdog.os._exit", end)
-    monkeypatch.setattr("jaxtrain.run.watchdog.time.monotonic", clock)
     activity = Activity(clock)
 
     def run(rounds, seconds):
-        options = {"process": 0, "num_processes": 1, "report": pytest.fail}
+        options = {"process": 0, "num_processes": 1, "report": pytest.fail, "clock": clock, "exits": end}
         watchdog = Watchdog(LIMITS, activity, Rounds(clock, seconds), tmp_path, **options)
         code = None
         try:
