@@ -228,7 +228,7 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
     except UnicodeEncodeError:
         is_same = False
     if not is_same:
-        shown_path = str(path).encode("ascii", errors="backslashreplace").decode()
+        shown_path = os.fsencode(path).decode("utf-8", errors="backslashreplace")
         raise ConfigError(
             f"checkpoint directory {shown_path} has letters that the locale's encoding "
             f"({sys.getfilesystemencoding()}) writes otherwise than UTF-8, which checkpoints need; set PYTHONUTF8=1 or "

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +44,9 @@ _TEXTS_OF_THIS_MACHINE = (
     "UNAVAILABLE",
     *(os.strerror(number) for number in _OF_THIS_MACHINE),
 )
+
+# What a file system says in the middle of a long text.
+_REASONS = (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 # Reads that were started beside the one that failed cannot be cancelled or waited for from outside Orbax, and what they
 # print as they end must still fall into the time in which it is held back. They end within this time.
@@ -76,16 +78,15 @@ def silence_log() -> None:
 
 @functools.cache
 def _silence_closed_loops() -> None:
-    hook = sys.excepthook
+    hook = sys.unraisablehook
 
-    def without_closed_loops(
-        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
+    def without_closed_loops(unraisable: "sys.UnraisableHookArgs") -> None:
+        error = unraisable.exc_value
         is_ours = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
         if not is_ours or threading.current_thread() is threading.main_thread():
-            hook(kind, error, trace)
+            hook(unraisable)
 
-    sys.excepthook = without_closed_loops
+    sys.unraisablehook = without_closed_loops
 
 
 def read_or_reason(read: Callable[[], Found]) -> Found:
@@ -150,9 +151,9 @@ def cause(error: BaseException) -> str:
         if isinstance(link, OSError) and link.strerror:
             return link.strerror
     text = str(chain[0])
-    for phrase in ("No space left on device", "Permission denied", "Disk quota exceeded", "Read-only file system"):
-        if phrase in text:
-            return phrase
+    for number in _REASONS:
+        if os.strerror(number) in text:
+            return os.strerror(number)
     if text.startswith("NOT_FOUND"):
         return "its directory is gone"
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(chain[0]).__name__)

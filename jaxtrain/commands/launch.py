@@ -3,21 +3,20 @@
 No jax here: only the processes need it.
 """
 
-import contextlib
-import ctypes
-import os
 import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
+from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.errors import ConfigError, PreemptedError
+from jaxtrain.run.supervise import Policy, keeps_old_run, resumed_words, supervise
+from jaxtrain.runtime.attempt import ATTEMPT
 from jaxtrain.runtime.remarks import print_remark
 
 # Time for the processes to end after one of them failed: each can write its own files, but they can no longer agree on
@@ -25,17 +24,13 @@ from jaxtrain.runtime.remarks import print_remark
 _GRACE_SECONDS = 10.0
 # Exit codes of a process that ended in order; the others end soon after it.
 _ORDERLY = (0, PreemptedError.exit_code)
-# Ctrl-C, a request to end, and a closed terminal. The last two both mean "save and exit".
-_PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
-_PR_SET_PDEATHSIG = 1
-_JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 
 
 def run_launch(
     words: Sequence[str],
     *,
     num_processes: int,
-    program: Sequence[str] = _JAXTRAIN,
+    program: Sequence[str] = JAXTRAIN,
     emulate: int | None = None,
 ) -> int:
     """Start processes of `jaxtrain`, or of a program, and wait for all of them.
@@ -57,43 +52,90 @@ def run_launch(
     Raises:
         ConfigError: a process cannot be started.
     """
+    with Signals() as signals:
+        return _launch_once([*program, *words], signals, num_processes=num_processes, shared=_emulated(emulate))
+
+
+def run_restarted_launch(
+    words: Sequence[str],
+    *,
+    num_processes: int,
+    restarts: int,
+    min_processes: int,
+    run_dir: Path | None,
+    program: Sequence[str] = JAXTRAIN,
+    emulate: int | None = None,
+) -> int:
+    """Start processes as `run_launch` does; where one is lost, stop all and start all again.
+
+    Args:
+        words, num_processes, program, emulate: see `run_launch`.
+        restarts: the largest number of restarts.
+        min_processes: where the run fails twice in a row at one step, go on with a process less, but not fewer than
+            this.
+        run_dir: directory of the run; None: a program's, which is not known.
+
+    Returns:
+        The exit code of the last start.
+
+    Raises:
+        ConfigError: a process cannot be started.
+    """
+    count = num_processes
+
+    def with_less() -> str | None:
+        nonlocal count
+        if count == min_processes:
+            return None
+        count -= 1
+        return f"with {count} {'process' if count == 1 else 'processes'} instead of {count + 1}"
+
+    with Signals() as signals:
+        holds_old_run = keeps_old_run(run_dir)
+
+        def start(number: int) -> int:
+            chosen = resumed_words(words) if number and run_dir is not None and not holds_old_run() else words
+            shared = {**_emulated(emulate), ATTEMPT: str(number)}
+            return _launch_once([*program, *chosen], signals, num_processes=count, shared=shared)
+
+        policy = Policy(restarts, run_dir, signals.asked, how_ended, with_less)
+        return supervise(start, policy)
+
+
+def _emulated(emulate: int | None) -> dict[str, str]:
+    return {} if emulate is None else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(emulate)}
+
+
+def _launch_once(command: Sequence[str], signals: Signals, *, num_processes: int, shared: Mapping[str, str]) -> int:
+    """Start the processes once, and wait for all of them; returns the exit code of `run_launch`."""
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
-    signalled = threading.Event()
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        signalled.set()
-        for process in processes:
-            process.send_signal(_PASSED_ON[signal.Signals(number)])
-
-    shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(num_processes)}
-    if emulate is not None:
-        shared |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(emulate)}
-    # A signal that is ignored (SIGHUP under nohup) stays ignored.
-    heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, pass_on) for number in heard}
+    meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(num_processes)}
+    processes = signals.children
+    processes.clear()
     try:
         # All processes start before the first thread, because code between fork and exec could wait forever for a lock
         # that another thread held.
         for index in range(num_processes):
-            processes.append(_start([*program, *words], index, num_processes, shared))
+            environment = {**shared, **meeting, "JAX_PROCESS_ID": str(index)}
+            try:
+                processes.append(start_child(command, environment=environment, shown=index == 0))
+            except OSError as error:
+                raise ConfigError(f"cannot start process {index} of {num_processes}: {error.strerror}") from None
         for index, process in enumerate(processes):
             threading.Thread(target=lambda i=index, p=process: ended.put((i, p.wait())), daemon=True).start()
             if process.stderr is not None:
                 readers.append(threading.Thread(target=_show, args=(index, process.stderr), daemon=True))
                 readers[-1].start()
-        return _wait(processes, ended, signalled)
+        return _wait(processes, ended, signals.asked)
     finally:
         for process in processes:
-            _kill(process)
+            kill_child(process)
         for process in processes:
             process.wait()
         for reader in readers:
             # A limit, because a grandchild may keep the pipe open.
             reader.join(timeout=2)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _wait(
@@ -119,61 +161,21 @@ def _wait(
         except queue.Empty:
             print_remark(f"jaxtrain: killing processes that did not end within {_GRACE_SECONDS:g} s: {sorted(running)}")
             for index in running:
-                _kill(processes[index])
+                kill_child(processes[index])
             deadline = None
             continue
         running.remove(index)
-        code = status if status >= 0 else 128 - status
+        code = exit_code(status)
         if code in _ORDERLY:
             orderly = orderly or code
         elif not failure:
             failure = code
             if running and not signalled.is_set():
-                how = f"ended with exit code {code}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
-                print_remark(f"jaxtrain: process {index} of {len(processes)} {how}; stopping the others")
+                print_remark(f"jaxtrain: process {index} of {len(processes)} {how_ended(code)}; stopping the others")
             for other in running:
                 processes[other].send_signal(signal.SIGTERM)
             deadline = time.monotonic() + _GRACE_SECONDS
     return failure or orderly
-
-
-def _start(command: Sequence[str], index: int, num_processes: int, shared: Mapping[str, str]) -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "JAX_PROCESS_ID": str(index)},
-            stdin=subprocess.DEVNULL,
-            stdout=None if index == 0 else subprocess.DEVNULL,
-            stderr=None if index == 0 else subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # Its own process group, because a terminal sends Ctrl-C to the group of the launcher, which passes it on.
-            process_group=0,
-            preexec_fn=_die_with_parent(),
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot start process {index} of {num_processes}: {error.strerror}") from None
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """Make what a new process calls first, so that it ends when the launcher is killed; None outside Linux."""
-    if sys.platform != "linux":
-        return None
-    library, parent = ctypes.CDLL(None), os.getpid()
-
-    def prepare() -> None:
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its children; nothing happens where it has ended."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _show(index: int, lines: IO[str]) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxtrain.commands.command import Command, count, number, process_count
+from jaxtrain.commands.command import Command, count, number
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
@@ -11,37 +11,13 @@ from jaxtrain.commands.published_arguments import (
     import_published,
 )
 from jaxtrain.commands.shared_arguments import (
-    add_config,
     add_emulate,
     add_json,
     add_overrides,
     add_run,
     add_step,
 )
-
-
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        choices=("auto", "must", "never"),
-        help="resume from the newest checkpoint where there is one (auto, the default), always (must), or never",
-    )
-    add_emulate(parser)
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.train import run_train
-
-    return run_train(
-        arguments.config,
-        arguments.overrides,
-        run_dir=arguments.run_dir,
-        resume=arguments.resume,
-        emulate=arguments.emulate,
-    )
+from jaxtrain.commands.train_arguments import launch, launch_arguments, train, train_arguments
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,24 +66,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.serve_arguments import serve
 
     return serve(arguments)
-
-
-def _launch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "jaxtrain launch --processes N [--emulate M] -- COMMAND\n\nCOMMAND: train CONFIG ..., python my.py ..."
-    )
-    parser.add_argument(
-        "--processes", type=process_count, required=True, metavar="N", help="how many processes to start"
-    )
-    parser.add_argument("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.launch import run_launch
-
-    if arguments.is_program:
-        return run_launch(arguments.command, num_processes=arguments.processes, program=(), emulate=arguments.emulate)
-    return run_launch(arguments.command, num_processes=arguments.processes)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -269,8 +227,8 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         "train what a config describes, or resume the run",
         "jaxtrain train quickstart train.steps=100 --run-dir runs/first",
-        _train_arguments,
-        _train,
+        train_arguments,
+        train,
     ),
     "eval": Command(
         "evaluate a checkpoint of a run on held-out rows",
@@ -317,8 +275,8 @@ COMMANDS: dict[str, Command] = {
     "launch": Command(
         "run a command or program in several processes on this machine, as a cluster would",
         "jaxtrain launch --processes 2 --emulate 4 -- train quickstart train.steps=20",
-        _launch_arguments,
-        _launch,
+        launch_arguments,
+        launch,
         takes_command=True,
     ),
     "plan": Command(

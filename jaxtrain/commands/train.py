@@ -1,11 +1,19 @@
-"""`jaxtrain train`: trains what a config describes, or resumes the run."""
+"""`jaxtrain train`: trains what a config describes, or resumes the run; with `--restarts` in a process that is watched.
 
+No jax here, until the run itself begins.
+"""
+
+import sys
+import time
 from collections.abc import Sequence
 
-from jaxtrain.commands.own_code import own_code
+from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.config import load_config
-from jaxtrain.run.mended import mend_run
-from jaxtrain.run.trainer import run_config
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.time_spent import counted_from
+from jaxtrain.run.folder import folder_of
+from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
+from jaxtrain.runtime.attempt import ATTEMPT
 
 
 def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, resume: str, emulate: int | None) -> int:
@@ -21,8 +29,53 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
     Returns:
         The exit code 0.
     """
-    mend_run(config)
-    loaded = load_config(config, overrides=overrides)
-    with own_code(loaded.config):
-        run_config(loaded, run_dir=run_dir, resume=resume, emulate=emulate)
+    with counted_from(time.monotonic()):
+        from jaxtrain.commands.own_code import own_code
+        from jaxtrain.run.mended import mend_run
+        from jaxtrain.run.trainer import run_config
+        from jaxtrain.runtime.agreement import announced
+
+        with announced(emulate=emulate):
+            mend_run(config)
+            loaded = load_config(config, overrides=overrides)
+        with own_code(loaded.config):
+            run_config(loaded, run_dir=run_dir, resume=resume, emulate=emulate)
     return 0
+
+
+def run_restarted_train(
+    config: str, overrides: Sequence[str], *, run_dir: str | None, resume: str, emulate: int | None, restarts: int
+) -> int:
+    """Train in a process of its own, and start it again after a failure that another start may get over.
+
+    Args:
+        config, overrides, run_dir, resume, emulate: see `run_train`.
+        restarts: the largest number of restarts.
+
+    Returns:
+        The exit code of the last start.
+
+    Raises:
+        ConfigError: the config is wrong, or the process cannot be started.
+    """
+    folder = folder_of(load_config(config, overrides=overrides), run_dir)
+    options = [] if run_dir is None else ["--run-dir", run_dir]
+    options += [] if emulate is None else ["--emulate", str(emulate)]
+    options += ["--debug"] if "--debug" in sys.argv else []
+    words = ["train", config, *overrides, *options]
+    with Signals() as signals:
+        holds_old_run = keeps_old_run(folder)
+
+        def start(number: int) -> int:
+            mode = "auto" if number and resume == "never" and not holds_old_run() else resume
+            try:
+                child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
+            except OSError as error:
+                raise ConfigError(f"cannot start the process that trains: {error.strerror}") from None
+            signals.children[:] = [child]
+            try:
+                return exit_code(child.wait())
+            finally:
+                kill_child(child)
+
+        return supervise(start, Policy(restarts, folder, signals.asked, how_ended, lambda: None))

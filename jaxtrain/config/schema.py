@@ -19,6 +19,7 @@ from jaxtrain.config.remat import check_remat
 from jaxtrain.config.run_name import check_run_name
 from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.watchdog import WatchdogConfig
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
@@ -299,6 +300,8 @@ class Config(Group):
     """Steps that the profiler records."""
     notices: NoticesConfig = NoticesConfig()
     """Signals and maintenance notices."""
+    watchdog: WatchdogConfig | None = None
+    """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
 
     @field_validator("name")
     @classmethod

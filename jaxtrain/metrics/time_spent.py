@@ -3,16 +3,50 @@
 No jax here.
 """
 
+import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 Part = Literal[
-    "reading data", "compiling", "creating state", "steps", "waiting for data", "evaluation", "saving", "sampling"
+    "reading data",
+    "compiling",
+    "creating state",
+    "steps",
+    "waiting for data",
+    "evaluation",
+    "saving",
+    "sampling",
+    "starting",
+    "lost steps",
+    "restarting",
 ]
 PARTS: tuple[str, ...] = get_args(Part)
 OTHER = "other"
+# One line per restart of the run, written by its supervisor.
+RESTARTS_FILE = "restarts.jsonl"
+# What of a run is done again after a failure: steps, and the batches that they waited for.
+_DONE_AGAIN = ("steps", "waiting for data")
+# A save that did not become complete is gone past, so that the one before it is wanted as well.
+_MOST_SAVES = 3
+_BEGAN: ContextVar[float | None] = ContextVar("began", default=None)
+
+
+@contextmanager
+def counted_from(began: float) -> Iterator[None]:
+    """Count the time of a run from a moment before it: the process had to import and start what the run needs.
+
+    Args:
+        began: `time.monotonic()` at that moment.
+    """
+    token = _BEGAN.set(began)
+    try:
+        yield
+    finally:
+        _BEGAN.reset(token)
 
 
 class TimeSpent:
@@ -20,7 +54,9 @@ class TimeSpent:
 
     Args:
         earlier: part -> seconds of the processes before this one, as `seconds` gave them.
-        began: `time.monotonic()` when this process began to work on the run; None: at this call.
+        began: `time.monotonic()` when this process began to work on the run; None: that of `counted_from`, the time
+            since then being the part `starting`, or this call.
+        during: marks a block as a part for others, such as the watchdog.
 
     Example:
         spent = TimeSpent()
@@ -29,10 +65,26 @@ class TimeSpent:
         spent.seconds()["evaluation"]
     """
 
-    def __init__(self, earlier: Mapping[str, float] | None = None, *, began: float | None = None) -> None:
-        self._began = time.monotonic() if began is None else began
+    def __init__(
+        self,
+        earlier: Mapping[str, float] | None = None,
+        *,
+        began: float | None = None,
+        during: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._during = during
+        called = time.monotonic()
+        counted = _BEGAN.get()
         self._earlier = dict(earlier or {})
         self._own = dict.fromkeys(PARTS, 0.0)
+        if began is None and counted is not None:
+            self._own["starting"] = called - counted
+        self._began = next(moment for moment in (began, counted, called) if moment is not None)
+
+    @property
+    def began_at(self) -> float:
+        """When this process began to work on the run, in seconds since 1970."""
+        return time.time() - (time.monotonic() - self._began)
 
     def after(self, earlier: Mapping[str, float]) -> None:
         """Take note of the seconds of the processes before this one, which are known only once a run is resumed."""
@@ -47,7 +99,8 @@ class TimeSpent:
         """Add the time of a block to a part, also where the block raises."""
         begin = time.monotonic()
         try:
-            yield
+            with self._during(part):
+                yield
         finally:
             self._own[part] += time.monotonic() - begin
 
@@ -60,13 +113,96 @@ class TimeSpent:
 
 def recorded_seconds(info: Mapping[str, object]) -> dict[str, float]:
     """Read part -> seconds off the content of a `run.json`; a record without them gives its whole time as `other`."""
-    found = info.get("seconds")
-    if isinstance(found, Mapping) and found:
-        return {
-            str(part): float(seconds)
-            for part, seconds in found.items()
-            if isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        }
+    found = _numbers(info.get("seconds"))
+    if found:
+        return found
     final = info.get("final")
     wall = final.get("wall_seconds") if isinstance(final, Mapping) else None
     return {OTHER: float(wall)} if isinstance(wall, (int, float)) else {}
+
+
+def save_entry(step: int, seconds: Mapping[str, float], *, at: float) -> dict[str, Any]:
+    """What `run.json` keeps of a save: what the run had spent until then.
+
+    Args:
+        step: that was saved.
+        seconds: part -> seconds.
+        at: when, in seconds since 1970.
+    """
+    return {"step": step, "seconds": dict(seconds), "at": round(at, 3)}
+
+
+def with_save(saves: object, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The newest saves of a `run.json`, with one more."""
+    found = saves if isinstance(saves, list) else []
+    return [*(save for save in found if isinstance(save, Mapping)), entry][-_MOST_SAVES:]
+
+
+def earlier_seconds(
+    info: Mapping[str, Any],
+    restarts: Sequence[Mapping[str, Any]],
+    *,
+    step: int,
+    began_at: float,
+    last_sign: float | None = None,
+) -> dict[str, float]:
+    """Part -> seconds of the processes before this one; what they did after the save that is gone on from is lost.
+
+    Args:
+        info: content of the `run.json` that they left; empty for a run that begins anew.
+        restarts: rows of the run's `restarts.jsonl`.
+        step: that this process goes on from; 0: the beginning.
+        began_at: when this process began, in seconds since 1970.
+        last_sign: when a process that nobody watched last wrote something; None: not known.
+
+    Returns:
+        All of it: the parts, `lost steps`, and as `restarting` the time between a failure and the next start.
+    """
+    seconds = recorded_seconds(info)
+    saves = info.get("saves")
+    found = [save for save in saves if isinstance(save, Mapping)] if isinstance(saves, list) else []
+    save = next((save for save in reversed(found) if save.get("step") == step and _is_number(save.get("at"))), None)
+    rows = [row for row in restarts if _is_number(row.get("began")) and _is_number(row.get("ended"))]
+    # A run that begins anew has lost all that was done; one whose save is not known any more counts all as it was.
+    since = save["at"] if save is not None else rows[0]["began"] if rows and not info else None
+    rows = [row for row in rows if since is not None and since < row["ended"] <= began_at]
+    lost, gap = 0.0, 0.0
+    if rows:
+        nexts = [*(row["began"] for row in rows[1:]), began_at]
+        lost = sum(row["ended"] - max(row["began"], since) for row in rows)
+        gap = sum(max(0.0, following - row["ended"]) for row, following in zip(rows, nexts, strict=True))
+        seconds = _numbers(save["seconds"]) if save is not None else seconds
+    elif save is not None and info.get("status") == "running" and last_sign is not None:
+        # Killed, and nobody saw when: at its last sign of life or later.
+        lost, seconds = max(0.0, last_sign - save["at"]), _numbers(save["seconds"])
+    elif save is not None:
+        before = _numbers(save["seconds"])
+        for part in _DONE_AGAIN:
+            again = seconds.get(part, 0.0) - before.get(part, 0.0)
+            if again > 0:
+                seconds[part] -= again
+                lost += again
+    more = {"lost steps": lost, "restarting": gap}
+    return {**seconds, **{part: round(seconds.get(part, 0.0) + added, 3) for part, added in more.items() if added}}
+
+
+def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run's `restarts.jsonl`; lines that are no rows are left out."""
+    rows: list[dict[str, Any]] = []
+    with suppress(OSError):
+        for line in (run_dir / RESTARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    rows.append(row)
+    return rows
+
+
+def _numbers(found: object) -> dict[str, float]:
+    if not isinstance(found, Mapping):
+        return {}
+    return {str(part): float(seconds) for part, seconds in found.items() if _is_number(seconds)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

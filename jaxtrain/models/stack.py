@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtrain.config.arguments import check_kind, check_whole
 from jaxtrain.layout.gather import gather_parameters
 from jaxtrain.layout.sharding import platform
+from jaxtrain.layout.stack_sums import attach_sums, enter_stack, leave_stack
 from jaxtrain.models.from_nnx import building, check_maker, from_dict, to_dict
 from jaxtrain.remat.policy import Remat
 
@@ -74,15 +75,18 @@ def scan_stack(
     stacked_params, stacked_rest = to_dict(params), to_dict(rest)
     num_layers = jax.tree.leaves(stacked_params)[0].shape[0]
 
-    def block(carry: Any, layer: tuple[Any, Any, jax.Array, Any]) -> tuple[Any, Any]:
-        layer_params, layer_rest, index, extra = layer
+    def block(carry: tuple[Any, Any], layer: tuple[Any, Any, jax.Array, Any]) -> tuple[Any, Any]:
+        (carry, passing), (layer_params, layer_rest, index, extra) = carry, layer
+        layer_params, passing = attach_sums(layer_params, passing, index, first_layer)
         layer_params = gather_parameters(layer_params, prefix=path, num_layers=num_layers)
         module = nnx.merge(graph, from_dict(params, layer_params), from_dict(rest, layer_rest))
         layer_key = None if key is None else jax.random.fold_in(key, index)
         carry, output = call(module, carry, layer_key, extra)
-        return carry, (output, to_dict(nnx.state(module, nnx.Not(nnx.Param))))
+        return (carry, passing), (output, to_dict(nnx.state(module, nnx.Not(nnx.Param))))
 
     layers = (stacked_params, stacked_rest, first_layer + jnp.arange(num_layers), per_layer)
-    carry, (outputs, changed) = remat.scan(block, carry, layers, unroll=platform() in unroll_on)
+    start = (carry, enter_stack(path))
+    (carry, passed), (outputs, changed) = remat.scan(block, start, layers, unroll=platform() in unroll_on)
+    leave_stack(passed)
     nnx.update(stack, from_dict(rest, changed))
     return carry, outputs

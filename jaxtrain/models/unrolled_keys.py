@@ -15,7 +15,7 @@ from jax.extend import random as extended
 
 from jaxtrain.layout.sharding import platform
 
-# Threefry-2x32 with 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3.
+# Threefry-2x32 with 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2 and 3.3.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _GROUPS = 5  # of four rounds
@@ -46,7 +46,7 @@ def _implementation() -> Hashable:
     )
 
 
-def _seed(seed: jax.Array) -> jax.Array:
+def _seed(seed: jax.Array | int) -> jax.Array:
     """The words of a key from an integer of 32 bits."""
     low = jnp.asarray(seed).astype(jnp.uint32)
     return jnp.stack([jnp.zeros_like(low), low])

@@ -4,10 +4,12 @@ Accumulation has two programs. On shards (inside `jax.shard_map` over `data`) no
 over microbatches has ended. In automatic code the compiler places the collectives. `_choose_accumulation` chooses.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.scatter import use_parts
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
+from jaxtrain.layout.stack_sums import StackSums, use_stack_sums
 from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
 from jaxtrain.parallel.reduction import DataReduction, sum_dtype
@@ -25,9 +28,12 @@ from jaxtrain.runtime.choices import note_choice
 LossParts = tuple[jax.Array, jax.Array, Tree, Sums]
 # (trained params, what the loss reads besides, model_state, batch, key) -> (loss to differentiate, its parts)
 LossFunction = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[jax.Array, LossParts]]
-# The same arguments -> (gradients of the trained params, the parts)
-Differentiate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, LossParts]]
-# The same arguments -> (gradients summed over microbatches times their weights, model_state, sums)
+# By path, arrays of a tree of parameters.
+ByPath = dict[str, jax.Array]
+# (sums of the gradients of the stack, and the same arguments) -> (gradients of the other trained params, the sums after
+# this microbatch, the parts)
+Differentiate = Callable[[ByPath, Tree, Tree, Tree, Batch, jax.Array], tuple[ByPath, ByPath, LossParts]]
+# The arguments of the loss -> (gradients summed over microbatches times their weights, model_state, sums)
 Accumulate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, TaskSums]]
 
 
@@ -62,6 +68,7 @@ def compute_gradients(
     layout: Layout,
     zero: int = 0,
     on_shards: bool = True,
+    stack: str | None = None,
 ) -> Gradients:
     """Compute the gradients of the mean loss, over all microbatches.
 
@@ -80,6 +87,8 @@ def compute_gradients(
         zero: ZeRO stage, see `DataReduction`.
         on_shards: whether microbatches may be accumulated on shards of `data`, where the loss sees a shard's rows only
             and draws random numbers of these shapes.
+        stack: path of a stack of layers that the loss runs once, by `scan_stack`; None: there is none. The sums over
+            microbatches take the gradient of each of its layers in the backward pass, see `layout/stack_sums.py`.
 
     Returns:
         The gradients, and the sums over the global batch.
@@ -91,9 +100,9 @@ def compute_gradients(
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     arguments = (params, fixed, model_state, batch, key)
     if on_shards:
-        accumulate = _choose_accumulation(loss, arguments, accumulation_steps, layout, zero)
+        accumulate = _choose_accumulation(loss, arguments, accumulation_steps, layout, zero, stack)
     else:
-        accumulate = _automatic(loss, accumulation_steps, layout, zero)
+        accumulate = _automatic(loss, accumulation_steps, layout, zero, stack)
     total, model_state, (loss_sum, weight, metrics) = accumulate(*arguments)
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
@@ -105,6 +114,7 @@ def _choose_accumulation(
     count: int,
     layout: Layout,
     zero: int,
+    stack: str | None,
 ) -> Accumulate:
     """Accumulate on shards of `data` where that gives the same numbers and can be compiled.
 
@@ -117,12 +127,13 @@ def _choose_accumulation(
         count: microbatches.
         layout: of the step.
         zero: ZeRO stage.
+        stack: see `compute_gradients`.
     """
-    automatic = _automatic(loss, count, layout, zero)
+    automatic = _automatic(loss, count, layout, zero, stack)
     params, _, model_state, batch, _ = arguments
     if layout.mesh.shape["data"] == 1 or jax.tree.leaves(model_state):
         return automatic
-    on_shards, operations = traced(_on_shards(loss, params, batch, count, layout, zero), *arguments)
+    on_shards, operations = traced(_on_shards(loss, params, batch, count, layout, zero, stack), *arguments)
     if not calls_back(operations):
         return on_shards
     why = "the model or its loss calls back to Python (jax.debug.print), which jax cannot on a shard of data"
@@ -130,7 +141,7 @@ def _choose_accumulation(
     return automatic
 
 
-def _automatic(loss: LossFunction, count: int, layout: Layout, zero: int) -> Accumulate:
+def _automatic(loss: LossFunction, count: int, layout: Layout, zero: int, stack: str | None) -> Accumulate:
     """Build the accumulation whose collectives the compiler places; arguments as those of `_on_shards`."""
 
     def keep_part(total: Tree) -> Tree:
@@ -140,13 +151,13 @@ def _automatic(loss: LossFunction, count: int, layout: Layout, zero: int) -> Acc
     def zeros(params: Tree) -> Tree:
         return keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
 
-    def add(total: Tree, gradients: Tree, params: Tree) -> Tree:
-        return keep_part(jax.tree.map(jnp.add, total, gradients))
-
-    return partial(_accumulate, jax.grad(loss, has_aux=True), add, count, zeros)
+    inside = partial(_inside, stack=stack, layout=layout, zero=zero)
+    return partial(_accumulate, _differentiate(loss, None, stack), keep_part, count, zeros, inside)
 
 
-def _on_shards(loss: LossFunction, params: Tree, batch: Batch, count: int, layout: Layout, zero: int) -> Accumulate:
+def _on_shards(
+    loss: LossFunction, params: Tree, batch: Batch, count: int, layout: Layout, zero: int, stack: str | None
+) -> Accumulate:
     """Build the accumulation that is manual over `data`: each shard its own rows, reduced after the loop.
 
     Args:
@@ -155,21 +166,21 @@ def _on_shards(loss: LossFunction, params: Tree, batch: Batch, count: int, layou
         count: microbatches.
         layout: of the step.
         zero: ZeRO stage.
+        stack: see `compute_gradients`.
 
     Returns:
         A function of global arrays.
     """
     reduction = DataReduction(layout, zero)
-    inside = dataclasses.replace(layout, manual=layout.manual | {"data"})
-
-    def add(total: Tree, gradients: Tree, params: Tree) -> Tree:
-        return jax.tree.map(jnp.add, total, gradients)
-
-    differentiate = _scattered(loss, reduction) if reduction.each_microbatch else jax.grad(loss, has_aux=True)
+    manual = dataclasses.replace(layout, manual=layout.manual | {"data"})
+    differentiate = _differentiate(loss, reduction if reduction.each_microbatch else None, stack)
+    inside = partial(_inside, stack=stack, layout=layout, zero=zero)
 
     def local(params: Tree, *rest: Tree) -> tuple[Tree, Tree, TaskSums]:
-        with use_layout(inside):
-            total, model_state, sums = _accumulate(differentiate, add, count, reduction.zeros, params, *rest)
+        with use_layout(manual):
+            total, model_state, sums = _accumulate(
+                differentiate, lambda total: total, count, reduction.zeros, inside, params, *rest
+            )
         total = total if reduction.each_microbatch else reduction.reduce(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
@@ -185,51 +196,66 @@ def _on_shards(loss: LossFunction, params: Tree, batch: Batch, count: int, layou
     )
 
 
-def _scattered(loss: LossFunction, reduction: DataReduction) -> Differentiate:
-    """Build the gradients of a microbatch of which each device has its part as soon as a layer's is there (ZeRO-2).
+def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: str | None) -> Differentiate:
+    """Build the gradients of a microbatch, of which those of the stack are added to the sums as they arise.
 
-    Shards are summed before their gradients can be weighted, so that what is differentiated is the sum over rows. It is
-    divided by the count of targets, so that fp16 gradients keep their range.
+    Args:
+        loss: of a microbatch.
+        reduction: given where each device keeps its part of every microbatch's gradient, as soon as a layer's is there
+            (ZeRO-2). Then shards are summed before their gradients can be weighted, so that what is differentiated is
+            the sum over rows, divided by the count of targets, so that fp16 gradients keep their range.
+        stack: see `compute_gradients`.
     """
 
     def differentiate(
-        params: Tree, fixed: Tree, model_state: Tree, batch: Batch, key: jax.Array
-    ) -> tuple[Tree, LossParts]:
+        sums: ByPath, params: Tree, fixed: Tree, model_state: Tree, batch: Batch, key: jax.Array
+    ) -> tuple[ByPath, ByPath, LossParts]:
         constant = float(jax.tree.leaves(batch.get("targets", batch))[0].size)
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        dims = [reduction.dim(path, leaf) for path, leaf in leaves]
+        whole = {path_name(path): leaf for path, leaf in leaves}
+        zeros = {} if reduction is None else _by_path(reduction.zeros(params))
+        dims = {path_name(path): None if reduction is None else reduction.dim(path, leaf) for path, leaf in leaves}
 
-        def of_parts(parts: list[jax.Array]) -> tuple[jax.Array, LossParts]:
+        def keep_part(name: str, gradient: jax.Array) -> jax.Array:
+            return gradient if reduction is None else _scatter(gradient, dims[name], first_dim=1)
+
+        def of(starts: ByPath, sums: ByPath, factor: jax.Array) -> tuple[tuple[jax.Array, Any], LossParts]:
             # A parameter that no dim of divides has no part: it is differentiated itself.
-            chosen = [part if dim is None else leaf for (_, leaf), part, dim in zip(leaves, parts, dims, strict=True)]
-            given = {
-                path_name(path): (part, dim)
-                for (path, _), part, dim in zip(leaves, parts, dims, strict=True)
-                if dim is not None
-            }
-            with use_parts(given):
+            chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
+            given = {name: (part, dims[name]) for name, part in starts.items() if dims[name] is not None}
+            with contextlib.ExitStack() as contexts:
+                if reduction is not None:
+                    contexts.enter_context(use_parts(given))
+                passing = StackSums(stack or "", (sums, factor), keep_part)
+                if sums:
+                    contexts.enter_context(use_stack_sums(passing))
                 mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
-            return mean * (divisor(found[1]) / constant), found
+            assert passing.end is not None or not sums, f"{stack} is run by scan_stack"
+            mean = mean if reduction is None else mean * (divisor(found[1]) / constant)
+            return (mean, passing.end or (sums, factor)), found
 
-        zeros = jax.tree.leaves(reduction.zeros(params))
-        starts = [leaf if dim is None else zero for (_, leaf), zero, dim in zip(leaves, zeros, dims, strict=True)]
-        parts, found = jax.grad(of_parts, has_aux=True)(starts)
-        # As a mean, which the caller weights.
-        unit = constant / divisor(found[1])
-        summed = [
-            (jax.lax.psum(g.astype(sum_dtype(g)), "data") if dim is None else g) * unit
-            for g, dim in zip(parts, dims, strict=True)
-        ]
-        return jax.tree.unflatten(structure, summed), found
+        starts = {name: leaf if dims[name] is None else zeros[name] for name, leaf in whole.items() if name not in sums}
+        (mean, _), pull, found = jax.vjp(of, starts, sums, jnp.float32(0), has_aux=True)
+        # As a mean, which the caller weights; what is added to sums is weighted there.
+        factor = divisor(found[1]) if reduction is None else jnp.float32(constant)
+        gradients, sums, _ = pull((jnp.ones_like(mean), (sums, factor)))
+        if reduction is not None:
+            unit = constant / divisor(found[1])
+            gradients = {
+                name: (_scatter(g.astype(sum_dtype(g)), None) if dims[name] is None else g) * unit
+                for name, g in gradients.items()
+            }
+        return gradients, sums, found
 
     return differentiate
 
 
 def _accumulate(
     differentiate: Differentiate,
-    add: Callable[[Tree, Tree, Tree], Tree],
+    keep_part: Callable[[Tree], Tree],
     count: int,
     zeros: Callable[[Tree], Tree],
+    inside: Callable[[Tree], Collection[str]],
     params: Tree,
     fixed: Tree,
     model_state: Tree,
@@ -240,32 +266,64 @@ def _accumulate(
 
     Args:
         differentiate: gradients of a microbatch.
-        add: (sum, gradients of a microbatch, params) -> sum.
+        keep_part: the sum -> what a device keeps of it.
         count: microbatches.
         zeros: params -> the sum before the first microbatch.
+        inside: params -> paths of those whose gradients are added in the backward pass.
         params, fixed, model_state, batch, key: see `compute_gradients`.
 
     Returns:
         Gradients weighted and summed, model_state after the last microbatch, and the sums of the loss.
     """
+    structure = jax.tree.structure(params)
+    summed_inside = inside(params)
 
     def step(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Tree]) -> tuple[tuple[Tree, Tree], TaskSums]:
         total, state = carry
         index, rows = microbatch
-        tree, (loss_sum, weight, new_state, metrics) = differentiate(
-            params, fixed, state, rows, jax.random.fold_in(key, index)
+        totals = _by_path(total)
+        sums = {name: totals[name] for name in summed_inside}
+        gradients, sums, (loss_sum, weight, new_state, metrics) = differentiate(
+            sums, params, fixed, state, rows, jax.random.fold_in(key, index)
         )
         # The carry keeps its dtypes, whatever dtype a model computes its state in.
         state = jax.tree.map(
             lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), new_state, state
         )
-        weighted = jax.tree.map(lambda g: g.astype(sum_dtype(g)) * divisor(weight), tree)
-        return (add(total, weighted, params), state), (loss_sum, weight, metrics)
+        weighted = {name: g.astype(sum_dtype(g)) * divisor(weight) for name, g in gradients.items()}
+        added = [sums[name] if name in sums else total + weighted[name] for name, total in totals.items()]
+        return (keep_part(jax.tree.unflatten(structure, added)), state), (loss_sum, weight, metrics)
 
     start = (zeros(params), model_state)
     microbatches = (jnp.arange(count), split_microbatches(batch, count))
     (total, model_state), sums = jax.lax.scan(step, start, microbatches)
     return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+
+def _by_path(tree: Tree) -> ByPath:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _inside(params: Tree, *, stack: str | None, layout: Layout, zero: int) -> list[str]:
+    """Paths of the parameters of a stack whose sums take the gradients of its layers one by one.
+
+    A parameter that is sharded over its layers, as one may be whose table does not name that dim, is not among them.
+    """
+    if stack is None:
+        return []
+    also = ("data",) if zero else ()
+    return [
+        name
+        for name, leaf in _by_path(params).items()
+        if name.startswith(f"{stack}/") and not any(parameter_spec(name, leaf.shape, layout, also=also)[:1])
+    ]
+
+
+def _scatter(gradient: jax.Array, dim: int | None, *, first_dim: int = 0) -> jax.Array:
+    """Sum over `data`, of which a device keeps its part of a dim, whose number counts from `first_dim`; None: all."""
+    if dim is None:
+        return jax.lax.psum(gradient, "data")
+    return jax.lax.psum_scatter(gradient, "data", scatter_dimension=dim - first_dim, tiled=True)
 
 
 def constrain_gradients(tree: Tree, layout: Layout, zero: int) -> Tree:

@@ -30,6 +30,7 @@ def compute_mean_loss(
     layout: Layout,
     zero: int = 0,
     on_shards: bool = True,
+    stack: str | None = None,
 ) -> jax.Array:
     """Compute the mean loss over all microbatches; arguments as those of `compute_gradients`.
 
@@ -38,7 +39,7 @@ def compute_mean_loss(
     Returns:
         float32 []: the loss without its scale.
     """
-    del zero  # nothing is reduced here but two numbers
+    del zero, stack  # nothing is reduced here but two numbers
     if accumulation_steps == 1:
         _, (total, weight, _, _) = loss(params, fixed, model_state, batch, jax.random.fold_in(key, 0))
         return total / divisor(weight)

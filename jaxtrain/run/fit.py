@@ -15,8 +15,9 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
+from jaxtrain.run.folder import run_folder
 from jaxtrain.run.result import Result
-from jaxtrain.run.trainer import run_folder, train_loaded
+from jaxtrain.run.trainer import train_loaded
 from jaxtrain.runtime import distributed
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
+from jaxtrain.run.activity import Activity
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.record import RunRecord
@@ -19,16 +20,24 @@ class HeldOut:
         progress: what people see.
         evaluator: of the run's step.
         interrupt: asked before every batch.
+        activity: is told of every batch.
 
     Attributes:
         metrics: of the last evaluation; empty before it.
     """
 
     def __init__(
-        self, run: Run, record: RunRecord, progress: Progress, *, evaluator: Evaluator, interrupt: Interrupt
+        self,
+        run: Run,
+        record: RunRecord,
+        progress: Progress,
+        *,
+        evaluator: Evaluator,
+        interrupt: Interrupt,
+        activity: Activity,
     ) -> None:
         self._run, self._record, self._progress = run, record, progress
-        self._evaluator, self._interrupt = evaluator, interrupt
+        self._evaluator, self._interrupt, self._activity = evaluator, interrupt, activity
         self._step: int | None = None
         self.metrics: Scalars = {}
 
@@ -59,7 +68,7 @@ class HeldOut:
         count = min(len(rows), self._run.config.evaluation.max_batches or len(rows))
         loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
         try:
-            return flat_scalars(self._evaluator(state, self._interrupt.until_asked(loaded)))
+            return flat_scalars(self._evaluator(state, self._activity.ticking(self._interrupt.until_asked(loaded))))
         finally:
             loaded.close()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import put_aside, write_bytes_atomic
 
@@ -24,7 +24,7 @@ def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> tuple[str, str | None
         tokenizer: Of the run's data, which was compared with that of its checkpoints.
 
     Returns:
-        The digest of the file, and a line for people where another or a damaged one was there.
+        The digest of the file, and a line for people where one was damaged, gone or another one.
 
     Raises:
         OSError: It cannot be written.
@@ -35,11 +35,14 @@ def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> tuple[str, str | None
         content = temporary.read_bytes()
     finally:
         temporary.unlink(missing_ok=True)
+    missing = [path for path in _places(run_dir) if not path.exists()]
     replaced = [path for path in _places(run_dir) if _write(path, content)]
+    if len(missing) == 1:  # where both are, the run begins
+        replaced += missing
     line = None
     if replaced:
         shown = " and ".join(map(str, replaced))
-        line = f"{shown} was damaged, or not the run's: it is written again with the tokenizer of the data"
+        line = f"{shown} was damaged, gone or not the run's: it is written again with the tokenizer of the data"
     return _digest(content), line
 
 
@@ -71,6 +74,12 @@ def tokenizer_file(run_dir: Path, info: Mapping[str, Any], report: Callable[[str
         f"{first} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
         "which writes it where the data of the run is still there"
     )
+
+
+def read_tokenizer(run_dir: Path, info: Mapping[str, Any], report: Callable[[str], None]) -> Tokenizer | None:
+    """Reads the tokenizer of a run; see `tokenizer_file`."""
+    path = tokenizer_file(run_dir, info, report)
+    return None if path is None else load_tokenizer(path)
 
 
 def _places(run_dir: Path) -> tuple[Path, Path]:

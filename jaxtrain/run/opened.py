@@ -135,11 +135,9 @@ class OpenedRun:
     @functools.cached_property
     def tokenizer(self) -> "Tokenizer | None":
         """What made the run's tokens; None where the run has none."""
-        from jaxtrain.data import load_tokenizer
-        from jaxtrain.run.kept_tokenizer import tokenizer_file
+        from jaxtrain.run.kept_tokenizer import read_tokenizer
 
-        path = tokenizer_file(self.run_dir, self.info, self._report)
-        return None if path is None else load_tokenizer(path)
+        return read_tokenizer(self.run_dir, self.info, self._report)
 
     @functools.cached_property
     def data(self) -> "Data":

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
+from jaxtrain.run.activity import Activity
+from jaxtrain.run.agreed import data_facts
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
@@ -49,6 +51,7 @@ from jaxtrain.run.session import Session
 from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
+from jaxtrain.runtime.agreement import together
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
@@ -76,6 +79,7 @@ def prepare_session(
     callbacks: Sequence[Callback],
     progress: Progress,
     interrupt: Interrupt,
+    activity: Activity,
     main: bool,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made.
@@ -89,14 +93,16 @@ def prepare_session(
         callbacks: called between the steps.
         progress: what people see.
         interrupt: entered.
+        activity: is told what this process does.
         main: whether this process writes.
 
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
-    spent = TimeSpent()
+    spent = TimeSpent(during=activity.during)
     with spent.measure("reading data"):
-        run = _assembled(loaded, model=model, task=task, data=data, own_step=own_step, progress=progress)
+        parts = {"model": model, "task": task, "data": data, "own_step": own_step}
+        run = together(lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
     interrupt.check()
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
@@ -138,6 +144,7 @@ def prepare_session(
         start = 0 if resumed is None else int(state.step)
         if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
             metadata[RECORD] = found[RECORD]
+        activity.begins_at(start)
         watch = Watch(run, run_dir, callbacks=callbacks, start=start)
         if resumed is not None:
             checkpointer.score_again(watch.recorded_scores(start))
@@ -182,11 +189,12 @@ def prepare_session(
             saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt),
+            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt, activity=activity),
             watch=watch,
             profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
             interrupt=interrupt,
+            activity=activity,
         )
 
 
@@ -270,7 +278,7 @@ def _compiled_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
-            _compile(run, progress, check)
+            together(lambda: _compile_beside(created, run, progress, check))
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
@@ -294,6 +302,20 @@ def _compiled_state(
 def _created(run: Run, own_step: OwnStep) -> TrainState:
     """The state at step 0."""
     return run.step.init(run.config.seed, **start_of(run, own_step))
+
+
+def _compile_beside(
+    created: Future[TrainState] | None, run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]
+) -> None:
+    """Compile the step while another thread creates the state; of several processes, none goes on before both are done.
+
+    Collectives of the two threads could meet in another order in another process.
+    """
+    try:
+        _compile(run, progress, check)
+    finally:
+        if created is not None and jax.process_count() > 1:
+            wait([created])
 
 
 def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
-from jaxtrain.metrics.time_spent import TimeSpent, recorded_seconds
+from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.in_place import InPlace
 from jaxtrain.run.kept_tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
 from jaxtrain.run.mended import kept_info
 from jaxtrain.run.published import keep_published
+from jaxtrain.run.restarted import seconds_before
 from jaxtrain.run.roll_back import RECORD
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
@@ -99,11 +101,15 @@ class RunRecord:
         if self.draws_report:
             self._write("rows.json", shown_chats(run.data))
 
-    def keep_time(self) -> None:
-        """Write into run.json where the time went so far: a run that is killed and resumed goes on counting from it."""
+    def keep_time(self, step: int) -> None:
+        """Write into run.json where the time went until this save: a run that is killed goes on counting from it."""
         self.look()
-        if self._info is None:
-            return
+        if self._info is not None:
+            entry = save_entry(step, self.spent.seconds(), at=time.time())
+            self._info = {**self._info, "saves": with_save(self._info.get("saves"), entry)}
+            self._try_to_write_info()
+
+    def _try_to_write_info(self) -> None:
         before, self._unwritten = self._unwritten, None
         try:
             self._write_info()
@@ -154,7 +160,7 @@ class RunRecord:
             self._writers, self._place = self._reopened(step)
         if self._info is not None:
             self._info = {**self._info, RECORD: metadata[RECORD]}
-            self.keep_time()
+            self._try_to_write_info()
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:
         """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
@@ -274,6 +280,8 @@ def open_record(
         )
     info = _info(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
+    # Before the rows of lost steps are dropped, which changes when the file was last written.
+    earlier = seconds_before(run_dir, before, start=start, began_at=spent.began_at)
     # Last, because whatever fails after it would leave them open.
     reopened = functools.partial(_opened, run_dir, loaded, report)
     writers, place = reopened(start)
@@ -281,8 +289,9 @@ def open_record(
     info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
     info["created"] = before.get("created") or info["created"]
     info["resumed_after"] = _resumes(before, start)
-    info["seconds"] = recorded_seconds(before)
-    spent.after(info["seconds"])
+    info["seconds"] = earlier
+    info["saves"] = [save_entry(start, earlier, at=spent.began_at)]
+    spent.after(earlier)
     return RunRecord(
         run_dir,
         writers=writers,

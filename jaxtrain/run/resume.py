@@ -13,10 +13,12 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
+from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
+from jaxtrain.runtime.attempt import attempt
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT
 from jaxtrain.train.state import TrainState
@@ -35,7 +37,7 @@ _SAME_TRAINING = (
     "notices.",
     *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
-    *("loss.logits ", "loss.block ", "compiler_options"),
+    *("loss.logits ", "loss.block ", "compiler_options", "watchdog"),
 )
 # What identifies rows that were given for evaluation, in the description of the data.
 _HELD_OUT = "validation."
@@ -109,7 +111,9 @@ def check_resumed(
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    more = ("held_out.json", "rows.json", "reference.npz", "profile", COPY_FILE, KEPT)
+    # Rows of this supervisor's are of this run, whose first start did not live to its first save.
+    restarts = () if attempt() else (RESTARTS_FILE,)
+    more = ("held_out.json", "rows.json", "reference.npz", "profile", COPY_FILE, KEPT, *restarts)
     old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None

@@ -11,11 +11,13 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.directory import step_path
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Params
+from jaxtrain.run.activity import Activity
 from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.checked_step import checked_step
@@ -57,6 +59,7 @@ class Session:
         profile: the profiler's window.
         progress: what people see.
         interrupt: says when to stop.
+        activity: is told what this process does.
     """
 
     run: Run
@@ -73,6 +76,7 @@ class Session:
     profile: ProfileWindow
     progress: Progress
     interrupt: Interrupt
+    activity: Activity
 
 
 def train_session(session: Session) -> Result:
@@ -95,7 +99,8 @@ def train_session(session: Session) -> Result:
         _stop(session, done, state)
     is_repeated = (session.start >= last or had_stopped) and not _lacks_evaluation(session)
     _evaluate(session, done, state, is_repeated=is_repeated)
-    if not _save(session, done, state) and not is_repeated:
+    _save(session, done, state)
+    if done == session.start and not is_repeated:
         _add_evaluation(session, done)
     sample = _finish(session, done, state)
     if session.start >= last:
@@ -116,7 +121,9 @@ def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
     with session.record.spent.measure("saving"):
         session.saves.close(hurry=status == "preempted")
-    session.record.close(status, _final_metrics(session), session.progress)
+    session.activity.writes(None)
+    with session.activity.during("report"):
+        session.record.close(status, _final_metrics(session), session.progress)
 
 
 def _make_up_evaluation(session: Session) -> None:
@@ -171,9 +178,8 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
             # The traceback holds the state that is given up.
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
         start, state = spike.to_step, _gone_back(session, spike, frozen)
-    if (
-        done > session.start and session.watch.status is None
-    ):  # the loop pauses after a step only if another one follows
+    # The loop pauses after a step only if another one follows.
+    if done > session.start and session.watch.status is None:
         with _saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
     return state, done
@@ -211,11 +217,12 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         spent=session.record.spent,
     )
     session.progress.start(train.steps, start)
+    asked = session.interrupt.until_asked(batches)
     try:
         return train_loop(
             checked_step(run.step, run.config.checks, start=start),
             state,
-            bad_steps.following(session.interrupt.until_asked(batches), start + 1),
+            bad_steps.following(session.activity.fed(asked, first=start + 1), start + 1),
             first=start + 1,
             last=train.steps,
             max_skipped_in_a_row=train.max_skipped_in_a_row,
@@ -240,6 +247,7 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     wants_save = [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+        session.activity.finished(number, seconds, waited)
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)
@@ -330,13 +338,11 @@ def _stopped_line(session: Session, number: int, seconds: float) -> str:
     )
 
 
-def _save(session: Session, number: int, state: TrainState) -> bool:
-    """Begin a save; False where the step was saved already."""
+def _save(session: Session, number: int, state: TrainState) -> None:
     if not _write(session, number, state):
-        return False
+        return
     if session.watch.wants_complete_saves and session.saves.settle():
         session.watch.saved(number, state)
-    return True
 
 
 def _write(session: Session, number: int, state: TrainState) -> bool:
@@ -345,7 +351,9 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
-    record.keep_time()
+    if began:
+        session.activity.writes(step_path(session.checkpointer.directory, number))
+    record.keep_time(number)
     return began
 
 
@@ -353,7 +361,8 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
 def _saving_on_failure(session: Session, number: int, state: TrainState) -> Iterator[None]:
     """Save the state where a callback fails, then raise its error."""
     try:
-        yield
+        with session.activity.during("callback"):
+            yield
     except Exception:
         _saved_on_failure(session, number, state)
         raise

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.arguments import check_choice, check_kind
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.run_name import check_run_name
 from jaxtrain.config.schema import EarlyStoppingConfig
+from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
+from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.result import Result
 from jaxtrain.runtime import distributed
@@ -84,10 +84,16 @@ def run_config(
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
-    folder = loaded.run_dir if run_dir is None and loaded.run_dir is not None else run_folder(run_dir, loaded.name)
-    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
+    folder = folder_of(loaded, run_dir)
+    watchdog = limits(loaded.config.watchdog)
+    lost = None if watchdog is None else watchdog.lost_seconds
+    distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
     _check_parts(model=model, task=task, data=data)
     own_step = _own_step(optimizer, learning_rate)
+    if model is None:
+        from jaxtrain.run.elastic import with_fitting_layout
+
+        loaded = with_fitting_layout(loaded, folder)
     if loaded.config.parallel.auto:
         from jaxtrain.plan.search.auto import choose_layout
         from jaxtrain.plan.workload.describe import RowSizes
@@ -108,18 +114,6 @@ def run_config(
         callbacks=callbacks,
         progress=progress,
     )
-
-
-def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """The directory of a run: the one that was given, or runs/<name>."""
-    if run_dir is not None:
-        return local_path(run_dir, what="run directory")
-    folder = local_path(name, what="name")
-    try:
-        check_run_name(name)
-    except ValueError as error:
-        raise ConfigError(f"name: {error}") from None
-    return Path("runs") / folder
 
 
 def train_loaded(
@@ -147,9 +141,12 @@ def train_loaded(
     """
     functions, stopping = sorted_callbacks(callbacks)
     loaded = _with_early_stopping(loaded, stopping)
+    from jaxtrain.run.agreed import agree_on_start
     from jaxtrain.run.interrupt import Interrupt
     from jaxtrain.run.lock import RunLock
+    from jaxtrain.run.watchdog import watched
 
+    agree_on_start(loaded, folder, resume=resume)
     main = distributed.is_main_process()
     shown = progress or Progress(process_index=0 if main else 1)
     with (
@@ -157,13 +154,14 @@ def train_loaded(
         shown,
         distributed.on_main_process(RunLock(folder)),
         Interrupt(loaded.config.notices) as interrupt,
+        watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
     ):
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
         from jaxtrain.run.session import close_session, train_session
 
-        if main:
-            mend_run(folder, shown.message)
         with interrupt.free_to_leave():
+            if main:
+                mend_run(folder, shown.message)
             session = prepare_session(
                 loaded,
                 folder,
@@ -175,6 +173,7 @@ def train_loaded(
                 callbacks=functions,
                 progress=shown,
                 interrupt=interrupt,
+                activity=activity,
                 main=main,
             )
         with closing_on_failure(lambda status: close_session(session, status)):

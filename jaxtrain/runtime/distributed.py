@@ -15,10 +15,13 @@ from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
 from jaxtrain.runtime.compilation_cache import use_cache
 from jaxtrain.runtime.node_devices import local_device_ids
+from jaxtrain.runtime.relay import relayed
 from jaxtrain.runtime.remarks import print_remark
 
 # A process that is silent for this long counts as failed, and the others end: they cannot continue without it.
 _HEARTBEAT_SECONDS = 30
+# While a process starts, the watchdog bears 4 times the usual silence.
+_TIMES_LOST = 6
 # jax aborts a process, with a stack trace, when others do not join in time; our own limit ends this much earlier.
 _ABORT_MARGIN_SECONDS = 60
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
@@ -26,7 +29,9 @@ _ABORT_MARGIN_SECONDS = 60
 GPU_MEMORY_FRACTION = 0.92
 
 
-def start(*, emulate: int | None = None, compilation_cache: str | None = "auto") -> None:
+def start(
+    *, emulate: int | None = None, compilation_cache: str | None = "auto", lost_seconds: float | None = None
+) -> None:
     """Prepares jax: emulated devices, compilation cache and, where a cluster is detected, `jax.distributed`.
 
     Call it at the top of a script of your own, before anything uses a device. `run_config` calls it by itself. A second
@@ -37,6 +42,8 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     Args:
         emulate: pretend to have this many CPU devices (in each process); None: the real devices.
         compilation_cache: see `compilation_cache.cache_folder`.
+        lost_seconds: Silence after which the run itself ends where another process is lost (`watchdog.lost_seconds`);
+            jax then waits for longer. None: only jax watches, and aborts after 30 seconds.
 
     Raises:
         ConfigError: Emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
@@ -57,7 +64,7 @@ def start(*, emulate: int | None = None, compilation_cache: str | None = "auto")
     use_cache(compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
-        _join(cluster)
+        _join(cluster, lost_seconds)
 
 
 def _emulate(num_devices: int) -> None:
@@ -79,7 +86,7 @@ def _emulate(num_devices: int) -> None:
         ) from None
 
 
-def _join(cluster: Cluster) -> None:
+def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     import jax
 
     timeout = environment_number("JAXTRAIN_JOIN_TIMEOUT_SECONDS") or 300
@@ -105,12 +112,17 @@ def _join(cluster: Cluster) -> None:
         "heartbeat_timeout_seconds": _HEARTBEAT_SECONDS,
         "local_device_ids": local_device_ids(),
     }
+    if lost_seconds is not None:
+        limits["heartbeat_timeout_seconds"] = max(_HEARTBEAT_SECONDS, int(_TIMES_LOST * lost_seconds))
     try:
         if cluster.coordinator is None:
             jax.distributed.initialize(**limits)
         else:
+            address = cluster.coordinator
+            if lost_seconds is not None and cluster.process_id != 0:
+                address = relayed(address, timeout=limits["initialization_timeout"])
             jax.distributed.initialize(
-                cluster.coordinator,
+                address,
                 cluster.num_processes,
                 cluster.process_id,
                 # All is known, and jax's detection inside a Slurm job would hide GPUs.

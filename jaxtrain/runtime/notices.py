@@ -8,10 +8,8 @@ before a spot VM ends. TPU VMs are VMs of Compute Engine (https://cloud.google.c
 """
 
 import contextlib
-import http.client
 import os
 import threading
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -105,6 +103,10 @@ def _ask(host: str, name: str, etag: str | None) -> tuple[str, str] | None:
         name: Of the value.
         etag: Of the last answer, after which the request waits for a change; None: the value at once.
     """
+    # Here, because it imports ssl and email, which a run elsewhere has no use for.
+    import http.client
+    import urllib.request
+
     wait = "" if etag is None else f"?wait_for_change=true&timeout_sec={_WAIT_SECONDS}&last_etag={etag}"
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/{name}{wait}", headers={"Metadata-Flavor": "Google"}

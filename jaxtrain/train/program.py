@@ -11,7 +11,7 @@ import optax
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.layout.sharding import use_layout
-from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.model import Model, ModelState, Params, PartsApply
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel, stored_params
 from jaxtrain.models.task import Batch, Task, TaskSums, divisor
@@ -265,7 +265,19 @@ def _gradients(
             return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
         # A shard of data holds some rows of a microbatch only.
         on_shards = task.rows == "separate" and not task.calls_model
-        return compute(loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards)
+        stack = None if task.calls_model else _stack_run_once(sharded_model.model)
+        return compute(
+            loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards, stack=stack
+        )
+
+
+def _stack_run_once(model: Model) -> str | None:
+    """Path of the stack that `apply` of a model scans once, by `scan_stack`; None where it may do something else."""
+    parts = model.parts
+    if parts is None or not isinstance(model.apply, PartsApply) or model.adapted is not None:
+        return None
+    # Set by `from_stages`, whose layers are run by `scan_stack`.
+    return parts.stack if parts.stack in model.gathers_itself else None
 
 
 def _two_passes(program: StepProgram) -> TwoPasses:

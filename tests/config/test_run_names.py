@@ -8,7 +8,7 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.trainer import run_folder
+from jaxtrain.run.folder import run_folder
 
 HINT = "use letters, digits, '-', '_' and '.', such as name=my_run"
 OUT = "leads out of its folder below runs/ (--run-dir takes any path)"

@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {
     "task": "classification",
     "model": dict(kind="mlp", hidden_dims=[16]),
     "data": dict(kind="digits"),
-    "optimizer": dict(kind="adamw", learning_rate=1e-3),
+    "optimizer": dict(kind="adamw", learning_rate=1e-3, schedule=dict(kind="constant")),
     "train": dict(steps=12, global_batch_size=8),
     "evaluation": dict(max_batches=1),
     "checkpoint": dict(every=None),
@@ -47,7 +47,11 @@ class At(Progress):
 
 
 def train(
-    run_dir: Path, actions: Mapping[int, Callable[[], None]] | None = None, *, resume: str | None = "auto", **changes: Any
+    run_dir: Path,
+    actions: Mapping[int, Callable[[], None]] | None = None,
+    *,
+    resume: str | None = "auto",
+    **changes: Any,
 ) -> tuple[jt.Result, At]:
     """Train SMALL with dotted changes (`checkpoint__every=2`)."""
     shown = At(actions or {})

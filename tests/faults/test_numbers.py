@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -152,3 +153,39 @@ def test_two_processes_name_the_rank_of_a_flipped_bit_and_a_row(tmp_path: Path) 
         assert re.search(r"device \d+ \(process 1\) holds other bits than the rest", out)
     found = json.loads((tmp_path / "run" / "nonfinite" / "step_3.json").read_text())
     assert [one["row"] for one in found["rows"]] == [int(rows_of(2)[5])]
+
+
+@pytest.mark.long
+def test_spikes_in_a_row_end_the_run(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"spikes__window": 16, "train__max_skipped_in_a_row": 3}
+    with pytest.raises(
+        jt.DivergedError, match=r"were spikes .* 3 steps in a row, up to step 23; parameters are as before"
+    ):
+        train(tmp_path, table(spikes=(20, 21, 22, 23)), **keys)
+
+
+@pytest.mark.long
+def test_a_parameter_that_is_not_finite_is_named_with_its_layer(tmp_path: Path) -> None:
+    """The batch is innocent: no row is named."""
+    size = {"num_layers": 3, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8, "vocab_size": 32}
+    model = jt.build_model({"kind": "transformer", **size}, input_shape=(8,))
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    kernel = params["blocks"]["mlp"]["up"]["kernel"]
+    params["blocks"]["mlp"]["up"]["kernel"] = kernel.at[1, 3, 5].set(jnp.nan)
+    tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
+    progress = Lines()
+    jt.fit(
+        model,
+        jt.language_modeling(),
+        optax.sgd(0.1),
+        data={"inputs": tokens[:, :-1], "targets": tokens[:, 1:]},
+        batch_size=8,
+        steps=2,
+        params=params,
+        run_dir=tmp_path,
+        logging={"tensorboard": False, "report": False},
+        progress=progress,
+    )
+    line = next(line for line in progress.lines if "step 1 is not finite" in line)
+    assert "batch 0; not finite in parameters: blocks/mlp/up/kernel[1] (1 of " in line
+    assert " row" not in line.split(";")[0]

@@ -20,6 +20,7 @@ from jaxtrain.layout.mesh import crossing_axes, make_mesh
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling
 from jaxtrain.parallel.programs import collectives, crosses
+from jaxtrain.plan.compilers.schedule import transfers
 from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime import distributed
@@ -61,6 +62,9 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
     leaves = [leaf for leaf in jax.tree.leaves(step.abstract_state) if leaf.dtype != jax.random.key(0).dtype]
     text = program_text(compiled)
     found = collectives(text)
+    sent: dict[str, int] = {}
+    for one in transfers(text) if devices[0].platform == "gpu" else ():
+        sent[one.kind] = sent.get(one.kind, 0) + one.step_bytes
     return {
         "devices": len(devices),
         "kind": devices[0].device_kind,
@@ -77,6 +81,7 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
         "collectives": sorted(
             {f"{one.kind} {axis}" for one in found for axis in mesh.shape if crosses(one, mesh, axis)}
         ),
+        "sent_bytes": sent,
         "permutes_in_branches": [one.line for one in found if one.kind == "collective-permute" and one.in_branch],
         "choices": choices,
         "kernel_calls": text.count("tpu_custom_call") + text.count("__cudnn$fmha"),

@@ -200,6 +200,18 @@ def test_zero_3_needs_a_quarter_of_the_state_at_most(compiled_for_tpu):
     assert spread <= whole / 4
 
 
+def test_zero_3_sends_each_parameter_three_times(compiled_for_gpu):
+    """Stage 3 on an H100: two gathers of P elements at most and one sum of P gradients, 2 bytes each."""
+    found = compiled_for_gpu["h100:1x8 fsdp=8"]
+    # Of float32, without what is gathered once because it stands outside the stack.
+    once = found["gradient_bytes"] / 2
+    sent = found["sent_bytes"]
+    assert sent["reduce-scatter"] == pytest.approx(once, rel=0.02)
+    assert once < sent["all-gather"] <= 2 * once
+    # Counted twice; the gradients of norms may be summed so.
+    assert sent["all-reduce"] / 2 <= 0.02 * once
+
+
 @pytest.mark.parametrize("name", SPLASH)
 def test_splash_attention_compiles_inside_manual_regions(compiled_for_tpu, name):
     result = compiled_for_tpu[name]

@@ -77,8 +77,8 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
 
 
 def test_divergence_ends_the_run_with_advice(tmp_path: Path) -> None:
-    """Weights of 1e30 overflow in the first product, for good."""
-    config = write_config(tmp_path, optimizer=dict(kind="sgd", learning_rate=1e38, clip_norm=None, momentum=0.0))
+    """Weights that grow a million times in a step soon overflow, for good."""
+    config = write_config(tmp_path, optimizer=dict(kind="sgd", learning_rate=1e6, clip_norm=None, momentum=0.0))
     assert main(["train", str(config), "--run-dir", str(tmp_path / "run"), "train.max_skipped_in_a_row=3"]) == 5
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "diverged"
     skipped = [row["skipped_steps"] for row in rows(tmp_path / "run") if "loss" in row]

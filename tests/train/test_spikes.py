@@ -49,7 +49,12 @@ def judged(series: np.ndarray, rule: jt.SpikeRule) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "rule", [RULE, jt.SpikeRule(8, 4.0, "loss"), jt.SpikeRule(8, 4.0, "grad_norm")], ids=lambda rule: rule.watch
+    "rule",
+    [
+        pytest.param(RULE, id="both"),
+        pytest.param(jt.SpikeRule(8, 4.0, "loss"), id="loss", marks=pytest.mark.long),
+        pytest.param(jt.SpikeRule(8, 4.0, "grad_norm"), id="grad_norm", marks=pytest.mark.long),
+    ],
 )
 def test_the_rule_is_that_of_numpy(rule: jt.SpikeRule) -> None:
     """Losses and slopes at random, with spikes of either, of both, and numbers that are not finite."""

@@ -12,6 +12,7 @@ from jaxtrain.metrics.report.curves import MAX_POINTS, Curve, curve, last_text, 
 from jaxtrain.metrics.report.files import RunFiles, Series, read_files
 from jaxtrain.metrics.report.html import mapping, page, section, text
 from jaxtrain.metrics.report.plots import Plot, draw_svg
+from jaxtrain.metrics.report.time_bar import time_bar
 from jaxtrain.runtime.files import write_text_atomic
 
 _MOST_SAMPLE_CHARACTERS = 20_000
@@ -48,7 +49,7 @@ def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
         _curves(run),
         classes.mistakes(run),
         chats.chats(run),
-        tables.time_bar(run),
+        time_bar(run),
         tables.checkpoints(run),
         tables.settings(run),
         tables.parameters(run),

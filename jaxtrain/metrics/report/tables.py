@@ -1,4 +1,4 @@
-"""The tables of a report: where the time went, checkpoints, settings, parameters, and what ran."""
+"""The tables of a report: checkpoints, settings, parameters, and what ran."""
 
 import math
 import re
@@ -9,51 +9,13 @@ from typing import Any
 from jaxtrain.config.describe import describe, value_text
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.metrics.format import format_bytes, format_count, format_duration
+from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.files import RunFiles
 from jaxtrain.metrics.report.headline import resumed_steps
 from jaxtrain.metrics.report.html import breakable, facts, folded, grid, mapping, moment, number, section, text
-from jaxtrain.metrics.time_spent import OTHER, PARTS
 
-_BAR_COLORS = {
-    "steps": "var(--series-1)",
-    "waiting for data": "var(--series-2)",
-    "compiling": "var(--series-4)",
-    "evaluation": "var(--series-3)",
-    "saving": "var(--series-5)",
-    "sampling": "var(--series-6)",
-    "reading data": "var(--series-7)",
-    "creating state": "var(--series-8)",
-    OTHER: "var(--line)",
-}
 _MOST_PARAMETERS = 400
 _FEW_PARAMETERS = 12
-
-
-def time_bar(run: RunFiles) -> str:
-    """Show where the wall time went, as one stacked bar with its numbers."""
-    recorded = mapping(run.info.get("seconds"))
-    seconds = {part: number(recorded.get(part)) or 0.0 for part in ("steps", *PARTS, OTHER)}
-    total = sum(seconds.values())
-    if total <= 0:
-        return ""
-    bar, key = [], []
-    for part, spent in sorted(seconds.items(), key=lambda item: (item[0] == OTHER, -item[1])):
-        share = 100 * spent / total
-        if spent < 0.0005:
-            continue
-        label = f"{part}: {format_duration(spent)} ({share:.1f} %)"
-        bar.append(f'<span style="width:{share:.2f}%;background:{_BAR_COLORS[part]}" title="{text(label)}"></span>')
-        key.append(f'<li><i style="background:{_BAR_COLORS[part]}"></i>{text(label)}</li>')
-    resumed = resumed_steps(run.info)
-    over = f", over {len(resumed) + 1} starts of the run" if resumed else ""
-    note = f'<p class="soft">{format_duration(total)} in all{over}.</p>'
-    spoken = text(f"where {format_duration(total)} went")
-    return section(
-        "Where the time went",
-        f'{note}<div class="bar" role="img" aria-label="{spoken}">{"".join(bar)}</div>'
-        f'<ul class="bar-key">{"".join(key)}</ul>',
-    )
 
 
 def checkpoints(run: RunFiles) -> str:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
@@ -59,7 +59,9 @@ def step_memory(
             work = _resnet(config.model, config, workload, batch)
         case MLPConfig():
             work = _mlp(config.model, config, workload, batch)
-    gradients, cast, gathered = _parameters(config, placed, batch)
+    # The layers of a stack add their gradients to the sum one by one where the step runs it (`layout/stack_sums.py`).
+    layer_by_layer = isinstance(config.model, TransformerConfig) and config.finetune.lora is None and not workload.pairs
+    gradients, cast, gathered = _parameters(config, placed, batch, layer_by_layer=layer_by_layer)
     in_head = work.head > work.block
     offload = config.optimizer.offload
     # The update comes when activations are gone.
@@ -105,8 +107,18 @@ def reserved_bytes(target: Target) -> int:
     )
 
 
-def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch) -> tuple[float, float, float]:
-    """Gradients, parameters cast to the compute dtype, and what is whole at once, gathered or not scattered yet."""
+def _parameters(
+    config: Config, placed: Sequence[Parameter], batch: DeviceBatch, *, layer_by_layer: bool
+) -> tuple[float, float, float]:
+    """Gradients, parameters cast to the compute dtype, and what is whole at once, gathered or not scattered yet.
+
+    Args:
+        config: the run.
+        placed: parameters on the mesh.
+        batch: what a device works on.
+        layer_by_layer: whether sums over microbatches take the gradient of each layer as it arises; on a pipeline those
+            of a chunk come together.
+    """
     degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     stored = POLICY_DTYPES[config.precision.policy].param_bytes
     trained = [one for one in placed if one.trained]
@@ -114,18 +126,30 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
     for_state = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
     zero = stage_over_data(config.parallel.zero) if degrees["data"] > 1 else 0
     gradients = stored * local
+    layer_by_layer = layer_by_layer and degrees["pipe"] == 1
+    # Of one layer or of one parameter outside the stack: its gradient before it is added to a sum or scattered, and
+    # that of the next.
+    one_layer = size * _largest_layer(trained, degrees)
+    unscattered = 0.0
     if batch.microbatches > 1:
-        # The sum over microbatches, and the gradient of one as it comes and in float32. ZeRO 2 scatters each layer of
-        # it; on a pipeline, all layers of a chunk.
         scatters = zero == 2 and degrees["pipe"] == 1
         gradients = _FP32 * (for_state if zero == 2 else local)
-        gradients += _FP32 * for_state if scatters else (_FP32 + size / 2) * local
+        if scatters:
+            # Sums over `data` are float32.
+            unscattered = 2 * one_layer * _FP32 / size
+            gradients += 0 if layer_by_layer else _FP32 * for_state
+        else:
+            # Else the gradient of a microbatch comes whole, and in float32; on a pipeline that of a chunk.
+            gradients += one_layer if layer_by_layer else (_FP32 + size / 2) * local
     elif zero:
         # Each layer's gradient is scattered as soon as it is there.
-        gradients = size * for_state
-    # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole. With ZeRO a
-    # step begins with a copy of all that is trained.
-    copied = [one for one in placed if (one.scan is None and size < one.itemsize) or (zero and one.trained)]
+        gradients, unscattered = size * for_state, 2 * one_layer
+    # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole. Of a loop
+    # over microbatches compilers cast all before it. With ZeRO a step begins with a copy of all that is trained.
+    all_at_once = batch.microbatches > 1
+    copied = [
+        one for one in placed if ((all_at_once or one.scan is None) and size < one.itemsize) or (zero and one.trained)
+    ]
     cast = float(size * sum(local_size(one.shape, one.entries, degrees) for one in copied))
     gathered: dict[str | None, float] = {}
     if degrees["fsdp"] > 1:
@@ -140,9 +164,7 @@ def _parameters(config: Config, placed: Sequence[Parameter], batch: DeviceBatch)
             copies = (3 if one.trained else 2) if scanned else 1
             share = min(size, one.itemsize) * whole / layers * copies
             gathered[one.scan] = gathered.get(one.scan, 0.0) + share
-    if zero and (batch.microbatches == 1 or (zero == 2 and degrees["pipe"] == 1)):
-        # The gradient of one layer before it is scattered, and that of the next.
-        gathered[None] = gathered.get(None, 0.0) + 2 * size * _largest_layer(trained, degrees)
+    gathered[None] = gathered.get(None, 0.0) + unscattered
     # One stack runs at a time.
     outside_stacks = gathered.pop(None, 0.0)
     return gradients, cast, outside_stacks + max(gathered.values(), default=0.0)

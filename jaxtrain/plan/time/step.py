@@ -108,9 +108,9 @@ def traffic(
     if degrees["data"] > 1:
         times = batch.microbatches if zero == 2 else 1
         whole = sum(without(one) for one in trained)
-        # Sums over microbatches are float32. A reduction is a reduce-scatter and an all-gather; ZeRO gathers parameters
-        # in the compute dtype instead of gradients.
-        gradients = 4 if batch.microbatches > 1 or zero == 0 else size
+        # Sums over microbatches are float32, gradients of one batch come in the compute dtype. A reduction is a
+        # reduce-scatter and an all-gather; ZeRO gathers parameters in the compute dtype instead of gradients.
+        gradients = 4 if batch.microbatches > 1 else size
         volume = whole * (gradients * times + (size if zero else gradients)) * share("data")
         sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, parameters"))
     if degrees["fsdp"] > 1:

@@ -1,0 +1,31 @@
+"""Where a run is written. No jax here."""
+
+from pathlib import Path
+
+from jaxtrain.config import Loaded
+from jaxtrain.config.local_path import local_path
+from jaxtrain.config.run_name import check_run_name
+from jaxtrain.errors import ConfigError
+
+
+def run_folder(run_dir: str | Path | None, name: str) -> Path:
+    """The directory of a run: the one that was given, or runs/<name>.
+
+    Raises:
+        ConfigError: the name cannot be that of a folder.
+    """
+    if run_dir is not None:
+        return local_path(run_dir, what="run directory")
+    folder = local_path(name, what="name")
+    try:
+        check_run_name(name)
+    except ValueError as error:
+        raise ConfigError(f"name: {error}") from None
+    return Path("runs") / folder
+
+
+def folder_of(loaded: Loaded, run_dir: str | Path | None) -> Path:
+    """The directory of the run of a config: that which was given, the run that the config is of, or runs/<name>."""
+    if run_dir is None and loaded.run_dir is not None:
+        return loaded.run_dir
+    return run_folder(run_dir, loaded.name)

@@ -1,0 +1,219 @@
+"""Starts a run again after a failure: after which failures, after which wait, and when it gives up. No jax here.
+
+The supervisor knows a run by its files only: the newest checkpoint, the last row of metrics. The process that it starts
+verifies the checkpoint, and goes on from an older one where the newest is damaged.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint.directory import list_steps
+from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
+from jaxtrain.metrics.time_spent import RESTARTS_FILE
+from jaxtrain.runtime.remarks import print_remark
+
+_LONGEST_WAIT_SECONDS = 60
+# What is read of the end of metrics.jsonl: many rows.
+_TAIL_BYTES = 1 << 16
+# An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
+# that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
+_NEVER = frozenset(
+    {
+        0,
+        ConfigError.exit_code,
+        DataError.exit_code,
+        DivergedError.exit_code,
+        PreemptedError.exit_code,
+        *(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1)),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is, by its files.
+
+    Attributes:
+        step: the last step that left a trace, a row of metrics or a checkpoint; 0: none.
+        saved: the step of the newest checkpoint; 0: none.
+    """
+
+    step: int = 0
+    saved: int = 0
+
+
+def read_position(run_dir: Path) -> Position:
+    """How far the run of a directory is; damaged or missing files count as nothing done."""
+    saved = 0
+    with contextlib.suppress(CheckpointError):
+        saved = max(list_steps(run_dir / "checkpoints"), default=0)
+    return Position(max(_last_row(run_dir / "metrics.jsonl"), saved), saved)
+
+
+def _last_row(path: Path) -> int:
+    """The step of the last complete row of metrics; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                return row["step"]
+    return 0
+
+
+def is_restarted(code: int, *, has_trained: bool) -> bool:
+    """Whether an end with an exit code is a fault that another start may get over.
+
+    Not a user's mistake (2, 3), numbers that diverged (5: the same batches give the same numbers), nor an end that was
+    asked for (75, Ctrl-C, SIGTERM). A failure of checkpoints (4) is one while the run trained, where storage failed; at
+    its start no checkpoint can be used, and none could be used the next time.
+
+    Args:
+        code: as a shell gives it.
+        has_trained: whether the process did at least one step.
+    """
+    if code == CheckpointError.exit_code:
+        return has_trained
+    return code not in _NEVER
+
+
+def wait_seconds(failures: int) -> int:
+    """The wait before the next start: 1, 2, 4 ... 60 s after so many failures in a row without a new checkpoint."""
+    return min(2 ** min(failures - 1, 10), _LONGEST_WAIT_SECONDS)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a supervisor was told.
+
+    Attributes:
+        restarts: the largest number of restarts.
+        run_dir: directory of the run; None: not known, since the processes are of a program.
+        asked: set once the end was asked for by a signal.
+        how_ended: exit code -> words.
+        with_less: tries to go on with fewer processes; gives the words for it, or None where it may not.
+    """
+
+    restarts: int
+    run_dir: Path | None
+    asked: threading.Event
+    how_ended: Callable[[int], str]
+    with_less: Callable[[], str | None]
+
+
+def supervise(start: Callable[[int], int], policy: Policy) -> int:
+    """Start a run, and start it again after each failure that another start may get over.
+
+    Args:
+        start: runs the processes until they have ended; receives the number of restarts before, gives the exit code.
+        policy: when to go on.
+
+    Returns:
+        The exit code of the last end; 75 where a signal came while nothing ran.
+    """
+    number, in_a_row, last_failure = 0, 0, None
+    while True:
+        before = _position(policy)
+        began = time.time()
+        code = start(number)
+        ended = time.time()
+        reached = _position(policy)
+        trained = reached.step > before.saved or reached.saved > before.saved
+        if policy.asked.is_set() or not is_restarted(code, has_trained=trained):
+            return code
+        in_a_row = 1 if reached.saved > before.saved else in_a_row + 1
+        failure = (code, reached.step)
+        what = f"the run {policy.how_ended(code)}" + (f" at step {reached.step}" if policy.run_dir else "")
+        less = None
+        if policy.run_dir is not None and failure == last_failure:
+            less = policy.with_less()
+            if less is None:
+                print_remark(f"jaxtrain: {what}, twice in a row: it would fail there again, so it is not restarted")
+                return code
+        if number == policy.restarts:
+            print_remark(f"jaxtrain: {what} after {_counted(number)}, which is what --restarts allows")
+            return code
+        number, last_failure = number + 1, None if less else failure
+        wait = wait_seconds(in_a_row)
+        lost = reached.step - reached.saved
+        again = f" from step {reached.saved}" if policy.run_dir else ""
+        again += f" ({lost} {'step is' if lost == 1 else 'steps are'} done again)" if lost else ""
+        print_remark(
+            f"jaxtrain: {what}; restart {number} of {policy.restarts} in {wait} s{again}{f', {less}' if less else ''}"
+        )
+        if policy.run_dir is not None:
+            _record(policy.run_dir, code=code, began=began, ended=ended, reached=reached, number=number)
+        if policy.asked.wait(wait):
+            return PreemptedError.exit_code
+
+
+def resumed_words(words: Sequence[str]) -> list[str]:
+    """The words of a start after the first: what `--resume never` began is gone on with."""
+    found = list(words)
+    for place, word in enumerate(found):
+        if word == "--resume=never":
+            found[place] = "--resume=auto"
+        elif word == "never" and place and found[place - 1] == "--resume":
+            found[place] = "auto"
+    return found
+
+
+def keeps_old_run(run_dir: Path | None) -> Callable[[], bool]:
+    """Give what says whether a directory still holds the checkpoints that it held at this call.
+
+    A first start with `--resume never` moves them away once its step is compiled; where it fails before, the next start
+    must not go on from them.
+    """
+
+    def identity() -> int | None:
+        with contextlib.suppress(OSError):
+            return None if run_dir is None else (run_dir / "checkpoints").stat().st_ino
+        return None
+
+    first = identity()
+    return lambda: first is not None and identity() == first
+
+
+def _position(policy: Policy) -> Position:
+    return Position() if policy.run_dir is None else read_position(policy.run_dir)
+
+
+def _counted(number: int) -> str:
+    return "1 restart" if number == 1 else f"{number} restarts"
+
+
+def _record(run_dir: Path, *, code: int, began: float, ended: float, reached: Position, number: int) -> None:
+    """Append a restart to the run's file; a disk that takes no line does not keep the run from going on."""
+    row: dict[str, Any] = {
+        "time": datetime.fromtimestamp(ended, UTC).isoformat(timespec="seconds"),
+        "restart": number,
+        "exit_code": code,
+        "signal": None,
+        "step": reached.step,
+        "saved_step": reached.saved,
+        "lost_steps": reached.step - reached.saved,
+        "seconds": round(ended - began, 3),
+        "began": round(began, 3),
+        "ended": round(ended, 3),
+    }
+    with contextlib.suppress(ValueError):
+        row["signal"] = signal.Signals(code - 128).name if code > 128 else None
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / RESTARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

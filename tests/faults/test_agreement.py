@@ -1,0 +1,125 @@
+"""Processes of one run that were started differently: all end with one line before anything is compiled."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.run import agreed
+from jaxtrain.runtime.agreement import differences, verdict_of
+
+SEED = {"seed": ("1", "command line")}
+# id: (facts of each process, lines)
+DIFFERENCES = {
+    "alike": ([SEED, SEED], []),
+    "a value": ([SEED, {"seed": ("2", "")}], ["seed: process 0 has 1 (command line), process 1 has 2"]),
+    "set at another place": ([SEED, {"seed": ("1", "tiny.yaml:3")}], []),
+    "the third of three": (
+        [SEED, SEED, {"seed": ("2", "")}],
+        ["seed: process 0 has 1 (command line), process 2 has 2"],
+    ),
+    "three values": (
+        [SEED, {"seed": ("2", "")}, {"seed": ("3", "")}],
+        ["seed: process 0 has 1 (command line), process 1 has 2 (others differ as well)"],
+    ),
+    "missing": ([SEED, {}], ["seed: process 0 has 1 (command line), process 1 has none"]),
+    "of another kind": (
+        [{"optimizer.kind": ("adamw", ""), "optimizer.b1": ("0.9", "")}, {"optimizer.kind": ("sgd", "")}],
+        ["optimizer.kind: process 0 has adamw, process 1 has sgd"],
+    ),
+    "long": ([{"x": ("a" * 100, "")}, {"x": ("b", "")}], [f"x: process 0 has {'a' * 77}..., process 1 has b"]),
+}
+
+
+@pytest.mark.parametrize(("everyone", "lines"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_what_differs_is_named_with_both_values(everyone, lines):
+    assert differences(everyone) == lines
+
+
+@pytest.mark.parametrize(
+    ("everyone", "kind", "line"),
+    [
+        pytest.param([{"facts": SEED}, {"facts": SEED}], None, "", id="all alike"),
+        pytest.param(
+            [{"facts": {}}, {"failed": "no such file", "code": 3}], DataError, "process 1 cannot go on: no such file",
+            id="one failed",
+        ),
+        pytest.param([{"facts": SEED}, {"facts": {}}], ConfigError, "the processes disagree: seed:", id="they differ"),
+        pytest.param(
+            [{"facts": {str(n): ("1", "") for n in range(9)}}, {"facts": {}}], ConfigError, "; and 1 more", id="much"
+        ),
+    ],
+)  # fmt: skip
+def test_one_line_for_all(everyone, kind, line):
+    found = verdict_of(everyone)
+    assert (None if found is None else type(found)) == kind
+    assert line in str(found or "")
+
+
+def test_what_may_differ_is_a_key():
+    keys = agreed.flat(load_config("quickstart").config.model_dump(mode="json"))
+    # Of other kinds of data.
+    assert set(agreed.MAY_DIFFER) - set(keys) <= {"data.validation_path", "data.tokenizer.path"}
+
+
+TINY = {
+    "model": dict(kind="transformer", num_layers=1, embed_dim=16, num_heads=2, max_sequence_length=16),
+    "data": dict(kind="text", tokenizer=dict(kind="byte")),
+    "train": dict(steps=4, global_batch_size=8),
+    "logging": dict(tensorboard=False, report=False),
+}
+# id: (words of process 0, words of process 1, code, lines of both)
+STARTS = {
+    "configs": (
+        "seed=3 checkpoint.every=7 logging.every=3",
+        "optimizer.learning_rate=0.01 train.steps=6 precision.policy=bf16 evaluation.every=2",
+        2,
+        "the processes disagree: checkpoint.every: process 0 has 7 (command line), process 1 has 1000; "
+        "evaluation.every: process 0 has None, process 1 has 2 (command line); "
+        "optimizer.learning_rate: process 0 has 0.001, process 1 has 0.01 (command line); "
+        "precision.policy: process 0 has fp32, process 1 has bf16 (command line); "
+        "seed: process 0 has 3 (command line), process 1 has 0; "
+        "train.steps: process 0 has 4 (tiny.yaml:1), process 1 has 6 (command line)",
+    ),
+    "a mistake before joining": ("train.stepz=3", "", 2, "unknown key 'train.stepz' (command line); did you mean"),
+    "data of one size": ("data.path=a.txt", "data.path=b.txt", 2, "data (tokens_sha256): process 0 has "),
+    "missing data": ("", "data.path=nowhere", 3, "data.path nowhere does not exist"),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code", "line"),
+    [pytest.param(*row, id=name, marks=[pytest.mark.long] * (name != "configs")) for name, row in STARTS.items()],
+)
+def test_both_end_before_the_first_step(tmp_path: Path, first, second, code, line):
+    (tmp_path / "tiny.yaml").write_text(json.dumps(TINY))
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"The cat {name} sat on the mat.\n" * 500)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = []
+    for index, words in enumerate((first, second)):
+        cluster = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index))
+        command = [sys.executable, "-m", "jaxtrain", "train", "tiny.yaml", "--emulate", "1", "--run-dir", "run"]
+        environment = {**os.environ, **cluster, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([*command, *words.split()], cwd=tmp_path, env=environment, **pipes))
+    try:
+        found = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [code, code], found
+    for _, err in found:
+        said = [text for text in err.splitlines() if not text.startswith("reading data")]
+        assert len(said) == 1, err
+        assert said[0].startswith("jaxtrain: ")
+        assert line in said[0]
+    assert not (tmp_path / "run" / "run.json").exists()

@@ -1,0 +1,309 @@
+"""Runs that are started again after a failure: when, from where, and that they end as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main
+from jaxtrain.commands.children import how_ended
+from jaxtrain.run.supervise import Policy, is_restarted, keeps_old_run, read_position, resumed_words, supervise
+
+KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
+# Catches a hang only.
+LONG_SECONDS = 200
+
+
+@pytest.mark.parametrize(
+    ("code", "has_trained", "restarted"),
+    [
+        pytest.param(0, True, False, id="done"),
+        pytest.param(2, True, False, id="config"),
+        pytest.param(3, True, False, id="data"),
+        pytest.param(4, True, True, id="a save failed"),
+        pytest.param(4, False, False, id="no checkpoint can be used"),
+        pytest.param(5, True, False, id="diverged"),
+        pytest.param(70, False, True, id="stalled"),
+        pytest.param(75, True, False, id="preempted"),
+        pytest.param(1, False, True, id="the environment"),
+        pytest.param(130, True, False, id="Ctrl-C"),
+        pytest.param(128 + signal.SIGTERM, True, False, id="asked to end before the first step"),
+        pytest.param(KILLED, True, True, id="killed"),
+        pytest.param(ABORTED, False, True, id="aborted"),
+    ],
+)
+def test_which_ends_are_restarted(code, has_trained, restarted):
+    assert is_restarted(code, has_trained=has_trained) == restarted
+
+
+class Waits:
+    """In place of the event of a signal: notes the waits, and is set by the one of a number."""
+
+    def __init__(self, last: int | None) -> None:
+        self.found: list[float] = []
+        self.last = last
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, seconds: float) -> bool:
+        self.found.append(seconds)
+        return len(self.found) == self.last
+
+
+# id: (ends: exit code, last row, newest checkpoint), restarts allowed, code, waits, words of the last line
+ENDS = {
+    "done at once": ([(0, 9, 9)], 3, 0, [], ""),
+    "killed once": ([(KILLED, 7, 5), (0, 9, 9)], 3, 0, [1], "was ended by SIGKILL at step 7; restart 1 of 3 in 1 s"),
+    "waits grow without a new checkpoint": (
+        [(1, 0, 0), (70, 0, 0), (1, 0, 0), (0, 9, 9)], 3, 0, [1, 2, 4],
+        "ended with exit code 1 at step 0; restart 3 of 3 in 4 s from step 0",
+    ),
+    "waits are short again after one": ([(1, 0, 0), (70, 0, 0), (KILLED, 7, 5), (0, 9, 9)], 3, 0, [1, 2, 1], "3 of 3"),
+    "the same twice": ([(1, 7, 5), (1, 7, 5)], 9, 1, [1], "twice in a row: it would fail there again"),
+    "the same exit code further on": ([(1, 7, 5), (1, 8, 5), (0, 9, 9)], 9, 0, [1, 2], "(3 steps are done again)"),
+    "too many": ([(1, 1, 0), (1, 2, 0)], 1, 1, [1], "after 1 restart, which is what --restarts allows"),
+    "then a mistake": ([(KILLED, 7, 5), (2, 7, 5)], 3, 2, [1], "restart 1 of 3"),
+    "checkpoints fail at the start": ([(4, 0, 0)], 3, 4, [], ""),
+}  # fmt: skip
+
+
+def make_position(run_dir: Path, row: int, saved: int) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, row + 1)) + '{"st')
+    if saved:
+        (run_dir / "checkpoints" / str(saved) / "jaxtrain").mkdir(parents=True, exist_ok=True)
+
+
+@pytest.mark.parametrize(("ends", "restarts", "code", "waits", "line"), ENDS.values(), ids=ENDS)
+def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, waits, line):
+    numbers, left = [], iter(ends)
+
+    def start(number: int) -> int:
+        numbers.append(number)
+        found, row, saved = next(left)
+        make_position(tmp_path, row, saved)
+        return found
+
+    events = Waits(None)
+    policy = Policy(restarts, tmp_path, events, how_ended, lambda: None)  # pyright: ignore[reportArgumentType]
+    assert supervise(start, policy) == code
+    assert (numbers, events.found) == (list(range(len(ends))), waits)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(waits) + ("allows" in line or "twice" in line)
+    assert line in (said or [""])[-1]
+    rows = [json.loads(text) for text in (tmp_path / "restarts.jsonl").read_text().splitlines()] if waits else []
+    assert [(row["restart"], row["exit_code"], row["step"], row["saved_step"]) for row in rows] == [
+        (number + 1, *end) for number, end in enumerate(ends[: len(waits)])
+    ]
+
+
+def test_a_signal_between_two_starts_ends_the_wait(tmp_path):
+    policy = Policy(3, tmp_path, Waits(1), how_ended, lambda: None)  # pyright: ignore[reportArgumentType]
+    assert supervise(lambda number: KILLED, policy) == 75
+
+
+def test_fewer_processes_after_the_same_failure_twice(tmp_path, capsys):
+    less = iter(["with 1 process instead of 2", None])
+    policy = Policy(9, tmp_path, Waits(None), how_ended, lambda: next(less))  # pyright: ignore[reportArgumentType]
+    assert supervise(lambda number: 1, policy) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4, "once more with two, then twice with one"
+    assert said[1].endswith("with 1 process instead of 2")
+
+
+def test_a_run_that_never_began_is_not_taken_for_the_one_before_it(tmp_path):
+    """`--resume never` moves earlier checkpoints away once its step is compiled; a failure before leaves them."""
+    make_position(tmp_path, 9, 5)
+    holds_old_run = keeps_old_run(tmp_path)
+    assert holds_old_run()
+    (tmp_path / "checkpoints").rename(tmp_path / "previous")
+    (tmp_path / "checkpoints").mkdir()
+    assert not holds_old_run()
+    assert resumed_words(["train", "x", "--resume", "never", "--resume=never"])[2:] == [
+        "--resume",
+        "auto",
+        "--resume=auto",
+    ]
+    assert (read_position(tmp_path).step, read_position(tmp_path / "previous").step) == (9, 0)
+
+
+# A program in place of python: it notes its start, then does what the word of this start says.
+CHILD = """
+import os, signal, sys, time
+number = int(os.environ["JAXTRAIN_ATTEMPT"])
+print(f"start {number} of process {os.environ['JAX_PROCESS_ID']}", file=sys.stderr, flush=True)
+if os.environ["JAX_PROCESS_ID"] == "0":
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    time.sleep(60 if number == 0 or sys.argv[1] == "waits" else 0)
+elif number == 0 and sys.argv[1] == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif sys.argv[1] == "waits":
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+    open("ready", "w").close()
+    time.sleep(60)
+"""
+
+
+def launch(folder: Path, word: str, *options: str) -> "subprocess.Popen[str]":
+    (folder / "child.py").write_text(CHILD)
+    words = ["launch", "--processes", "2", "--restarts", "2", *options, "--", "python", "child.py", word]
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain", *words], stderr=subprocess.PIPE, text=True, cwd=folder, env=environment()
+    )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_all_processes_of_a_program_start_again_where_one_is_lost(tmp_path):
+    process = launch(tmp_path, "dies")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    starts = sorted(line.removeprefix("[1] ") for line in err.splitlines() if " of process " in line)
+    assert starts == [f"start {number} of process {index}" for number in (0, 1) for index in (0, 1)]
+    assert "jaxtrain: the run was ended by SIGKILL; restart 1 of 2 in 1 s\n" in err
+
+
+@pytest.mark.long
+def test_the_warning_of_slurm_is_passed_on_and_ends_the_restarts(tmp_path):
+    process = launch(tmp_path, "waits")
+    wait_until((tmp_path / "ready").exists, process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "restart" not in err
+
+
+def wait_until(condition: Callable[[], object], process: "subprocess.Popen[str]") -> None:
+    end = time.monotonic() + LONG_SECONDS
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+USAGE = {
+    "fewer without restarts": ("launch --processes 2 --min-processes 1 -- train quickstart", "add --restarts 3"),
+    "fewer that are more": (
+        "launch --processes 2 --restarts 1 --min-processes 3 -- train quickstart", "--min-processes 3 is above",
+    ),
+    "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "'config' is neither"),
+    "twice": (
+        "launch --processes 2 --restarts 1 -- train quickstart --restarts 2", "stands twice; write it before",
+    ),
+    "no number": ("train quickstart --restarts often", "argument --restarts: 'often' is not a whole number"),
+    "a mistake in the config": ("train quickstart train.stepz=3 --restarts 2", "did you mean 'train.steps'?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "line"), USAGE.values(), ids=USAGE)
+def test_mistakes_start_nothing(monkeypatch, capsys, words, line):
+    monkeypatch.setattr("jaxtrain.commands.children.start_child", None)
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert line.removeprefix("argument ") in err
+
+
+TINY = {
+    "model": dict(kind="transformer", num_layers=1, embed_dim=16, num_heads=2, max_sequence_length=16, dropout=0.1),
+    "data": dict(kind="text", tokenizer=dict(kind="byte")),
+    "optimizer": dict(kind="adamw", schedule=dict(kind="constant")),
+    "train": dict(steps=24, global_batch_size=8),
+    "evaluation": dict(max_batches=1),
+    "checkpoint": dict(every=5),
+    "logging": dict(every=1, tensorboard=False, report=False),
+}
+
+
+def rows(run_dir: Path) -> dict[int, str]:
+    """Step -> training loss as it is written, which says every bit."""
+    path = run_dir / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {row["step"]: repr(row["loss"]) for row in found if "loss" in row}
+
+
+def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    (folder / "tiny.yaml").write_text(json.dumps(TINY))
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(),
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    _, err = process.communicate(timeout=LONG_SECONDS)
+    assert process.returncode == 0, err
+    return err
+
+
+def children(process: "subprocess.Popen[str]") -> list[int]:
+    """Process ids, in the order in which they were started."""
+    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_changes_no_bit_of_the_losses(tmp_path):
+    launched = ["launch", "--processes", "2", "--emulate", "1"]
+    train = ["--", "train", "tiny.yaml", "--resume", "never", "--run-dir"]
+    finish(start(tmp_path, *launched, *train, "undisturbed"))
+    process = start(tmp_path, *launched, "--restarts", "2", *train, "killed")
+    wait_until(lambda: len(rows(tmp_path / "killed")) >= 13, process)
+    os.kill(children(process)[1], signal.SIGKILL)
+    err = finish(process)
+    assert "process 1 of 2 was ended by SIGKILL; stopping the others" in err
+    assert "the run was ended by SIGKILL at step 1" in err
+    assert rows(tmp_path / "killed") == rows(tmp_path / "undisturbed")
+    assert len(rows(tmp_path / "killed")) == 24
+    info = json.loads((tmp_path / "killed" / "run.json").read_text())
+    [row] = [json.loads(line) for line in (tmp_path / "killed" / "restarts.jsonl").read_text().splitlines()]
+    assert row["lost_steps"] == row["step"] - row["saved_step"] > 0
+    assert info["resumed_after"] == [row["saved_step"]] or info["resumed_after"] == []
+    seconds = info["seconds"]
+    assert seconds["lost steps"] > 0
+    assert seconds["restarting"] >= 1, "the wait is in it"
+    # From the first start to the last line of run.json; the launcher's processes begin a little after it starts them.
+    wall = Path(tmp_path / "killed" / "run.json").stat().st_mtime - row["began"]
+    assert 0.6 * wall < sum(seconds.values()) <= wall + 0.1
+
+
+@pytest.mark.long
+def test_a_killed_process_goes_on_with_fewer_devices(tmp_path):
+    """Two processes of two devices, of which one can no longer start: one process goes on, with another layout."""
+    launched = ["launch", "--processes", "2", "--emulate", "2", "--restarts", "4", "--min-processes", "1"]
+    process = start(tmp_path, *launched, "--", "train", "tiny.yaml", "parallel.fsdp=4", "--run-dir", "run")
+    run_dir = tmp_path / "run"
+    wait_until(lambda: read_position(run_dir).saved >= 5, process)
+    # The second time before a further step: so it would fail there again.
+    pids = children(process)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(lambda: len(found := children(process)) == 2 and found != pids, process)
+    os.kill(children(process)[1], signal.SIGKILL)
+    err = finish(process)
+    assert "with 1 process instead of 2" in err
+    assert "parallel (fsdp=4) does not fit the 2 devices: going on with another layout, and the same batches" in err
+    assert sorted(rows(run_dir)) == list(range(1, 25))
+
+
+@pytest.mark.long
+def test_one_process_is_watched_and_started_again(tmp_path):
+    finish(start(tmp_path, "train", "tiny.yaml", "--emulate", "1", "--run-dir", "undisturbed"))
+    process = start(tmp_path, "train", "tiny.yaml", "--emulate", "1", "--run-dir", "killed", "--restarts", "2")
+    wait_until(lambda: len(rows(tmp_path / "killed")) >= 13, process)
+    os.kill(children(process)[0], signal.SIGKILL)
+    err = finish(process)
+    assert "restart 1 of 2 in 1 s from step" in err
+    assert rows(tmp_path / "killed") == rows(tmp_path / "undisturbed")

@@ -1,0 +1,238 @@
+"""Real faults of the disk under a run: deleted, moved, full, replaced, read-only; nothing that was saved is lost."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storage_runs import SMALL, fill, small_disk, train
+
+import jaxtrain as jt
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.errors import StorageError
+
+STEPS = 12
+
+
+def end(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """The digests of every array after the last step."""
+    return Checkpointer(run_dir / "checkpoints", read_only=True).info(STEPS).digests
+
+
+def logged(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every row of training."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def once_complete(run_dir: Path, step: int, act: Callable[[], object]) -> Callable[[], None]:
+    """Do something once a step is saved: a save that is under way writes into what is deleted."""
+
+    def go() -> None:
+        deadline = time.monotonic() + 60
+        while not (run_dir / "checkpoints" / str(step)).is_dir() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        act()
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(run_dir)
+    return run_dir
+
+
+def replace_by_folders(run_dir: Path) -> None:
+    for name in ("metrics.jsonl", "run.json"):
+        (run_dir / name).unlink()
+        (run_dir / name).mkdir()
+
+
+# What is done to the run directory -> what is said of it.
+LOST: dict[str, tuple[Callable[[Path], object], str]] = {
+    "all of it deleted": (shutil.rmtree, "was deleted, moved or unmounted"),
+    "moved away": (lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")), "was deleted, moved or unmounted"),
+    "its checkpoints deleted": (lambda run_dir: shutil.rmtree(run_dir / "checkpoints"), "the state is saved again"),
+    "metrics and run.json replaced by folders": (replace_by_folders, "metrics.jsonl is written again (5 rows)"),
+}
+LONG = {name: () if name == "all of it deleted" else pytest.mark.long for name in LOST}
+
+
+@pytest.mark.parametrize(
+    ("lose", "said"), [pytest.param(*row, id=name, marks=LONG[name]) for name, row in LOST.items()]
+)
+def test_what_vanishes_while_a_run_goes_on_is_written_again(
+    tmp_path: Path, undisturbed: Path, lose: Callable[[Path], object], said: str
+) -> None:
+    run_dir = tmp_path / "run"
+    _, shown = train(run_dir, {5: once_complete(run_dir, 4, lambda: lose(run_dir))}, checkpoint__every=4)
+    assert len(shown.said(said)) == 1
+    assert logged(run_dir) == logged(undisturbed), "every row is there once"
+    assert json.loads((run_dir / "run.json").read_text())["status"] == "done"
+    assert end(run_dir) == end(undisturbed)
+    # Another process finds the run whole.
+    result, _ = train(run_dir, train__steps=STEPS + 1, checkpoint__every=None)
+    assert result.step == STEPS + 1
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing(undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with small_disk("2m") as disk:
+        run_dir, ballast = disk / "run", disk / "ballast"
+        actions = {5: once_complete(run_dir, 4, lambda: fill(disk)), 9: ballast.unlink}
+        _, shown = train(run_dir, actions, checkpoint__every=2, logging__tensorboard=True)
+        (first, second) = shown.said("cannot save checkpoint")
+        assert "checkpoints/6: No space left on device: it takes" in first
+        assert "training goes on, step 4 is saved, and stops after 2 more such saves in a row" in first
+        assert "stops after 1 more" in second
+        assert logged(run_dir) == logged(undisturbed), "rows that could not be written waited"
+        assert end(run_dir) == end(undisturbed)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_a_disk_that_stays_full_ends_the_run_with_what_was_saved(capfd: pytest.CaptureFixture[str]) -> None:
+    with small_disk("2m") as disk:
+        run_dir = disk / "run"
+        actions = {5: once_complete(run_dir, 4, lambda: fill(disk))}
+        with pytest.raises(StorageError, match=r"3 saves in a row failed \(.*\), step 4 is saved$") as caught:
+            train(run_dir, actions, checkpoint__every=2)
+        assert caught.value.exit_code == 1
+        assert Checkpointer(run_dir / "checkpoints", read_only=True).verify(4).step == 4
+        assert json.loads((run_dir / "run.json").read_text())["config"]["train"]["steps"] == STEPS
+        (disk / "ballast").unlink()
+        result, _ = train(run_dir)
+        assert result.step == STEPS
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_a_disk_that_is_full_from_the_start(cli: Any) -> None:
+    with small_disk("1m") as disk:
+        fill(disk)
+        config = disk.parent / f"{disk.name}.yaml"
+        config.write_text(json.dumps(SMALL))
+        answer = cli("train", str(config), "--run-dir", str(disk / "run"))
+        config.unlink()
+    assert answer.code == 1
+    assert answer.err.splitlines()[-1].endswith("No space left on device; free space, or use another --run-dir")
+    assert "Traceback" not in answer.err
+
+
+@pytest.fixture
+def without_large_files() -> Iterator[None]:
+    """No file may grow beyond 9,000 bytes: metrics fit, a checkpoint does not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_large_files")
+def test_a_limit_of_file_sizes_is_one_line_per_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StorageError, match="File too large; 2 saves in a row failed"):
+        train(tmp_path / "run", checkpoint__every=2, checkpoint__max_failed_in_a_row=2, logging__tensorboard=True)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_mirror_is_used_where_the_first_copy_is_gone_or_damaged(tmp_path: Path, undisturbed: Path) -> None:
+    run_dir, copies = tmp_path / "run", tmp_path / "mirror" / "run"
+    settings = dict(checkpoint__every=4, checkpoint__mirror=str(tmp_path / "mirror"))
+    train(run_dir, **settings, train__steps=8)
+    assert {path.name for path in copies.iterdir()} == {"4", "8", "mirror_of.json"}
+    shutil.rmtree(run_dir / "checkpoints")
+    _, shown = train(run_dir, **settings, train__steps=10)
+    assert shown.said("no checkpoint is left", "step 8 was copied back")
+    files = [path for path in (run_dir / "checkpoints" / "10" / "state").rglob("d/*") if path.is_file()]
+    max(files, key=lambda path: path.stat().st_size).write_bytes(b"damage")
+    _, shown = train(run_dir, **settings)
+    assert shown.said("checkpoints/10 is damaged", "step 10 was copied back")
+    assert end(run_dir) == end(undisturbed)
+    assert {path.name for path in copies.iterdir()} == {"10", "12", "mirror_of.json"}
+
+
+@pytest.mark.long
+def test_a_mirror_that_is_down_is_said_once_and_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "mirror").write_text("a file, where a network disk should be")
+    up = (tmp_path / "mirror").unlink
+    run_dir = tmp_path / "run"
+    _, shown = train(
+        run_dir, {9: once_complete(run_dir, 8, up)}, checkpoint__every=2, checkpoint__mirror=str(tmp_path / "mirror")
+    )
+    assert len(shown.said("has no copy", "training goes on")) == 1
+    assert len(shown.said("it can be written again")) == 1
+    assert (tmp_path / "mirror" / "run" / str(STEPS)).is_dir()
+
+
+RUN_FILES: dict[str, bytes | None] = {
+    "empty": b"",
+    "cut": b'{"name": "small", "config": {"tr',
+    "garbage": b"\x00\xff\xfe garbage",
+    "a list": b"[]",
+    "null": b"null",
+    "a folder": None,
+}
+
+
+@pytest.mark.long
+def test_a_damaged_run_json_is_rebuilt_from_the_newest_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+    run_dir = shutil.copytree(undisturbed, tmp_path / "run")
+    path = run_dir / "run.json"
+    before = json.loads(path.read_text())
+    for number, (name, content) in enumerate(RUN_FILES.items(), STEPS + 1):
+        path.unlink()
+        path.mkdir() if content is None else path.write_bytes(content)
+        _, shown = train(run_dir, train__steps=number)
+        assert len(shown.said("run.json", f"written again from the checkpoint of step {number - 1}")) == 1, name
+        after = json.loads(path.read_text())
+        assert {key: after[key] for key in ("created", "model", "data")} == {
+            key: before[key] for key in ("created", "model", "data")
+        }, name
+        assert after["resumed_after"] == list(range(STEPS, number)), name
+    path.write_bytes(b"{")
+    run = jt.open_run(run_dir)
+    assert run.status == "done"
+    assert run.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.long
+def test_a_locale_without_utf8_is_no_damage(tmp_path: Path, undisturbed: Path) -> None:
+    run_dir = shutil.copytree(undisturbed, tmp_path / "modèle")
+    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "jaxtrain", "eval", os.fsencode(run_dir)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "has letters that the locale's encoding (ascii) writes otherwise than UTF-8" in done.stderr
+    assert "damaged" not in done.stderr
+    assert jt.open_run(run_dir).evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["read-only", "full"])
+def test_a_compilation_cache_that_cannot_be_written_is_one_line(tmp_path: Path, state: str) -> None:
+    with small_disk("64k") as disk:
+        (disk / "compiled").mkdir()
+        if state == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        environment = {**os.environ, "JAXTRAIN_CACHE_DIR": str(disk), "XLA_FLAGS": ""}
+        config = tmp_path / "small.yaml"
+        config.write_text(json.dumps(SMALL))
+        words = [sys.executable, "-m", "jaxtrain", "train", str(config), "--run-dir", str(tmp_path / "run")]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "compilation cache" in line]
+    assert len(lines) == 1
+    assert "cannot be written" in lines[0]
+    assert "Warning" not in done.stderr

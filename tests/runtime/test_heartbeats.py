@@ -1,0 +1,195 @@
+"""What processes hear of each other over real sockets, and the relay before jax's coordinator."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxtrain.runtime.heartbeats import News
+from jaxtrain.runtime.hub import Hub
+from jaxtrain.runtime.relay import relayed
+from jaxtrain.runtime.spoke import Spoke
+
+TOKEN = "secret"
+HOST = "127.0.0.1"
+
+
+def never(status):
+    return 1e9
+
+
+def status(phase, step):
+    return {"phase": phase, "step": step, "done": step - 1, "seconds": 0.5, "totals": [step, 1.0, 0.1]}
+
+
+@contextlib.contextmanager
+def star(count):
+    """A hub and spokes that have heard of each other."""
+    hub = Hub(count, TOKEN, host=HOST)
+    spokes = [Spoke(index, TOKEN, hosts=[HOST], port=hub.port, report=pytest.fail) for index in range(1, count)]
+    try:
+        settle(hub, spokes)
+        yield hub, spokes
+    finally:
+        for one in (*spokes, hub):
+            one.close()
+
+
+def settle(hub, spokes, rounds=2):
+    """All say and hear; returns the news of all."""
+    news = []
+    for _ in range(rounds):
+        for index, spoke in enumerate(spokes, 1):
+            news += spoke.round(status("step", 10 + index), 0.02, never)
+        news += hub.round(status("step", 10), 0.05, never)
+    for index, spoke in enumerate(spokes, 1):
+        news += spoke.round(status("step", 10 + index), 0.02, never)
+    return news
+
+
+def test_all_hear_of_all():
+    with star(3) as (hub, spokes):
+        assert {peer.process: peer.status["step"] for peer in hub.peers()} == {1: 11, 2: 12}
+        for index, spoke in enumerate(spokes, 1):
+            heard = {peer.process: peer.status["step"] for peer in spoke.peers()}
+            assert heard == {other: 10 + other for other in (0, 1, 2) if other != index}
+        assert hub.peers()[0].host == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("leave", "news"),
+    [
+        pytest.param(None, [News("lost", 1, "its connection closed")], id="killed"),
+        pytest.param((0, ""), [], id="done"),
+        pytest.param((3, "row 7"), [News("left", 1, "row 7", 3)], id="failed"),
+    ],
+)
+def test_how_a_process_ends(leave, news):
+    with star(2) as (hub, [spoke]):
+        if leave is not None:
+            spoke.leave(*leave)
+        spoke.close()
+        heard = hub.round(status("step", 10), 0.2, never) + hub.round(status("step", 10), 0.2, never)
+        assert heard == news
+        assert hub.peers()[0].status["step"] == 11, "what it said last is kept for the report"
+
+
+@pytest.mark.parametrize(
+    ("leave", "news"),
+    [
+        pytest.param(None, [News("lost", 0, "its connection closed")], id="killed"),
+        pytest.param((0, ""), [], id="done"),
+        pytest.param((4, "no disk"), [News("left", 0, "no disk", 4)], id="failed"),
+    ],
+)
+def test_how_process_0_ends(leave, news):
+    with star(2) as (hub, [spoke]):
+        if leave is not None:
+            hub.leave(*leave)
+        hub.close()
+        heard = spoke.round(status("step", 11), 0.2, never) + spoke.round(status("step", 11), 0.2, never)
+        assert heard == news
+
+
+def test_silence_counts_by_what_the_process_does():
+    with star(2) as (hub, _):
+        assert hub.round(status("step", 10), 0.1, lambda said: 9 if said["phase"] == "step" else 0) == []
+        [lost] = hub.round(status("step", 10), 0.1, lambda said: 0.05)
+        assert (lost.kind, lost.process) == ("lost", 1)
+        assert lost.text.startswith("silent for ")
+        hub.forgive()
+        assert hub.round(status("step", 10), 0.01, lambda said: 5) == []
+
+
+def test_one_reason_ends_all():
+    with star(3) as (hub, spokes):
+        teller = threading.Thread(target=spokes[0].end, args=("stuck",))
+        teller.start()
+        assert hub.round(status("step", 10), 2, never) == [News("end", 1, "stuck")]
+        ending = threading.Thread(target=hub.end, args=("stuck",))
+        began = time.monotonic()
+        ending.start()
+        assert spokes[1].round(status("step", 12), 2, never) == [News("end", 0, "stuck")]
+        teller.join()
+        for spoke in spokes:
+            spoke.close()
+        ending.join()
+        assert time.monotonic() - began < 2.5, "it waits for their ends, not for its limit"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param({"token": "guess", "process": 1, "host": "h"}, id="another-token"),
+        pytest.param({"process": 1, "host": "h"}, id="no-token"),
+        pytest.param({"token": TOKEN, "process": 0, "host": "h"}, id="process-0-itself"),
+        pytest.param({"token": TOKEN, "process": 9, "host": "h"}, id="no-such-process"),
+        pytest.param({"token": TOKEN, "process": "1", "host": "h"}, id="no-number"),
+        pytest.param([1], id="a-list"),
+        pytest.param("\xff", id="text"),
+    ],
+)
+def test_strangers_are_sent_away(said):
+    hub = Hub(2, TOKEN, host=HOST)
+    try:
+        with socket.create_connection((HOST, hub.port)) as stranger:
+            stranger.sendall(json.dumps(said).encode() + b"\n" + b'{"end": "now"}\n')
+            assert hub.round(status("step", 1), 0.1, never) == []
+            assert hub.peers() == []
+            stranger.settimeout(2)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    finally:
+        hub.close()
+
+
+def test_a_flood_is_cut_off():
+    hub = Hub(2, TOKEN, host=HOST)
+    try:
+        with socket.create_connection((HOST, hub.port)) as stranger:
+            stranger.settimeout(2)
+            stopped_at = None
+            for count in range(200):
+                try:
+                    stranger.sendall(b"x" * 65_536)
+                except OSError:
+                    stopped_at = count
+                    break
+                hub.round(status("step", 1), 0.01, never)
+            assert stopped_at is not None
+        assert hub.peers() == []
+    finally:
+        hub.close()
+
+
+def test_where_process_0_cannot_be_reached_the_run_goes_on(monkeypatch):
+    said = []
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        spoke = Spoke(1, TOKEN, hosts=[HOST], port=probe.getsockname()[1], report=said.append)
+    monkeypatch.setattr("jaxtrain.runtime.spoke._GIVE_UP_SECONDS", 0)
+    assert spoke.round(status("step", 1), 0.01, never) == []
+    assert spoke.round(status("step", 1), 0.01, never) == []
+    spoke.close()
+    [line] = said
+    assert "process 1 cannot reach the heartbeats of process 0 at 127.0.0.1 port" in line
+
+
+def test_the_relay_hides_the_end_of_the_coordinator():
+    with socket.create_server((HOST, 0)) as coordinator:
+        address = relayed(f"{HOST}:{coordinator.getsockname()[1]}", timeout=5)
+        assert address.startswith("unix:/")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address.removeprefix("unix:"))
+            server, _ = coordinator.accept()
+            client.sendall(b"question")
+            assert server.recv(64) == b"question"
+            server.sendall(b"answer")
+            assert client.recv(64) == b"answer"
+            server.close()
+            client.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
