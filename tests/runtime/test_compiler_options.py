@@ -40,7 +40,7 @@ def test_options_reach_the_program(tmp_path, way):
 def test_an_unknown_option_is_told_and_the_others_are_used():
     step = small_step(xla_no_such_option=1, xla_llvm_disable_expensive_passes=False)
     of_cpu = [option for option in OPTIONS if option.backend == "cpu"]
-        shipped = {option.name: option.value for option in of_cpu if not option.convolutional}
+    shipped = {option.name: option.value for option in of_cpu if not option.convolutional}
     assert step.compiler_options.used == {**shipped, "xla_llvm_disable_expensive_passes": False}
     assert step.compiler_options.dropped == (
         "the compiler for cpu does not know xla_no_such_option, so programs go without it",
