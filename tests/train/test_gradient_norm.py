@@ -18,7 +18,7 @@ from jaxtrain.train.gradient_norm import gradient_norm
 )
 def test_slices_give_the_norm(shape):
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    tree = {"a": values, "frozen": None, "b": np.float32([3.0, 4.0])}
+    tree = {"a": values, "frozen": None, "b": np.array([3.0, 4.0], np.float32)}
     found, expected = jax.jit(lambda tree: (gradient_norm(tree, sliced=True), optax.tree.norm(tree)))(tree)
     # float32 sums of 73,728 squares, in another order.
     np.testing.assert_allclose(found, expected, rtol=1e-5)
