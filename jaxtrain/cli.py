@@ -12,13 +12,14 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
 from jaxtrain.runtime import collector, distributed
 from jaxtrain.runtime.accelerators import has_accelerator
 from jaxtrain.runtime.allocator import restart
+from jaxtrain.runtime.early_signals import end_at_signals
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, write_error
 
@@ -40,6 +41,10 @@ class _Parser(argparse.ArgumentParser):
         missing = message.removeprefix("the following arguments are required: ").removesuffix(", key=value")
         said = f"{missing} is missing" if message.startswith("the following") else message.removeprefix("argument ")
         raise _usage_error(self.prog, said)
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help; argparse itself says nothing where it cannot be written."""
+        print(self.format_help(), end="", file=file, flush=True)
 
 
 def _usage_error(program: str, message: str) -> ConfigError:
@@ -229,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         restart(accelerator=has_accelerator())
     if arguments is None and words[:1] == ["train"]:
         collector.pause()
+        end_at_signals()
     # What stands behind "--" is for a command that is run by this one.
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]

@@ -1,20 +1,23 @@
-"""What follows a complete save, in the background of training: the step is read back, then copied to the mirror.
+"""What follows a complete save, in the background of training: the step is flushed, read back, copied to the mirror.
 
 A step counts as verified once every array of it was read from the disk and has the digest that it had in memory. Only
 then are older steps deleted, so that a verified one is there at any time.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from jaxtrain.checkpoint import digest, directory
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import ReadError
 from jaxtrain.checkpoint.line import Marks
-from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.mirror import Mirror, sync_folder
 from jaxtrain.checkpoint.storage import read_on_host
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.errors import CheckpointError
@@ -23,6 +26,7 @@ from jaxtrain.errors import CheckpointError
 _READ_BYTES = 64 * 2**20
 # A copy that stands still for this long is left behind when a run ends: a network file system may never answer.
 _PATIENCE_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,42 +61,41 @@ class Aftercare:
         self._lines: list[str] = []
         self._damaged: dict[int, str] = {}
         self._mirror_fails = False
+        self._stands_at: int | None = None
 
     def begin(self, step: int, *, verify: bool, keep: Callable[[Marks], set[int]]) -> None:
-        """Read a complete step back, and copy it.
+        """Flush a complete step to the disk, read it back, and copy it.
 
         Args:
             step: its number.
             verify: whether it is read back; a step that is copied always is.
             keep: of the steps that have a copy, with their marks, those that stay.
         """
-        if not verify and self.mirror is None:
-            return
         with self._condition:
             self._waiting = _Job(step, verify or self.mirror is not None, keep)
             if self._thread is None:
                 # A daemon, because a file system that never answers must not keep the process from ending.
                 self._thread = threading.Thread(target=self._work, name="jaxtrain-checkpoints", daemon=True)
                 self._thread.start()
-            self._condition.notify_all()
 
     def finish(self) -> None:
         """Wait until nothing is left to do, or what is done has stood still for a minute."""
-        while True:
-            with self._condition:
-                if self._condition.wait_for(lambda: not self._busy and self._waiting is None, timeout=1.0):
-                    return
-                before = self._copied()
-            started = time.monotonic()
-            while time.monotonic() - started < _PATIENCE_SECONDS:
+        copied, moved_at = self._copied(), time.monotonic()
+        while not self._is_idle():
+            if self._copied() != copied:
+                copied, moved_at = self._copied(), time.monotonic()
+            elif copied == self._stands_at:
+                return  # this was said before
+            elif time.monotonic() - moved_at > _PATIENCE_SECONDS:
+                self._stands_at = copied
                 with self._condition:
-                    if self._condition.wait_for(lambda: not self._busy and self._waiting is None, timeout=1.0):
-                        return
-                    if self._copied() != before:
-                        break
-            else:
-                self._lines.append(f"the copy of the newest checkpoint to {self._place()} stands still: it is left")
+                    self._lines.append(f"the copy of a checkpoint to {self._place()} stands still: it is left behind")
                 return
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is left to do, or will be within a moment."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._busy and self._waiting is None, timeout=_LOOK_SECONDS)
 
     def lines(self) -> list[str]:
         """Return what people should read of the work since the last call."""
@@ -115,17 +118,21 @@ class Aftercare:
     def _work(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._waiting is not None)
-                job, self._waiting, self._busy = self._waiting, None, True
-            assert job is not None
+                job, self._waiting = self._waiting, None
+                self._busy = job is not None
+                if job is None:
+                    self._thread = None
+                    self._condition.notify_all()
+                    return
             try:
                 self._care_for(job)
-            finally:
+            except Exception as error:  # nobody hears of it here; the step stays unverified, and older ones stay
                 with self._condition:
-                    self._busy = False
-                    self._condition.notify_all()
+                    self._lines.append(f"step {job.step} cannot be looked after: {type(error).__name__}: {error}")
 
     def _care_for(self, job: _Job) -> None:
+        with contextlib.suppress(OSError):  # a step that was deleted meanwhile; what else fails shows in reading it
+            sync_folder(directory.step_path(self._folder, job.step))
         if job.verify and job.step not in self.verified:
             try:
                 verify_on_host(directory.read_info(self._folder, job.step))
@@ -185,7 +192,8 @@ def _compare(info: CheckpointInfo, names: list[str]) -> None:
     except ReadError as error:
         kind = CheckpointError if error.of_this_machine else DamagedError
         raise kind(f"checkpoint {info.path} cannot be read back: {error}") from None
-    values = digest.digests(found)
+    arrays = {name: array for name, array in found.items() if isinstance(array, np.ndarray) and array.dtype != object}
+    values = digest.digests(arrays)
     altered = [name for name in names if values.get(name) != info.digests[name]]
     if altered:
         first = shown_name(altered[0])

@@ -149,7 +149,7 @@ class Checkpointer:
         step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
         eval_loss, score = checks.checked_loss(eval_loss), checks.checked_loss(score, name="score")
         checks.check_writable(self.directory, read_only=self._read_only)
-        self._settle()
+        self.settle()
         self._is_begun = True
         path = directory.step_path(self.directory, step)
         flat = tree.flatten(state).leaves
@@ -301,17 +301,14 @@ class Checkpointer:
         self._upkeep.restored(chosen)
         return info
 
-    def wait(self, *, hurry: bool = False) -> None:
+    def wait(self) -> None:
         """Wait until the last save is complete, verified and copied, then delete the steps that the rules do not keep.
-
-        Args:
-            hurry: whether the step is not waited for to be verified and copied, which goes on in the background.
 
         Raises:
             SaveError: that save failed, or reads otherwise than it was written.
         """
-        self._settle()
-        if not hurry and not self._read_only and arrays.is_process_0():
+        self.settle()
+        if not self._read_only and arrays.is_process_0():
             self._upkeep.finish()
 
     def check(self) -> None:
@@ -326,17 +323,21 @@ class Checkpointer:
         if arrays.is_process_0():
             self._upkeep.watch(self._saving)
 
-    def close(self, *, hurry: bool = False) -> None:
+    def close(self) -> None:
         """Wait for the last save (see `wait`), then release the threads."""
         try:
-            self.wait(hurry=hurry)
+            self.wait()
         finally:
-            opened, self._storage = self._storage, None
-            if opened is not None:
-                opened.close()
+            self.release()
 
-    def _settle(self) -> None:
-        """Wait until the last save is complete, and delete what can be deleted at once."""
+    def release(self) -> None:
+        """Release the threads of a Checkpointer whose saves are complete."""
+        opened, self._storage = self._storage, None
+        if opened is not None:
+            opened.close()
+
+    def settle(self) -> None:
+        """Wait until the last save is complete, as `wait`; it is verified and copied in the background."""
         path, self._saving = self._saving, None
         if self._storage is None or path is None:
             return

@@ -23,6 +23,11 @@ _OWNER = "mirror_of.json"
 _CHUNK_BYTES = 4 * 2**20
 
 
+def mirror_folder(mirror: str | None, run_dir: Path) -> Path | None:
+    """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
+    return None if mirror is None else Path(mirror).expanduser().absolute() / run_dir.absolute().name
+
+
 class Mirror:
     """The second folder of the steps of one checkpoint directory; process 0 alone has one.
 
@@ -154,9 +159,8 @@ def copy_step(source: Path, target: Path, step: int, *, advance: Callable[[int],
         for name, digest in digests.items():
             if _digest(partial / name, advance) != digest:
                 raise OSError(f"{partial / name} reads other than it was written")
-        _sync(partial)
         partial.rename(place)
-        _sync(target)
+        sync_folder(place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -186,9 +190,17 @@ def _digest(path: Path, advance: Callable[[int], None]) -> str:
     return digest.hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_folder(folder: Path) -> None:
+    """Flush the files of a folder, and the entries of it and of what holds it, to the disk: Orbax flushes files alone.
+
+    Raises:
+        OSError: something cannot be flushed.
+    """
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            continue
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

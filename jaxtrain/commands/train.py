@@ -12,6 +12,7 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.folder import folder_of
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
 from jaxtrain.runtime.attempt import ATTEMPT
 
@@ -58,6 +59,7 @@ def run_restarted_train(
     Raises:
         ConfigError: the config is wrong, or the process cannot be started.
     """
+    mend_run(config)
     folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if emulate is None else ["--emulate", str(emulate)]

@@ -298,8 +298,8 @@ class Config(Group):
     """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
-    notices: NoticesConfig = NoticesConfig()
-    """Signals and maintenance notices."""
+    notices: NoticesConfig | None = None
+    """How a run hears that it must stop ({metadata: auto, patience_seconds: 5}); null: the usual."""
     watchdog: WatchdogConfig | None = None
     """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
 

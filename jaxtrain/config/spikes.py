@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.numbers import PositiveInt
+from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.numbers import PositiveInt, Scale
 from jaxtrain.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class SpikesConfig(Group):
     """The metrics that are compared."""
     window: Annotated[int, Field(ge=4, le=65536)] = 128
     """Number of the last accepted steps that are compared with; the first half window of a run is always accepted."""
-    sigmas: Annotated[float, Field(gt=0, le=1e6)] = 6.0
+    sigmas: Scale = 6.0
     """A spike is more than this many standard deviations above the mean of the window."""
     roll_back_steps: PositiveInt = 100
     """roll_back: the checkpoint is at least this many steps before the spike."""
@@ -37,18 +38,18 @@ class ChecksConfig(Group):
     """Steps between comparisons of all copies of replicated arrays, bit for bit; null: never."""
 
 
-def check_roll_back(spikes: SpikesConfig | None, *, every: int | None, keep_last: int) -> None:
+def check_roll_back(spikes: SpikesConfig | None, checkpoint: CheckpointConfig) -> None:
     """Raise where no checkpoint would be old enough to go back to.
 
     Args:
         spikes: the group; None: spikes are not looked for.
-        every: steps between checkpoints; None: there are none between steps.
-        keep_last: number of checkpoints that are kept.
+        checkpoint: when states are saved, and which stay. Of saves by the clock nothing is known in steps.
 
     Raises:
         ConfigError: names the keys and the values that work.
     """
-    if spikes is None or spikes.action != "roll_back":
+    every, keep_last = checkpoint.every, checkpoint.keep_last
+    if spikes is None or spikes.action != "roll_back" or (every is None and checkpoint.every_minutes is not None):
         return
     if every is None:
         raise ConfigError(

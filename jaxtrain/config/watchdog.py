@@ -30,7 +30,7 @@ class WatchdogConfig(Group):
     save_seconds: Seconds = 3_600.0
     """Limit for a save, also for what is written in the background."""
     lost_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
-    """Silence after which another process counts as lost; 4 times as long while it starts or reads data."""
+    """Silence after which another process counts as lost; twice as long while it starts or reads data."""
     slow_fraction: Annotated[float, Field(gt=0, le=10)] = 0.2
     """Name a process that delays each step by more than this fraction of it, 3 windows in a row."""
 

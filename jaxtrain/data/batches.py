@@ -108,7 +108,15 @@ class Batches:
         return spec
 
     def row_numbers(self, k: int) -> np.ndarray:
-        """Returns which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up."""
+        """Returns which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up.
+
+        Args:
+            k: Number of the batch, from 0; below `len(self)` in evaluation.
+
+        Raises:
+            ConfigError: There is no batch of this number.
+        """
+        k = self._checked(k, method="row_numbers", write="batches.row_numbers(0)")
         positions = k * self._size + np.arange(self._size)
         if self._order is not None:
             return self._order(positions)
@@ -138,9 +146,7 @@ class Batches:
             ConfigError: There is no batch of this number, or an entry has no sharding.
             DataError: What is read is not what the first row says.
         """
-        k = check_whole(k, what="Batches.load: k", least=0, write="batches.load(0, shardings)")
-        if self._order is None and k >= len(self):
-            raise ConfigError(f"there is no batch {k}: the rows in order make the batches 0 to {len(self) - 1}")
+        k = self._checked(k, method="load", write="batches.load(0, shardings)")
         spec = self.spec()
         self._check_shardings(spec, shardings)
         shardings = jax.tree.broadcast({name: shardings[name] for name in spec}, spec)
@@ -159,6 +165,13 @@ class Batches:
             spec,
             shardings,
         )
+
+    def _checked(self, k: Any, *, method: str, write: str) -> int:
+        """Returns the number of a batch, once it is known that there is one."""
+        k = check_whole(k, what=f"Batches.{method}: k", least=0, write=write)
+        if self._order is None and k >= len(self):
+            raise ConfigError(f"there is no batch {k}: the rows in order make the batches 0 to {len(self) - 1}")
+        return k
 
     def _check_shardings(self, spec: Mapping[str, Any], shardings: Any) -> None:
         """Raises a ConfigError where an entry has no sharding."""

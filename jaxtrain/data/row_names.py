@@ -1,10 +1,28 @@
-"""Where a row comes from, in words: the file of an image, the tokens of a stream."""
+"""Where a row comes from, in words: the line of a file, the file of an image, the tokens of a stream."""
 
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.rows import ConcatenatedRows, MappedRows, Rows, SelectedDataset, SelectedRows, made_from
-from jaxtrain.data.token_rows import TokenRows
+import numpy as np
+
+from jaxtrain.data.rows import ArrayRows, Row, Rows, SelectedDataset, made_from
+
+
+class NamedRows(ArrayRows):
+    """Rows in memory that are some of the rows of a table.
+
+    Args:
+        columns: As for `ArrayRows`.
+        label: The table, for messages.
+        numbers: Number of each row in the table, from 0.
+    """
+
+    def __init__(self, columns: Row, *, label: str, numbers: np.ndarray):
+        super().__init__(columns)
+        self._label, self._numbers = label, numbers
+
+    def name_of(self, number: int) -> str:
+        return f"row {self._numbers[number] + 1:,} of {self._label}"
 
 
 def row_name(rows: Any, number: int) -> str | None:
@@ -14,18 +32,10 @@ def row_name(rows: Any, number: int) -> str | None:
         rows: The rows of a `Data`, by index.
         number: Of the row, from 0.
     """
-    while isinstance(rows, SelectedRows | SelectedDataset | MappedRows | ConcatenatedRows):
-        if isinstance(rows, MappedRows):
-            rows = rows.rows
-        elif isinstance(rows, ConcatenatedRows):
-            rows, number = rows.part_of(number)
-        else:
-            rows, number = rows.origin(number)
-    if isinstance(rows, TokenRows):
-        first, last = rows.tokens_of(number)
-        return f"tokens {first:,} to {last:,} of the data"
     if isinstance(rows, Rows):
-        return None
+        return rows.name_of(number)
+    if isinstance(rows, SelectedDataset):
+        return row_name(*rows.origin(number))
     origin = made_from(rows)
     if origin is not None:
         return row_name(origin, number)

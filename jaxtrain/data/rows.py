@@ -50,6 +50,10 @@ class Rows(grain.MapDataset):
         """Returns the rows of these indices (int64 [B]), stacked: each entry is [B, ...] and belongs to the caller."""
         raise NotImplementedError
 
+    def name_of(self, number: int) -> str | None:
+        """Returns where a row comes from, in words (a file and a line); None where that is not known."""
+        return None
+
     def order(self, seed: int) -> Order:
         """Returns the endless training order; each epoch is another permutation."""
         return functools.partial(permuted, num_rows=len(self), seed=seed)
@@ -123,10 +127,9 @@ class ConcatenatedRows(Rows):
         self._weights = weights
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
 
-    def part_of(self, number: int) -> tuple[Rows, int]:
-        """Returns the part that a row is of, and the row's number there."""
+    def name_of(self, number: int) -> str | None:
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return self._parts[part], number - int(self._starts[part])
+        return self._parts[part].name_of(number - int(self._starts[part]))
 
     @property
     def is_weighted(self) -> bool:
@@ -184,9 +187,8 @@ class SelectedRows(Rows):
         self._rows = rows
         self._numbers = numbers
 
-    def origin(self, number: int) -> tuple[Rows, int]:
-        """Returns all rows, and a row's number among them."""
-        return self._rows, int(self._numbers[number])
+    def name_of(self, number: int) -> str | None:
+        return self._rows.name_of(int(self._numbers[number]))
 
     def gather(self, indices: np.ndarray) -> Row:
         epochs, places = np.divmod(indices, len(self))
@@ -205,6 +207,9 @@ class MappedRows(Rows):
         super().__init__(len(rows))
         self.rows = rows
         self._change = change
+
+    def name_of(self, number: int) -> str | None:
+        return self.rows.name_of(number)
 
     def gather(self, indices: np.ndarray) -> Row:
         return self._change(self.rows.gather(indices), indices)

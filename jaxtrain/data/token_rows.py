@@ -25,10 +25,9 @@ class TokenRows(Rows):
         self._span = span
         self._length = sequence_length
 
-    def tokens_of(self, number: int) -> tuple[int, int]:
-        """Returns the positions of the first and the last token of a row in the stream."""
+    def name_of(self, number: int) -> str:
         first = self._span.start + number * self._length
-        return first, first + self._length
+        return f"tokens {first:,} to {first + self._length:,} of its source"
 
     def gather(self, indices: np.ndarray) -> Row:
         starts = self._span.start + (indices % len(self)) * self._length

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.layout.sharding import Params, path_name
+from jaxtrain.layout.sharding import Params, current_layout, path_name
+
+# Elements of a gradient that are summed in float32 at once, where it does not come layer by layer: 64 MiB.
+_PIECE = 2**24
 
 
 @jax.tree_util.register_dataclass
@@ -94,9 +97,40 @@ def _attach(whole: jax.Array, part: jax.Array, dim: int) -> jax.Array:
         return whole, None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        summed = gradient.astype(part.dtype)
-        summed = jax.lax.psum_scatter(summed, "data", scatter_dimension=dim, tiled=True)
-        return jnp.zeros_like(gradient), summed
+        return jnp.zeros_like(gradient), _sum_and_scatter(gradient, jax.ShapeDtypeStruct(part.shape, part.dtype), dim)
 
     attach.defvjp(forward, backward)
     return attach(whole, part)
+
+
+def _sum_and_scatter(gradient: jax.Array, part: jax.ShapeDtypeStruct, dim: int) -> jax.Array:
+    """Sum a gradient over `data` in the dtype of a device's part, and keep that part of it.
+
+    Of a large gradient (an embedding's) a piece at a time, so that a copy of it in float32 is never whole.
+    """
+
+    def scatter(piece: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(piece.astype(part.dtype), "data", scatter_dimension=dim, tiled=True)
+
+    split, count = _pieces(gradient, dim)
+    if count == 1:
+        return scatter(gradient)
+    width = gradient.shape[split] // count
+
+    def one(summed: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        piece = jax.lax.dynamic_slice_in_dim(gradient, start, width, axis=split)
+        return jax.lax.dynamic_update_slice_in_dim(summed, scatter(piece), start, axis=split), None
+
+    return jax.lax.scan(one, jnp.zeros(part.shape, part.dtype), jnp.arange(count) * width)[0]
+
+
+def _pieces(gradient: jax.Array, dim: int) -> tuple[int, int]:
+    """The dim over which a gradient is taken in pieces, and their number; 1 where it is scattered at once."""
+    layout = current_layout()
+    # Pieces of what is sharded over another axis would be gathered over it.
+    if layout is None or layout.mesh.size > layout.mesh.shape["data"]:
+        return dim, 1
+    wanted = -(-gradient.size // _PIECE)
+    others = [(size, other) for other, size in enumerate(gradient.shape) if other != dim]
+    size, split = max(others, default=(1, dim))
+    return split, next((count for count in range(wanted, min(4 * wanted, size) + 1) if size % count == 0), 1)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from jaxtrain.errors import StorageError
-from jaxtrain.metrics.writers import JsonlWriter, Scalars
+from jaxtrain.metrics.writers import JsonlWriter, Scalars, row_of, text_row_of
 
 # Rows that wait while nothing can be written; at a row per second these are three hours.
 _MOST_WAITING = 10_000
@@ -29,10 +29,10 @@ class LastingWriter:
         self._reason: str | None = None
 
     def scalars(self, step: int, values: Scalars) -> None:
-        self._add(step, self._writer.row(step, values))
+        self._add(step, row_of(step, values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._add(step, self._writer.text_row(step, name, text))
+        self._add(step, text_row_of(step, name, text))
 
     def close(self) -> None:
         """Write the rows that wait, and close the file.
@@ -52,7 +52,7 @@ class LastingWriter:
 
     def is_in_place(self) -> bool:
         """Whether the file that rows are written to is the one at its path."""
-        return self._writer.is_in_place()
+        return self._writer.file.is_in_place()
 
     def write_again(self) -> str:
         """Write a file that vanished from its path again, with the rows that it had.
@@ -60,9 +60,9 @@ class LastingWriter:
         Returns:
             What became of the rows, for people.
         """
-        content = self._writer.content()
+        content = self._writer.file.content()
         try:
-            self._writer.replace(b"" if content is None else content)
+            self._writer.file.replace(b"" if content is None else content)
         except OSError as error:
             self._reason = error.strerror or str(error)
             return f"metrics.jsonl cannot be written again: {self._reason}"
@@ -84,7 +84,7 @@ class LastingWriter:
         while self._waiting:
             step, row = self._waiting[0]
             try:
-                self._writer.append(row)
+                self._writer.file.append(row)
             except OSError as error:
                 self._reason = error.strerror or os.strerror(error.errno or 0)
                 if before is None:

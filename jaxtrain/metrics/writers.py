@@ -1,10 +1,6 @@
 """Where metrics are written: one small protocol, a file that is always written, and dashboards by choice."""
 
-import contextlib
-import errno
-import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,14 +12,8 @@ from jaxtrain.config.local_path import local_path
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.event_files import TensorBoardWriter
-from jaxtrain.runtime.files import (
-    identity,
-    plain_number,
-    put_aside,
-    write_bytes_atomic,
-    write_lines_atomic,
-    write_text_atomic,
-)
+from jaxtrain.metrics.row_file import RowFile
+from jaxtrain.runtime.files import plain_number, put_aside, write_lines_atomic, write_text_atomic
 
 Scalars = Mapping[str, float | int | None]
 
@@ -99,7 +89,7 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = local_path(path, what="file of metrics")
-        self._file: io.FileIO | None = None
+        self.file = RowFile(self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -108,74 +98,10 @@ class JsonlWriter:
         self.close()
 
     def scalars(self, step: int, values: Scalars) -> None:
-        self.append(self.row(step, values))
+        self.file.append(row_of(step, values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self.append(self.text_row(step, name, text))
-
-    def row(self, step: int, values: Scalars) -> Mapping[str, object]:
-        """Return the row of some numbers, for `append`."""
-        step, write = _checked_step(step), "writer.scalars(int(state.step), {'loss': float(metrics['loss'])})"
-        check_kind(values, Mapping, what="JsonlWriter.scalars: values", takes="a dict of numbers", write=write)
-        for name, value in values.items():
-            if value is not None and np.ndim(value):
-                what = f"JsonlWriter.scalars: {name!r}"
-                raise ConfigError(refusal(what, "one number", value, "float(...) of one entry, or a name per entry"))
-        return {"step": step} | {name: plain_number(value) for name, value in values.items()}
-
-    def text_row(self, step: int, name: str, text: str) -> Mapping[str, object]:
-        """Return the row of a text, for `append`."""
-        write = "writer.text(1, 'sample', 'Once upon a time')"
-        check_kind(text, str, what="JsonlWriter.text: text", takes="a text", write=write)
-        return {"step": _checked_step(step), name: text}
-
-    def append(self, row: Mapping[str, object]) -> None:
-        """Write a row, all of it or nothing.
-
-        Raises:
-            OSError: it cannot be written; the file is as it was.
-        """
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        file = self._open()
-        size = file.seek(0, os.SEEK_END)
-        try:
-            # A disk that fills up takes the beginning of a line without an error.
-            written = file.write(line)
-            if written != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(size)
-            raise
-
-    def is_in_place(self) -> bool:
-        """Whether the file that is open is the one at its path; True where none is open."""
-        if self._file is None:
-            return True
-        found = os.fstat(self._file.fileno())
-        return identity(self.path) == (found.st_dev, found.st_ino)
-
-    def content(self) -> bytes | None:
-        """Return what the open file holds, although its name may be gone; None where it cannot be read."""
-        if self._file is None:
-            return b""
-        try:
-            self._file.seek(0)
-            return self._file.read()
-        except OSError:
-            return None
-
-    def replace(self, content: bytes) -> None:
-        """Write the file at its path anew, and go on there.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        put_aside(self.path)
-        write_bytes_atomic(self.path, content)
-        self._open()
+        self.file.append(text_row_of(step, name, text))
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of steps after `step`, and incomplete lines; the file is replaced atomically.
@@ -191,20 +117,36 @@ class JsonlWriter:
             write_lines_atomic(self.path, (line for line in self._lines() if _is_kept(line, step)))
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.file.close()
 
     def _lines(self) -> Iterator[str]:
         with self.path.open(encoding="utf-8", errors="replace") as file:
             yield from file
 
-    def _open(self) -> io.FileIO:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            put_aside(self.path)
-            self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
-        return self._file
+
+def row_of(step: int, values: Scalars) -> Mapping[str, object]:
+    """Return the row of some numbers.
+
+    Args:
+        step: number of the step.
+        values: name -> number; None is a value that is not known.
+
+    Raises:
+        ConfigError: a step or a value of another type.
+    """
+    step, write = _checked_step(step), "writer.scalars(int(state.step), {'loss': float(metrics['loss'])})"
+    check_kind(values, Mapping, what="JsonlWriter.scalars: values", takes="a dict of numbers", write=write)
+    for name, value in values.items():
+        if value is not None and np.ndim(value):
+            what = f"JsonlWriter.scalars: {name!r}"
+            raise ConfigError(refusal(what, "one number", value, "float(...) of one entry, or a name per entry"))
+    return {"step": step} | {name: plain_number(value) for name, value in values.items()}
+
+
+def text_row_of(step: int, name: str, text: str) -> Mapping[str, object]:
+    """Return the row of a text; see `row_of`."""
+    check_kind(text, str, what="JsonlWriter.text: text", takes="a text", write="writer.text(1, 'sample', 'Once upon')")
+    return {"step": _checked_step(step), name: text}
 
 
 def _checked_step(step: Any) -> int:

@@ -15,7 +15,7 @@ from jax.extend import random as extended
 
 from jaxtrain.layout.sharding import platform
 
-# Threefry-2x32 with 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2 and 3.3.
+# Threefry-2x32 with 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _GROUPS = 5  # of four rounds

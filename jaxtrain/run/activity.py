@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.errors import PreemptedError
+
 # The steps whose median stands for a usual one.
 _KEPT_STEPS = 101
 WAITING_FOR_DATA = "waiting for data"
@@ -60,6 +62,7 @@ class Activity:
         moment: what the process is doing.
         totals: of the steps that are done.
         writing: the checkpoint that is written in the background and when that began; None: there is none.
+        failure: the error that this process ends with, while it closes its files; None: there is none.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,6 +70,7 @@ class Activity:
         self.moment = Moment("start", 0, 0, clock())
         self.totals = Totals()
         self.writing: tuple[Path, float] | None = None
+        self.failure: BaseException | None = None
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._settled: float | None = None
 
@@ -80,6 +84,17 @@ class Activity:
             yield
         finally:
             self._enter(before)
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Note the error of a block before anything is closed: closing may wait for the other processes."""
+        try:
+            yield
+        except PreemptedError:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def progressed(self) -> None:
         """Take note that the phase, such as an evaluation of many batches, has made progress."""

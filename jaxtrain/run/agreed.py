@@ -28,6 +28,12 @@ MAY_DIFFER = (
     "logging.trackio",
     "logging.project",
 )
+_JAX_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+)
 
 
 def agree_on_start(loaded: Loaded, run_dir: Path, *, resume: str | None) -> None:
@@ -56,12 +62,7 @@ def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
     config = flat(loaded.config.model_dump(mode="json"))
     facts = {key: (value, loaded.origins.get(key, "")) for key, value in config.items() if key not in MAY_DIFFER}
     versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
-    settings = {
-        "jax_enable_x64": jax.config.jax_enable_x64,
-        "jax_default_matmul_precision": jax.config.jax_default_matmul_precision,
-        "jax_threefry_partitionable": jax.config.jax_threefry_partitionable,
-        "jax_default_prng_impl": jax.config.jax_default_prng_impl,
-    }
+    settings = {name: jax.config.values[name] for name in _JAX_SETTINGS}
     return {
         **facts,
         **versions,

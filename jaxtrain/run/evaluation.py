@@ -16,6 +16,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.run.evaluation_checks import check_evaluated, check_evaluation
+from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.batch import BatchFeed, is_placed
 from jaxtrain.train.checks import check_task
@@ -83,6 +84,7 @@ class Evaluator:
             self.feed = BatchFeed(step, task, microbatches(self._pipeline, 1))
             options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
         self._jitted = jax.jit(self._sums, static_argnums=4, compiler_options={**options.used} or None)
+        self._compiled: set[int | None] = set()
         self._count = jax.jit(_rows_before_padding)
 
     def _sums(
@@ -145,7 +147,13 @@ class Evaluator:
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue
-            sums = jax.device_get(self._jitted(params, model_state, dict(batch), (step, number), num_rows))
+            arguments = (params, model_state, dict(batch), (step, number), num_rows)
+            if num_rows not in self._compiled:
+                # jax keeps what is compiled here for the call below.
+                mesh = self._sharded_model.mesh
+                compiled_by_all(mesh, lambda arguments=arguments: self._jitted.lower(*arguments).compile())
+                self._compiled.add(num_rows)
+            sums = jax.device_get(self._jitted(*arguments))
             for name, (total, weight) in sums.items():
                 before = totals.get(name, (0.0, 0.0))
                 # A total has no weight: it is added up and not divided.

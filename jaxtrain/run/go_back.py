@@ -33,6 +33,5 @@ def restored_before(
         CheckpointError: the checkpoint cannot be read.
     """
     target = without_base(step.abstract_state, trained_leaves(step))
-    checkpointer.wait()
     state = checkpointer.restore(as_saved(target, checkpointer, step=spike.to_step), step=spike.to_step)
     return as_kept(state if frozen is None else with_base(state, frozen), step)

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.errors import DataError, PreemptedError
+from jaxtrain.runtime.early_signals import end_at_signal
 from jaxtrain.runtime.notebook import in_notebook
 from jaxtrain.runtime.notices import watch_metadata
 from jaxtrain.runtime.remarks import print_remark
@@ -96,6 +97,7 @@ class Interrupt:
         self._notice = ""
         self._reason = ""
         self._since: float | None = None
+        self._is_told = False
         self._insisted: float | None = None
         self._watcher: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
@@ -226,7 +228,7 @@ class Interrupt:
         for number in _NAMES:
             handler = signal.getsignal(number)
             is_jax = self._several and number == signal.SIGTERM
-            if not is_jax and (number not in _ONLY_WHERE_DEADLY or handler is signal.SIG_DFL):
+            if not is_jax and (number not in _ONLY_WHERE_DEADLY or handler in (signal.SIG_DFL, end_at_signal)):
                 self._previous[number] = signal.signal(number, self._handle)
         read, write = os.pipe()
         os.set_blocking(write, False)
@@ -244,6 +246,8 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         is_first, self._wanted = not self._wanted, True
+        if self._since is None:  # this thread may be quicker than the one that watches
+            self._reason, self._since = self._notice or _NAMES[signal.Signals(number)], time.monotonic()
         if is_first and self._place is not None and self._place.raises:
             raise StopNow
 
@@ -281,12 +285,14 @@ class Interrupt:
     def _hear(self, number: signal.Signals) -> None:
         if number == signal.SIGHUP:
             _forget_lost_terminal()
-        if self._since is None:
+        if not self._is_told:
             is_notice = number == signal.SIGTERM and self._notice
             self._note(self._notice if is_notice else _NAMES[number], more=number == signal.SIGINT)
 
     def _note(self, reason: str, *, more: bool = False) -> None:
-        self._reason, self._since = reason, time.monotonic()
+        self._is_told = True
+        if self._since is None:
+            self._reason, self._since = reason, time.monotonic()
         place = self._place
         does = "finishing the step, saving" if place is None else place.says
         ending = "; press again to stop at once" if more else ""

@@ -7,15 +7,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.train.assemble import Run
 
+# In one batch.
+_MOST_EPOCHS = 10_000
 _MEMORY = Path("/proc/meminfo")
 
 
 def check_memory(run: Run) -> None:
-    """Raise where the state or a batch of a run is larger than all memory that there is for it.
+    """Raise where the state or a batch of a run is larger than all memory that there is for it, or all data many times.
 
     What passes may still not fit beside the rest of a step; what fails would be killed by the system, or page for ever.
 
@@ -25,8 +28,13 @@ def check_memory(run: Run) -> None:
     Raises:
         ConfigError: names the bytes, those of the machine, and the key to change.
     """
-    host = _host_bytes()
     rows = run.config.train.global_batch_size
+    if not isinstance(run.data.train, BatchStream) and rows > _MOST_EPOCHS * len(run.data.train):
+        raise ConfigError(
+            f"train.global_batch_size={rows}: every batch would hold the {len(run.data.train)} rows of the data more "
+            f"than {_MOST_EPOCHS} times; lower it"
+        )
+    host = _host_bytes()
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.batches.spec()))
     batch = whole // jax.process_count()
     if host is not None and batch > host:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.spikes import check_roll_back
@@ -46,7 +47,7 @@ from jaxtrain.run.resume import (
     set_aside,
 )
 from jaxtrain.run.roll_back import RECORD, check_can_go_back
-from jaxtrain.run.saves import RunSaves, mirror_folder
+from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
 from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
@@ -224,7 +225,7 @@ def _assembled(
 ) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config = loaded.config
-    check_roll_back(config.spikes, every=config.checkpoint.every, keep_last=config.checkpoint.keep_last)
+    check_roll_back(config.spikes, config.checkpoint)
     if own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if model is None and data is None:

@@ -71,11 +71,6 @@ class DeviceDigests:
 
         self._program = jax.jit(digests)
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether any array is on more than one device."""
-        return any(len(group) > 1 for one in self.copies for group in one.groups)
-
     def __call__(self, state: Any) -> np.ndarray:
         """The digests of a state: uint32 [devices, arrays, 2], equal on all processes."""
         # Awaited: with two programs in flight, emulated devices can wait for each other for ever.

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.directory import DamagedError, list_steps
+from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
+from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.checkpoint.tree import is_inside, stored_name
+from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree_path import path_name
 
@@ -57,7 +60,7 @@ def restore_for_evaluation(
         CheckpointError: there is no such checkpoint, none is intact, it is of another model, or its base is gone or
             another.
     """
-    checkpoints = Checkpointer(run_dir / "checkpoints", read_only=True)
+    checkpoints = Checkpointer(_folder(run_dir, report), read_only=True)
     steps = checkpoints.steps()
     if not steps:
         raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
@@ -76,6 +79,19 @@ def restore_for_evaluation(
                     report(f"{error}; an older one is used")
     first = next(iter(damaged.values()), f"step {step} was deleted while it was read")
     raise CheckpointError(first if step is not None else f"no intact checkpoint is left in {run_dir}: {first}")
+
+
+def _folder(run_dir: Path, report: Callable[[str], None]) -> Path:
+    """The checkpoints of a run, or their second copies where there are none."""
+    folder = run_dir / "checkpoints"
+    if live_steps(folder) or not is_run(run_dir):
+        return folder
+    settings = read_run(run_dir)["config"].get("checkpoint")
+    copies = mirror_folder(settings.get("mirror") if isinstance(settings, dict) else None, run_dir)
+    if copies is None or not list_steps(copies):
+        return folder
+    report(f"no checkpoint is left in {folder}: the copies in {copies} are used")
+    return copies
 
 
 def _restore(

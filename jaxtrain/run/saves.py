@@ -1,5 +1,6 @@
 """The saves of a run: when one is due, and what one that fails means for the training."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,8 @@ from jaxtrain.run.save_clock import SaveClock
 from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
 
-
-def mirror_folder(mirror: str | None, run_dir: Path) -> Path | None:
-    """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
-    return None if mirror is None else Path(mirror).expanduser().absolute() / run_dir.absolute().name
+# How a run may end in one process while the others are elsewhere, so that they agree on nothing.
+OF_ONE_PROCESS = ("failed", "stopped")
 
 
 class RunSaves:
@@ -55,6 +54,11 @@ class RunSaves:
         self._complete = checkpointer.latest_step()
         self._place = identity(run_dir)
         self._is_wanted = False
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save was under way at the last `check`, so that the watchdog counts its time."""
+        return self._pending is not None and self._unheard is None and self._complete != self._pending
 
     def is_due(self, number: int) -> bool:
         """Whether the state after step `number` is to be saved; asked once after every step."""
@@ -124,24 +128,30 @@ class RunSaves:
         if self._failure is not None:
             raise StorageError(f"{self._failure}; {self._left()}")
 
-    def close(self, *, hurry: bool = False) -> None:
-        """Finish the last save, then release the threads.
+    def close(self, *, hurry: bool = False, agrees: bool = True) -> None:
+        """Finish the last save, then release the threads; a second call raises nothing.
 
         Args:
             hurry: see `wait`.
+            agrees: whether the other processes close too, so that all can hear of a failure.
 
         Raises:
             StorageError: the last save failed.
         """
         try:
-            self.wait(hurry=hurry)
+            if agrees or not self._several:
+                self.wait(hurry=hurry)
+            else:
+                with contextlib.suppress(SaveError):  # another failure ends the run
+                    self._checkpointer.settle()
         finally:
-            self._checkpointer.close(hurry=True)
+            self._failure = None  # it is said once: what ends after it must end
+            self._checkpointer.release()
 
     def _settle(self, *, hurry: bool) -> None:
         failure, self._unheard = self._unheard, None
         try:
-            self._checkpointer.wait(hurry=hurry)
+            self._checkpointer.settle() if hurry else self._checkpointer.wait()
         except SaveError as error:
             failure = error
         pending, self._pending = self._pending, None

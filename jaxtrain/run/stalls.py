@@ -17,7 +17,7 @@ STALLS = "stalls"
 # A step, or the wait for its batch, may take this many times the median.
 _TIMES_MEDIAN = 10
 # While a process starts, one call into C code can keep its other threads from running for a minute.
-_PATIENCE_AT_START = 4
+_PATIENCE_AT_START = 2
 _AT_START = ("start", "reading data")
 _KEYS = {
     "start": "start_seconds",

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.directory import list_steps
+from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.runtime.remarks import print_remark
@@ -55,7 +55,7 @@ def read_position(run_dir: Path) -> Position:
     """How far the run of a directory is; damaged or missing files count as nothing done."""
     saved = 0
     with contextlib.suppress(CheckpointError):
-        saved = max(list_steps(run_dir / "checkpoints"), default=0)
+        saved = max(live_steps(run_dir / "checkpoints"), default=0)
     return Position(max(_last_row(run_dir / "metrics.jsonl"), saved), saved)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.arguments import check_choice, check_kind
+from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.config.schema import EarlyStoppingConfig
 from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
@@ -153,11 +154,12 @@ def train_loaded(
         files_for_the_group(),
         shown,
         distributed.on_main_process(RunLock(folder)),
-        Interrupt(loaded.config.notices) as interrupt,
+        Interrupt(loaded.config.notices or NoticesConfig()) as interrupt,
         watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
     ):
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
-        from jaxtrain.run.session import close_session, train_session
+        from jaxtrain.run.session import close_session
+        from jaxtrain.run.train_session import train_session
 
         with interrupt.free_to_leave():
             if main:
@@ -176,7 +178,7 @@ def train_loaded(
                 activity=activity,
                 main=main,
             )
-        with closing_on_failure(lambda status: close_session(session, status)):
+        with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
             return train_session(session)
 
 

@@ -20,18 +20,22 @@ from jaxtrain.run.activity import Activity
 from jaxtrain.run.stalls import behind, budget, describe_processes, patience, place, stall_path, write_stacks
 from jaxtrain.run.stragglers import Stragglers
 from jaxtrain.runtime.exchange import open_exchange
-from jaxtrain.runtime.heartbeats import Exchange, News
+from jaxtrain.runtime.heartbeats import LOST, Exchange, News
 from jaxtrain.runtime.notebook import in_notebook
 from jaxtrain.runtime.remarks import print_remark
 
-STALLED = 70
 _INTERRUPTED = 130
 _TICK_SECONDS = 1.0
+# Process 0 hears at most this many processes per second, so that it stays below half a percent of a core.
+_PROCESSES_PER_SECOND = 64
+_LONGEST_TICK_SECONDS = 4.0
 # Whoever waits in the same collective as the process that failed gets an error of the network too, a moment before or
 # after the reason is known.
 _REASON_SECONDS = 5.0
 # A process that failed by itself says its own line first.
 _OWN_ERROR_SECONDS = 2.0
+# A process that failed has this long to close its files; another one may be missing in what that waits for.
+_CLOSE_SECONDS = 60.0
 # The end must not wait for a file system that hangs, nor for a terminal that nobody reads.
 _END_SECONDS = 10.0
 _WRITE_SECONDS = 2.0
@@ -49,6 +53,8 @@ class Watchdog:
         process: index of this process.
         num_processes: of the run.
         report: called with one line that names a slow process, on process 0.
+        clock: gives seconds.
+        exits: ends this process with an exit code.
     """
 
     def __init__(
@@ -61,19 +67,25 @@ class Watchdog:
         process: int,
         num_processes: int,
         report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        exits: Callable[[int], NoReturn] = os._exit,
     ) -> None:
         self._config, self._activity, self._exchange = config, activity, exchange
         self._run_dir = run_dir.absolute()  # a script may change the working directory
         self._shown_dir = run_dir
         self._process, self._num_processes, self._report = process, num_processes, report
+        self._clock, self._exits = clock, exits
         self._host = socket.gethostname()
         self._stragglers = Stragglers(config.slow_fraction)
-        self._tick = min(_TICK_SECONDS, *(seconds / 4 for seconds in _limits(config)))
+        tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, num_processes / _PROCESSES_PER_SECOND))
+        self._tick = min(tick, *(seconds / 4 for seconds in _limits(config)))
         self._not_running: list[tuple[float, float]] = []
         self._left: tuple[float, News] | None = None
         self._farewell: tuple[int, str] | None = None
         self._has_left = threading.Event()
         self._has_told = False
+        self._has_said_farewell = False
+        self._failed_at: float | None = None
         self._thread = threading.Thread(target=self._watch, name="jaxtrain-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -100,7 +112,7 @@ class Watchdog:
             while self._farewell is None:
                 self._round()
             code, text = self._farewell
-            self._exchange.leave(code, text)
+            self._say_farewell(code, text)
             self._has_left.set()
             # At its exit jax waits for process 0, which may be lost meanwhile.
             while not code and self._exchange.is_waiting():
@@ -114,9 +126,9 @@ class Watchdog:
             self._exchange.close()
 
     def _round(self) -> None:
-        began = time.monotonic()
+        began = self._clock()
         news = self._listen()
-        now = time.monotonic()
+        now = self._clock()
         late = now - began - self._tick
         if late > max(2.0, 2 * self._tick):
             # The machine slept, or this process was stopped: nobody stood still for that long.
@@ -124,6 +136,8 @@ class Watchdog:
             self._exchange.forgive()
             news = [one for one in news if not (one.kind == "lost" and one.text.startswith("silent"))]
         if self._farewell is not None:
+            return
+        if self._activity.failure is not None and self._has_failed(self._activity.failure, now):
             return
         for one in news:
             self._hear(one, late)
@@ -133,21 +147,41 @@ class Watchdog:
         self._check(now)
         self._look_for_stragglers()
 
+    def _has_failed(self, error: BaseException, now: float) -> bool:
+        """Tell the others that this process ends by itself, before it closes its files; that has a limit too.
+
+        Returns:
+            False while another process may be the reason.
+        """
+        self._failed_at = self._failed_at or now
+        if _may_follow(error) and now - self._failed_at < _REASON_SECONDS:
+            return False
+        code, text = _farewell(error)
+        self._say_farewell(code, text)
+        if self._num_processes > 1 and now - self._failed_at > _CLOSE_SECONDS:
+            self._end(f"{text} (closing the files of the run took more than {_CLOSE_SECONDS:g} s)", code)
+        return True
+
+    def _say_farewell(self, code: int, text: str) -> None:
+        if not self._has_said_farewell:
+            self._has_said_farewell = True
+            self._exchange.leave(code, text)
+
     def _listen(self) -> list[News]:
         status = self._activity.status()
         return self._exchange.round(status, self._tick, lambda said: patience(self._config, said))
 
     def _hear(self, one: News, late: float) -> None:
         if one.kind == "end":
-            self._end(one.text, STALLED)
+            self._end(one.text, LOST)
         if one.kind == "left":
-            self._left = self._left or (time.monotonic(), one)
+            self._left = self._left or (self._clock(), one)
             return
         if late > self._config.lost_seconds / 2:
-            self._end(f"this process was not running for {late:.0f} s, and the others have ended", STALLED)
+            self._end(f"this process was not running for {late:.0f} s, and the others have ended", LOST)
         self._end(
             f"{self._named(one.process)} was lost, last heard of {place(self._status_of(one.process))}: {one.text}",
-            STALLED,
+            LOST,
         )
 
     def _check(self, now: float) -> None:
@@ -183,11 +217,11 @@ class Watchdog:
                 write_stacks(path, text, [])
                 print_remark(f"jaxtrain: {text}; interrupt the cell to stop; stacks: {path}")
             return
-        self._end(text, STALLED)
+        self._end(text, LOST)
 
     def _end(self, text: str, code: int) -> NoReturn:
         """Say why, write the stacks, tell the others, and end this process."""
-        guard = threading.Timer(_END_SECONDS, os._exit, (code,))
+        guard = threading.Timer(_END_SECONDS, self._exits, (code,))
         guard.daemon = True
         guard.start()
         own, peers = self._activity.status(), self._exchange.peers()
@@ -203,7 +237,8 @@ class Watchdog:
         writer.join(_WRITE_SECONDS)
         self._exchange.end(text)
         writer.join(_WRITE_SECONDS)
-        os._exit(code)
+        guard.cancel()
+        self._exits(code)
 
     def _named(self, process: int) -> str:
         return f"process {process} of {self._num_processes} (host {self._host_of(process)})"
@@ -282,11 +317,18 @@ def watched(config: WatchdogConfig | None, run_dir: Path, report: Callable[[str]
     try:
         yield activity
     except BaseException as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error) and not is_alone:
+        if _may_follow(error) and not is_alone:
             watchdog.await_reason()
         watchdog.stop(*_farewell(error))
         raise
     watchdog.stop(0, "")
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Whether an error may be the consequence of another process being lost: a collective failed."""
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
 
 
 def _farewell(error: BaseException) -> tuple[int, str]:

@@ -12,12 +12,15 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, UserError
+from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, StorageError, UserError
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import detect_cluster, environment_number
 from jaxtrain.runtime.remarks import print_remark
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 Work = TypeVar("Work")
 # Fact -> its value and where it was set ("" where that says nothing).
@@ -30,7 +33,7 @@ _JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 # How long a process with an error waits for those that it tells of it.
 _TELLING_SECONDS = 60
 _LONGEST_VALUE = 80
-_ERRORS = {error.exit_code: error for error in (ConfigError, DataError, CheckpointError, DivergedError)}
+_ERRORS = {error.exit_code: error for error in (ConfigError, DataError, CheckpointError, DivergedError, StorageError)}
 # Every process asks for the same barriers in the same order, and none of them twice.
 _numbers = itertools.count()
 
@@ -51,6 +54,23 @@ def meet() -> None:
     wait = multihost.get_barrier_sync_fn()
     # A process that tells of an error meets the others wherever they are, so that the place is not in the key.
     wait(key=f"jaxtrain {next(_numbers)}", timeout_ms=_LONGEST_WAIT_MILLISECONDS)
+
+
+def compiled_by_all(mesh: "Mesh", compile_program: Callable[[], object]) -> None:
+    """Compile a program in every process before one of them runs it, and waits in its first collective for the others.
+
+    Where not every process takes part nothing is done, since the call of the program compiles it.
+
+    Args:
+        mesh: the devices that run the program.
+        compile_program: compiles; what it gives is dropped, because jax keeps it for the call.
+    """
+    import jax
+
+    count = jax.process_count()
+    if count > 1 and len({device.process_index for device in mesh.devices.flat}) == count:
+        compile_program()
+        meet()
 
 
 def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] | None = None) -> Work:

@@ -10,18 +10,19 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.arguments import check_whole
+from jaxtrain.config.arguments import check_number, check_whole, refusal
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
 from jaxtrain.runtime.compilation_cache import use_cache
+from jaxtrain.runtime.heartbeats import LOST
 from jaxtrain.runtime.node_devices import local_device_ids
 from jaxtrain.runtime.relay import relayed
 from jaxtrain.runtime.remarks import print_remark
 
 # A process that is silent for this long counts as failed, and the others end: they cannot continue without it.
 _HEARTBEAT_SECONDS = 30
-# While a process starts, the watchdog bears 4 times the usual silence.
-_TIMES_LOST = 6
+# While a process starts, the watchdog bears twice the usual silence.
+_TIMES_LOST = 3
 # jax aborts a process, with a stack trace, when others do not join in time; our own limit ends this much earlier.
 _ABORT_MARGIN_SECONDS = 60
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
@@ -61,6 +62,11 @@ def start(
         # Each is a thread, and more than this many stop the process.
         emulate = check_whole(emulate, what="emulate (number of devices)", least=1, most=4096, write="start(emulate=8)")
         _emulate(emulate)
+    if lost_seconds is not None:
+        takes, write = "a number of seconds above 0", "start(lost_seconds=25)"
+        check_number(lost_seconds, what="start: lost_seconds", takes=takes, write=write)
+        if lost_seconds <= 0:
+            raise ConfigError(refusal("start: lost_seconds", takes, lost_seconds, write))
     use_cache(compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
@@ -120,7 +126,7 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
         else:
             address = cluster.coordinator
             if lost_seconds is not None and cluster.process_id != 0:
-                address = relayed(address, timeout=limits["initialization_timeout"])
+                address = relayed(address, timeout=limits["initialization_timeout"], lost=_coordinator_lost)
             jax.distributed.initialize(
                 address,
                 cluster.num_processes,
@@ -135,6 +141,12 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
         raise ConfigError(failure((str(error).splitlines() or [type(error).__name__])[0][:200])) from error
     finally:
         timer.cancel()
+
+
+def _coordinator_lost() -> None:
+    """Ends this process, whose client of the coordinator waits for an answer that does not come."""
+    print_remark("jaxtrain: process 0 was lost: the coordinator closed its connection, and this process ends too")
+    os._exit(LOST)
 
 
 @contextlib.contextmanager

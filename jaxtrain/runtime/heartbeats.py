@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+# The exit code of a run that stood still, or whose other processes are lost.
+LOST = 70
 # A process that sends more without a line end is none of ours.
 _MOST_BYTES = 1 << 20
 # What waits for a process that reads nothing; it is silent itself, and found by that.

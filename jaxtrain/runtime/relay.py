@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 65_536
+_LOST_SECONDS = 5.0
 
 
-def relayed(coordinator: str, *, timeout: float) -> str:
+def relayed(coordinator: str, *, timeout: float, lost: Callable[[], None]) -> str:
     """Start a relay to the coordinator.
 
     It listens on a Unix socket in a folder of this user, so that nothing else can use it. The folder is removed once
@@ -27,6 +28,8 @@ def relayed(coordinator: str, *, timeout: float) -> str:
     Args:
         coordinator: `host:port` of process 0.
         timeout: seconds for which the coordinator is tried; it starts when process 0 does.
+        lost: called where the coordinator has closed its connection for 5 seconds and the client has not: whoever
+            watches the run has said more by then, and ended the process.
 
     Returns:
         The address that jax's client is given in place of the coordinator's; the coordinator's own where this system
@@ -47,7 +50,7 @@ def relayed(coordinator: str, *, timeout: float) -> str:
         listener.close()
         shutil.rmtree(folder, ignore_errors=True)
         return coordinator
-    _start(_accept, listener, folder, upstream, timeout)
+    _start(_accept, listener, folder, upstream, timeout, lost)
     return f"unix:{path}"
 
 
@@ -57,18 +60,20 @@ def _start(function: Callable[..., None], *arguments: object) -> threading.Threa
     return thread
 
 
-def _accept(listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float) -> None:
+def _accept(
+    listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float, lost: Callable[[], None]
+) -> None:
     """Serve connections for as long as the client may still need a first or second one."""
     deadline = time.monotonic() + timeout
     listener.settimeout(timeout)
     with contextlib.suppress(OSError), listener:
         while time.monotonic() < deadline:
             client, _ = listener.accept()
-            _start(_connect, client, upstream, deadline)
+            _start(_connect, client, upstream, deadline, lost)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float) -> None:
+def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, lost: Callable[[], None]) -> None:
     while True:
         try:
             server = socket.create_connection(upstream, timeout=5)
@@ -81,15 +86,23 @@ def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float) 
     with client, server:
         server.settimeout(None)
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answers = _start(_copy, server, client)
+        has_ended = threading.Event()
+        answers = _start(_answer, server, client, has_ended, lost)
         _copy(client, server)
         # The coordinator may have gone: what the client says is heard until it ends the connection itself.
         with contextlib.suppress(OSError):
             while client.recv(_CHUNK_BYTES):
                 pass
+        has_ended.set()
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)
         answers.join()
+
+
+def _answer(server: socket.socket, client: socket.socket, has_ended: threading.Event, lost: Callable[[], None]) -> None:
+    _copy(server, client)
+    if not has_ended.wait(_LOST_SECONDS):
+        lost()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

@@ -91,7 +91,7 @@ NASTY = [
     "name='null'",
     "name='12:30'",
     "name='a: b # c'",
-    "name='é\u2028'",
+    "evaluation.sample_prompt='é\u2028'",
     "name='2024-01-01'",
 ]
 

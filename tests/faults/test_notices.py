@@ -1,6 +1,7 @@
 """A signal in every phase of a run: it is saved, ends with exit code 75, and goes on as if nothing had been."""
 
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -75,7 +76,6 @@ def test_a_signal_while_a_checkpoint_is_restored_loses_nothing(tmp_path: Path, u
 # compilation: no handler runs there again.
 PROCESSES: dict[str, tuple[str, list[signal.Signals], int, int | None]] = {
     "compiling, SIGUSR1": ("stuck model", [signal.SIGUSR1], 75, None),
-    "compiling, SIGTERM": ("stuck model", [signal.SIGTERM], 75, None),
     "compiling, Ctrl-C twice": ("stuck model", [signal.SIGINT, signal.SIGINT], 130, None),
     "in a callback, SIGHUP": ("stuck callback after step 2", [signal.SIGHUP], 75, 2),
     "waiting for data, SIGUSR2": ("training row 6", [signal.SIGUSR2], 75, 1),
@@ -150,9 +150,8 @@ def run_two(run_dir: Path, fault: str, number: signal.Signals | None) -> list[tu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
-def test_two_processes_leave_an_evaluation_together(number: signal.Signals, tmp_path: Path) -> None:
-    stopped = run_two(tmp_path / "run", "slow evaluation", number)
+def test_two_processes_leave_an_evaluation_together(tmp_path: Path) -> None:
+    stopped = run_two(tmp_path / "run", "slow evaluation", signal.SIGUSR1)
     assert [code for code, _ in stopped] == [75, 75], stopped
     assert all("stopped after step 2 of 6" in text for _, text in stopped), stopped
     again = run_two(tmp_path / "run", "no fault", None)
@@ -160,3 +159,28 @@ def test_two_processes_leave_an_evaluation_together(number: signal.Signals, tmp_
     whole = run_two(tmp_path / "whole", "no fault", None)
     assert [code for code, _ in whole] == [0, 0], whole
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_a_lost_terminal_saves_the_run(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """The kernel sends SIGHUP, and every further write to the terminal fails."""
+    terminal, own = pty.openpty()
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), str(tmp_path), "callback after step 2"]
+    name = os.ttyname(own)
+    # The first terminal that the first process of a session opens becomes the one whose loss it hears of.
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$@" <{name} >{name} 2>&1', "sh", *command],
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
+        start_new_session=True,
+    )
+    said = b""
+    while b"AT callback" not in said:
+        said += os.read(terminal, 4096)
+    os.close(own)
+    os.close(terminal)
+    try:
+        assert process.wait(timeout=60) == 75, said
+    finally:
+        process.kill()
+    fit(tmp_path / "run", lambda name: None)
+    assert outcome(tmp_path / "run") == undisturbed

@@ -140,8 +140,8 @@ def test_two_processes_name_the_rank_of_a_flipped_bit_and_a_row(tmp_path: Path) 
     for rank in ("0", "1"):
         found = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": rank}
         command = [sys.executable, str(Path(__file__).with_name("number_runs.py")), str(tmp_path / "run")]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen(command, text=True, env={**os.environ, **found}, **pipes))
+        pipe = subprocess.PIPE
+        ranks.append(subprocess.Popen(command, text=True, env={**os.environ, **found}, stdout=pipe, stderr=pipe))
     try:
         outputs = [rank.communicate(timeout=200) for rank in ranks]
     finally:

@@ -149,10 +149,13 @@ def test_a_limit_of_file_sizes_is_one_line_per_save(tmp_path: Path, capfd: pytes
 
 def test_the_mirror_is_used_where_the_first_copy_is_gone_or_damaged(tmp_path: Path, undisturbed: Path) -> None:
     run_dir, copies = tmp_path / "run", tmp_path / "mirror" / "run"
-    settings = dict(checkpoint__every=4, checkpoint__mirror=str(tmp_path / "mirror"))
+    settings: dict[str, Any] = dict(checkpoint__every=4, checkpoint__mirror=str(tmp_path / "mirror"))
     train(run_dir, **settings, train__steps=8)
     assert {path.name for path in copies.iterdir()} == {"4", "8", "mirror_of.json"}
     shutil.rmtree(run_dir / "checkpoints")
+    lines: list[str] = []
+    assert jt.open_run(run_dir, report=lines.append).step == 8
+    assert "the copies in" in lines[0]
     _, shown = train(run_dir, **settings, train__steps=10)
     assert shown.said("no checkpoint is left", "step 8 was copied back")
     files = [path for path in (run_dir / "checkpoints" / "10" / "state").rglob("d/*") if path.is_file()]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.spikes import SpikesConfig, check_roll_back
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.roll_back import RECORD, SpikeError, batch_of, recorded, with_spike
@@ -59,8 +60,9 @@ def test_checkpoints_must_reach_back_far_enough(
     every: int | None, keep_last: int, steps: int, message: str | None
 ) -> None:
     spikes = SpikesConfig(action="roll_back", roll_back_steps=steps)
+    checkpoint = CheckpointConfig(every=every, keep_last=keep_last)
     if message is None:
-        check_roll_back(spikes, every=every, keep_last=keep_last)
+        check_roll_back(spikes, checkpoint)
         # Indeed: from every spike some checkpoint that is kept is old enough, once there are enough.
         assert every is not None
         for spike in range(10 * every + 1, 11 * every + 1):
@@ -68,4 +70,4 @@ def test_checkpoints_must_reach_back_far_enough(
             assert any(step <= spike - steps for step in saved)
     else:
         with pytest.raises(ConfigError, match=message):
-            check_roll_back(spikes, every=every, keep_last=keep_last)
+            check_roll_back(spikes, checkpoint)

@@ -58,8 +58,8 @@ def test_every_phase_has_its_limit(phase, median, seconds, key):
 @pytest.mark.parametrize(
     ("status", "seconds"),
     [
-        pytest.param({}, 32, id="nothing-said-yet"),
-        pytest.param({"phase": "reading data"}, 32, id="reading"),
+        pytest.param({}, 16, id="nothing-said-yet"),
+        pytest.param({"phase": "reading data"}, 16, id="reading"),
         pytest.param({"phase": "step"}, 8, id="step"),
     ],
 )
@@ -194,19 +194,17 @@ class Rounds(Alone):
 
 
 @pytest.fixture
-def watch(tmp_path, monkeypatch, capfd):
+def watch(tmp_path, capfd):
     """Runs rounds of a watchdog over an activity, and returns what it said where it ended the process."""
 
     def end(code):
         raise Ended(code)
 
     clock = Clock()
-    monkeypatch.setattr("jaxtrain.run.watchdog.os._exit", end)
-    monkeypatch.setattr("jaxtrain.run.watchdog.time.monotonic", clock)
     activity = Activity(clock)
 
     def run(rounds, seconds):
-        options = {"process": 0, "num_processes": 1, "report": pytest.fail}
+        options = {"process": 0, "num_processes": 1, "report": pytest.fail, "clock": clock, "exits": end}
         watchdog = Watchdog(LIMITS, activity, Rounds(clock, seconds), tmp_path, **options)
         code = None
         try:

@@ -178,9 +178,11 @@ def test_where_process_0_cannot_be_reached_the_run_goes_on(monkeypatch):
     assert "process 1 cannot reach the heartbeats of process 0 at 127.0.0.1 port" in line
 
 
-def test_the_relay_hides_the_end_of_the_coordinator():
+def test_the_relay_hides_the_end_of_the_coordinator(monkeypatch):
+    monkeypatch.setattr("jaxtrain.runtime.relay._LOST_SECONDS", 0.5)
+    lost = threading.Event()
     with socket.create_server((HOST, 0)) as coordinator:
-        address = relayed(f"{HOST}:{coordinator.getsockname()[1]}", timeout=5)
+        address = relayed(f"{HOST}:{coordinator.getsockname()[1]}", timeout=5, lost=lost.set)
         assert address.startswith("unix:/")
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(address.removeprefix("unix:"))
@@ -193,3 +195,18 @@ def test_the_relay_hides_the_end_of_the_coordinator():
             client.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 client.recv(1)
+            assert not lost.is_set(), "who watches the run comes first"
+            assert lost.wait(5)
+
+
+def test_the_relay_ends_with_its_client(monkeypatch):
+    monkeypatch.setattr("jaxtrain.runtime.relay._LOST_SECONDS", 0.1)
+    with socket.create_server((HOST, 0)) as coordinator:
+        address = relayed(f"{HOST}:{coordinator.getsockname()[1]}", timeout=5, lost=pytest.fail)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address.removeprefix("unix:"))
+            server, _ = coordinator.accept()
+        server.settimeout(5)
+        with server:
+            assert server.recv(1) == b"", "the coordinator hears that the client has ended"
+        time.sleep(0.3)

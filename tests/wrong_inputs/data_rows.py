@@ -41,6 +41,7 @@ ROWS = {
     "Batches: a seed of words": (lambda: batches_of(seed="a"), "not 'a'", "seed=0"),
     "Batches: shuffle as a word": (lambda: batches_of(shuffle="yes"), "not 'yes'", "shuffle=True"),
     "Batches: no workers": (lambda: batches_of(workers=0), "not 0", "workers="),
+    "Batches.row_numbers: a batch below 0": (lambda: given.batches().row_numbers(-1), "not -1", "row_numbers(0)"),
     "Batches.load: a batch below 0": (lambda: given.batches().load(-1, device_shardings()), "not -1", "load(0, "),
     "Batches.load: a word": (lambda: given.batches().load("a", device_shardings()), "not 'a'", "load(0, "),
     "Batches.load: past the end": (

@@ -254,6 +254,8 @@ ROWS = {
     "shard_model: no task": (lambda: jt.shard_model(given.model(), task=3), "3", "Task("),
     "start: no devices": (lambda: jt.start(emulate=0), "not 0", "start(emulate=8)"),
     "start: words": (lambda: jt.start(emulate="8"), "not '8'", "start(emulate=8)"),
+    "start: words as seconds": (lambda: jt.start(lost_seconds="25"), "not '25'", "lost_seconds=25"),
+    "start: no seconds": (lambda: jt.start(lost_seconds=0), "not 0", "lost_seconds=25"),
     "start: after jax has started": (lambda: jt.start(emulate=3), "8 devices", "before"),
     "start: a number as cache": (lambda: jt.start(compilation_cache=3), "not 3", "write it as text"),
 }

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtrain.config.data import TableData
 from jaxtrain.data.examples import Examples, matching_reading, split_examples
 from jaxtrain.data.files import BYTE_ORDER_MARK, COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
+from jaxtrain.data.row_names import NamedRows
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
 
@@ -92,7 +93,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         num_outputs = len(names)
         task = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
     return Examples(
-        train=ArrayRows({"inputs": inputs[train], "targets": targets[train]}),
+        train=NamedRows({"inputs": inputs[train], "targets": targets[train]}, label=table.label, numbers=train),
         validation=ArrayRows({"inputs": inputs[validation], "targets": targets[validation]})
         if len(validation)
         else None,

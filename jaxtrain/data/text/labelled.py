@@ -227,7 +227,7 @@ def _made(
     counts = f"{len(records.train):,} training rows and {len(records.validation):,} validation rows"
     kind = "bytes" if isinstance(tokens.tokenizer, ByteTokenizer) else "tokenizer of the tokenizers library"
     return TextRows(
-        train=RaggedRows(columns, segments, targets, records.train),
+        train=RaggedRows(columns, segments, targets, records.train, label=records.label),
         validation=RaggedRows(columns, segments, targets, records.validation) if len(records.validation) else None,
         tokenizer=tokens.tokenizer,
         num_outputs=len(classes) if classes is not None else 1 if is_number else None,

@@ -60,6 +60,7 @@ class RaggedRows(Rows):
         segments: Entry of `inputs` that says what is real -> the entry whose lists it describes.
         targets: One list per row, or an array [R, ...] of one target per row.
         numbers: Which of the rows, int64.
+        label: What they are rows of, for messages; None: not known.
     """
 
     def __init__(
@@ -68,9 +69,15 @@ class RaggedRows(Rows):
         segments: Mapping[str, str],
         targets: Column | np.ndarray,
         numbers: np.ndarray,
+        *,
+        label: str | None = None,
     ):
         super().__init__(len(numbers))
         self._columns, self._segments, self._targets, self._numbers = dict(columns), dict(segments), targets, numbers
+        self._label = label
+
+    def name_of(self, number: int) -> str | None:
+        return None if self._label is None else f"row {self._numbers[number] + 1:,} of {self._label}"
 
     def gather(self, indices: np.ndarray) -> Row:
         numbers = self._numbers[indices % len(self)]

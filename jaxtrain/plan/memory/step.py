@@ -125,31 +125,27 @@ def _parameters(
     local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
     for_state = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
     zero = stage_over_data(config.parallel.zero) if degrees["data"] > 1 else 0
-    gradients = stored * local
+    gradients = min(stored, size) * local
     layer_by_layer = layer_by_layer and degrees["pipe"] == 1
-    # Of one layer or of one parameter outside the stack: its gradient before it is added to a sum or scattered, and
-    # that of the next.
+    # Of one layer or of one parameter outside the stack: its gradient before it is added to a sum or scattered.
     one_layer = size * _largest_layer(trained, degrees)
     unscattered = 0.0
     if batch.microbatches > 1:
         scatters = zero == 2 and degrees["pipe"] == 1
         gradients = _FP32 * (for_state if zero == 2 else local)
         if scatters:
-            # Sums over `data` are float32.
-            unscattered = 2 * one_layer * _FP32 / size
+            # And that of the next.
+            unscattered = 2 * one_layer
             gradients += 0 if layer_by_layer else _FP32 * for_state
         else:
             # Else the gradient of a microbatch comes whole, and in float32; on a pipeline that of a chunk.
             gradients += one_layer if layer_by_layer else (_FP32 + size / 2) * local
     elif zero:
         # Each layer's gradient is scattered as soon as it is there.
-        gradients, unscattered = size * for_state, 2 * one_layer
-    # Layers are cast one at a time, inside the loop over them; what stands outside the stack is cast whole. Of a loop
-    # over microbatches compilers cast all before it. With ZeRO a step begins with a copy of all that is trained.
-    all_at_once = batch.microbatches > 1
-    copied = [
-        one for one in placed if ((all_at_once or one.scan is None) and size < one.itemsize) or (zero and one.trained)
-    ]
+        gradients, unscattered = size * for_state, one_layer
+    # All is cast before the loops over microbatches and layers. With ZeRO a step begins with a copy of all that is
+    # trained.
+    copied = [one for one in placed if size < one.itemsize or (zero and one.trained)]
     cast = float(size * sum(local_size(one.shape, one.entries, degrees) for one in copied))
     gathered: dict[str | None, float] = {}
     if degrees["fsdp"] > 1:

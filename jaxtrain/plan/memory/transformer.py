@@ -22,6 +22,8 @@ _FP32 = 4
 # compiler fuses more.
 _SCORE_WORK = {"gpu": 9, "tpu": 4, "cpu": 9}
 _SCORE_KEPT = {"gpu": 9, "tpu": 6, "cpu": 9}
+# More of the same where queries share keys: XLA for GPUs keeps copies with the dims of a group in another order.
+_GROUPED_SCORE_WORK = {"gpu": 3, "tpu": 0, "cpu": 0}
 # Tensors of the width of the residual stream that the backward pass of a block works on beside matmul results.
 _STREAMS = 6
 # And those that remat "none" keeps of each norm and the sum beside it. The two norms of a parallel block begin alike,
@@ -113,7 +115,8 @@ def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedul
     again = 0.0 if remat.policy == "none" else outputs + inner if remat.policy in ("full", "sqrt") else inner
     # Of what is offloaded, that of one layer is on its way. More norms than two work on as much again each.
     streams = _STREAMS + 2 * max(0, norms - 2)
-    block = again + moved + streams * stream + (_SCORE_WORK[kind] + size) * max(scores, crossed)
+    score_work = _SCORE_WORK[kind] + size + (_GROUPED_SCORE_WORK[kind] if groups < heads else 0)
+    block = again + moved + streams * stream + score_work * max(scores, crossed)
     if batch.experts is not None and model.experts is not None:
         block += size * t * 4 * rows * d
         if batch.experts.sums_gradients:

@@ -1,0 +1,115 @@
+"""Signals at random moments of a run, until it is done; then what it left beside what an undisturbed run left.
+
+    python scripts/signal_moments.py --moments 25 --seed 0
+
+Each start of the run gets one signal (TERM, INT, USR1, USR2 or HUP) after a time drawn from the length of an
+undisturbed start, and must end with exit code 75, or 0 where it was done before. It prints a line for each, with the
+seconds from the signal to the end, and ends with exit code 1 where anything differs.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint import Checkpointer
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+STEPS = 40
+CONFIG = {
+    "name": "moments",
+    "model": {"kind": "transformer", "num_layers": 2, "embed_dim": 32, "num_heads": 4, "max_sequence_length": 32},
+    "data": {"kind": "text", "tokenizer": {"kind": "byte"}},
+    "train": {"steps": STEPS, "global_batch_size": 8},
+    "evaluation": {"every": 8, "max_batches": 20, "sample_prompt": "The", "sample_tokens": 20},
+    "checkpoint": {"every": 10, "keep_last": 9},
+    "logging": {"every": 1, "tensorboard": False},
+}
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """What must not depend on the signals."""
+    with Checkpointer(run_dir / "checkpoints", read_only=True) as checkpointer:
+        info = checkpointer.verify(STEPS)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "checkpoint": info.digests,
+        "eval_loss": info.eval_loss,
+        "losses": [(row["step"], row["loss"]) for row in rows if "loss" in row],
+        "evaluations": [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row],
+        "sample": (run_dir / "sample.txt").read_text(),
+        "status": json.loads((run_dir / "run.json").read_text())["status"],
+        "report": (run_dir / "report.html").exists(),
+    }
+
+
+def start(config: Path, run_dir: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "jaxtrain", "train", str(config), "--run-dir", str(run_dir)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def run_to_the_end(config: Path, run_dir: Path) -> float:
+    """The seconds that a start without a signal takes."""
+    began = time.monotonic()
+    process = start(config, run_dir)
+    _, said = process.communicate(timeout=600)
+    if process.returncode:
+        sys.exit(f"a start without a signal ended with exit code {process.returncode}:\n{said}")
+    return time.monotonic() - began
+
+
+def signalled(config: Path, run_dir: Path, number: signal.Signals, after: float) -> tuple[int, float, str]:
+    """Exit code, seconds from the signal to the end, and standard error of a start that gets a signal."""
+    process = start(config, run_dir)
+    try:
+        process.wait(timeout=after)
+    except subprocess.TimeoutExpired:
+        process.send_signal(number)
+    sent = time.monotonic()
+    _, said = process.communicate(timeout=300)
+    return process.returncode, time.monotonic() - sent, said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moments", type=int, default=25, help="number of signals")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and signals")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "moments.yaml"
+        config.write_text(json.dumps(CONFIG))  # JSON is YAML
+        run_to_the_end(config, Path(folder) / "first")  # compiles
+        length = run_to_the_end(config, Path(folder) / "whole")
+        whole = outcome(Path(folder) / "whole")
+        run_dir = Path(folder) / "run-0"
+        for moment in range(options.moments):
+            number, after = draw.choice(SIGNALS), draw.uniform(0.1, length)
+            code, seconds, said = signalled(config, run_dir, number, after)
+            last = re.sub(r"\s+", " ", said.strip().splitlines()[-1] if said.strip() else "")[:150]
+            print(f"{moment:3} {number.name} after {after:.1f} s: exit code {code}, {seconds:.1f} s later; {last}")
+            # Ctrl-C is Python's before the run begins, and so are all signals before Python has begun.
+            is_early = code < 0 or code == 130
+            if code not in (0, 75) and not (is_early and "step" not in said):
+                wrong.append(f"moment {moment}: exit code {code}: {said[-2000:]}")
+            if code == 0 or moment == options.moments - 1:
+                run_to_the_end(config, run_dir)
+                found = outcome(run_dir)
+                wrong += [f"{run_dir.name}: {key} differs" for key, value in whole.items() if found[key] != value]
+                run_dir = Path(folder) / f"run-{moment + 1}"
+    print("\n".join(wrong) or "nothing was lost")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""A verified step is there at any time, whatever fails; the mirror holds what the directory holds."""
+
+import errno
+import itertools
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.checkpoint import Checkpointer, aftercare
+from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.space import SaveError, check_space, needed_bytes
+from jaxtrain.config import load_config
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.run.save_clock import SaveClock
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"step": jnp.int32(number), "x": jnp.arange(64, dtype=jnp.float32) * number}
+
+
+def save(checkpointer: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        checkpointer.save(step, state(step), metadata={"step": step})
+    checkpointer.wait()
+
+
+def damage(folder: Path, step: int) -> None:
+    files = [path for path in (folder / str(step) / "state").rglob("d/*") if path.is_file()]
+    max(files, key=lambda path: path.stat().st_size).write_bytes(b"damage")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        save(checkpointer, 1)
+        # What a bad memory bar or disk does between the write and the read.
+        found = aftercare.verify_on_host
+        monkeypatch.setattr(aftercare, "verify_on_host", lambda info: (damage(tmp_path, info.step), found(info)))
+        with pytest.raises(SaveError, match=r"checkpoint .*2 .*read back after the save \(renamed to 2\.corrupt-"):
+            save(checkpointer, 2)
+        assert checkpointer.steps() == [1]
+        monkeypatch.undo()
+        save(checkpointer, 3)
+        assert checkpointer.steps() == [3]
+
+
+def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules would delete step 2 for step 3, which cannot be read back, and keep step 1 for its number."""
+
+    def unreadable(info: Any) -> None:
+        raise CheckpointError("Stale file handle")
+
+    with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
+        save(checkpointer, 0, 2)
+        checkpointer.verify(2)
+        monkeypatch.setattr(aftercare, "verify_on_host", unreadable)
+        save(checkpointer, 3)
+        assert checkpointer.steps() == [0, 2, 3]
+        monkeypatch.undo()
+        save(checkpointer, 4)
+        assert checkpointer.steps() == [0, 4]
+
+
+def test_a_save_that_does_not_fit_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1)
+        monkeypatch.setattr("jaxtrain.checkpoint.space.free_bytes", lambda folder: 1000)
+        with pytest.raises(SaveError, match=r"No space left on device: it takes 256 KiB, and 1 KiB are free in "):
+            save(checkpointer, 2)
+        assert names(tmp_path) == {"1"}
+    monkeypatch.undo()
+    check_space(tmp_path / "not" / "there" / "yet", 1, what="cannot save")
+    assert needed_bytes(10**12) < 1.03 * 10**12
+
+
+def test_the_mirror_holds_what_the_directory_holds(tmp_path: Path) -> None:
+    here, there = tmp_path / "run", tmp_path / "mirror"
+    settings: dict[str, Any] = dict(keep_last=1, keep_every=4, mirror=there)
+    with Checkpointer(here, **settings) as checkpointer:
+        save(checkpointer, 4, 5, 6)
+        assert names(there) == {"4", "6", "mirror_of.json"}
+        checkpointer.restore(state(0), step=4)
+        save(checkpointer, 5)  # going back: step 6 is abandoned, here and there
+        assert checkpointer.steps() == [4, 5]
+    left = {name.partition("-")[0] for name in names(there)}
+    assert left == {"4", "5", "mirror_of.json", "abandoned"}
+    damage(here, 5)
+    lines: list[str] = []
+    with Checkpointer(here, **settings, report=lines.append) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 5
+    assert "copied back" in lines[0]
+    shutil.rmtree(here)
+    with Checkpointer(here, **settings) as checkpointer:
+        assert checkpointer.latest_step() == 5
+        checkpointer.begin_anew()
+        shutil.rmtree(here)
+        save(checkpointer, 1)
+        assert names(here) == {"1"}
+    assert "5" not in names(there)
+
+
+def test_a_damaged_step_and_a_damaged_copy_are_no_step(tmp_path: Path) -> None:
+    here, there = tmp_path / "run", tmp_path / "mirror"
+    with Checkpointer(here, mirror=there) as checkpointer:
+        save(checkpointer, 1, 2)
+    damage(here, 2)
+    damage(there, 2)
+    with Checkpointer(here, mirror=there, report=lambda line: None) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 1
+        with pytest.raises(DamagedError):
+            Checkpointer(there, read_only=True).verify(2)
+
+
+def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "a", mirror=tmp_path / "mirror") as checkpointer:
+        save(checkpointer, 1)
+    with pytest.raises(ConfigError, match=r"mirror holds the copies of .*/a, not of .*/b; name another folder"):
+        Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
+    with pytest.raises(ConfigError, match="is inside"):
+        Checkpointer(tmp_path / "a", mirror=tmp_path / "a" / "mirror")
+
+
+def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr("jaxtrain.checkpoint.mirror.copy_step", lambda *arguments, **more: answers.wait())
+    monkeypatch.setattr(aftercare, "_PATIENCE_SECONDS", 0.1)
+    lines: list[str] = []
+    began = time.monotonic()
+    with Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror", report=lines.append) as checkpointer:
+        save(checkpointer, 1, 2)
+        assert checkpointer.steps() == [1, 2]
+    assert time.monotonic() - began < 60  # a hang
+    assert any("stands still" in line for line in lines)
+    answers.set()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("checkpoint.mirror=gs://bucket/x", "gs://bucket/x is not a path on this machine"),
+        ("checkpoint.mirror=''", "it is empty"),
+        ("checkpoint.every_minutes=0", "every_minutes"),
+        ("checkpoint.max_failed_in_a_row=0", "max_failed_in_a_row"),
+    ],
+)
+def test_settings_that_mean_nothing(value: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
+        load_config(overrides=[value])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("skew", [0.0, 1e6], ids=["same clocks", "clocks apart"])
+def test_processes_agree_when_minutes_have_passed(skew: float) -> None:
+    """Steps of one second, and of ten from step 200 on; a save every two minutes."""
+    now, answers = [0.0], []
+
+    def first(decide: Any) -> int:
+        answers.append(decide())
+        return answers[-1]
+
+    clocks = [SaveClock(2, clock=lambda: now[0], agree=first)]
+    clocks.append(SaveClock(2, clock=lambda: skew + 3 * now[0], agree=lambda decide: answers[-1]))
+    saved = []
+    for number in range(1, 301):
+        now[0] += 1.0 if number < 200 else 10.0
+        due = [clock.is_due(number) for clock in clocks]
+        assert due[0] == due[1]
+        if due[0]:
+            saved.append(number)
+            for clock in clocks:
+                clock.saved()
+    # At one second per step every 120 steps, then every 12; the first after the change is asked for too late by at most
+    # half of what was left.
+    assert saved[0] == 120
+    assert saved[1] in range(208, 222)
+    assert {after - before for before, after in itertools.pairwise(saved[1:])} <= {12, 13}
+    assert len(answers) < 12 * len(saved)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("place", ["record", "arrays"])
+def test_what_cannot_be_opened_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with Checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1, 2)
+        if place == "record":
+            monkeypatch.setattr("jaxtrain.checkpoint.directory.json.loads", refuse)
+        else:
+            monkeypatch.setattr("orbax.checkpoint.AsyncCheckpointer.restore", refuse)
+        monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.0)
+        with pytest.raises(CheckpointError, match=f"cannot read checkpoint .*{os.strerror(number)}") as caught:
+            checkpointer.restore(state(0))
+        monkeypatch.undo()
+        assert not isinstance(caught.value, DamagedError)
+        assert names(tmp_path) == {"1", "2"}
