@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
-from jaxtrain.runtime import collector, distributed
+from jaxtrain.runtime import collector
 from jaxtrain.runtime.accelerators import has_accelerator
 from jaxtrain.runtime.allocator import restart
-from jaxtrain.runtime.early_signals import end_at_signals
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, write_error
 
@@ -226,7 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `jaxtrain`; None: those of this process.
 
     Returns:
-        The exit code: 0 done, 2 config or usage, 3 data, 4 checkpoint, 5 diverged, 75 stopped and saved, 130 Ctrl-C.
+        The exit code: 0 done, 2 config or usage, 3 data, 4 checkpoint, 5 diverged, 70 stood still or lost a process, 75
+        stopped and saved, 130 Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
@@ -234,6 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         restart(accelerator=has_accelerator())
     if arguments is None and words[:1] == ["train"]:
         collector.pause()
+        from jaxtrain.runtime.early_signals import end_at_signals
+
         end_at_signals()
     # What stands behind "--" is for a command that is run by this one.
     end = words.index("--") if "--" in words else len(words)
@@ -261,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line, code = _explain(error)
         print_remark(line)
         if not isinstance(error, ConfigError | PreemptedError):  # these meet every process alike
+            from jaxtrain.runtime import distributed
+
             distributed.leave(code)
         return code
     finally:

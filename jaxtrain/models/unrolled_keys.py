@@ -46,7 +46,7 @@ def _implementation() -> Hashable:
     )
 
 
-def _seed(seed: jax.Array) -> jax.Array:
+def _seed(seed: jax.Array | int) -> jax.Array:
     """The words of a key from an integer of 32 bits."""
     low = jnp.asarray(seed).astype(jnp.uint32)
     return jnp.stack([jnp.zeros_like(low), low])

@@ -222,7 +222,7 @@ def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: s
         def of(starts: ByPath, sums: ByPath, factor: jax.Array) -> tuple[tuple[jax.Array, Any], LossParts]:
             # A parameter that no dim of divides has no part: it is differentiated itself.
             chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
-            given = {name: (part, dims[name]) for name, part in starts.items() if dims[name] is not None}
+            given = {name: (part, dim) for name, part in starts.items() if (dim := dims[name]) is not None}
             with contextlib.ExitStack() as contexts:
                 if reduction is not None:
                     contexts.enter_context(use_parts(given))

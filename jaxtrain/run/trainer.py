@@ -158,7 +158,8 @@ def train_loaded(
         watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
     ):
         from jaxtrain.run.prepare import closing_on_failure, prepare_session
-        from jaxtrain.run.session import close_session, train_session
+        from jaxtrain.run.session import close_session
+        from jaxtrain.run.train_session import train_session
 
         with interrupt.free_to_leave():
             if main:

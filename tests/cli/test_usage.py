@@ -192,6 +192,6 @@ def test_options_stand_anywhere_and_overrides_take_dashes(monkeypatch):
     for words in same:
         assert main(["train", *words.split()]) == 0
     expected = dict(
-        config="quickstart", overrides=["train.steps=5", "seed=3"], run_dir="r", resume="auto", emulate=None
+        config="quickstart", overrides=["train.steps=5", "seed=3"], run_dir="r", resume="auto", restarts=0, emulate=None
     )
     assert seen == [expected] * len(same)

@@ -141,8 +141,11 @@ print(f"start {number} of process {os.environ['JAX_PROCESS_ID']}", file=sys.stde
 if os.environ["JAX_PROCESS_ID"] == "0":
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    open("first", "w").close()
     time.sleep(60 if number == 0 or sys.argv[1] == "waits" else 0)
 elif number == 0 and sys.argv[1] == "dies":
+    while not os.path.exists("first"):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 elif sys.argv[1] == "waits":
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))

@@ -199,9 +199,9 @@ def test_the_largest_batch_of_the_analytic_model_fits_and_the_next_does_not():
 
 # id: (config, target, overrides, what the first line begins with)
 DO_NOT_FIT = {
-    "no sharding": ("llama3_8b", "h100x8", ["parallel.fsdp=1"], "parallel.fsdp=8: "),
+    "no sharding": ("llama3_8b", "h100x8", ["parallel.fsdp=1"], "parallel.zero=1: "),
     "no remat": ("llama3_8b", "h100x8", ["remat.policy=none"], "remat.policy=dots: "),
-    "large microbatches": ("llama3_8b", "a100-40x8", ["train.accumulation_steps=1"], "train.accumulation_steps=4: "),
+    "large microbatches": ("llama3_8b", "a100-40x8", ["train.accumulation_steps=1"], "train.accumulation_steps=2: "),
     "several ways": (
         *("llama3_8b", "h100x8", ["remat.policy=dots", "parallel.fsdp=4", "train.accumulation_steps=4"]),
         "remat.policy=full: ",
@@ -209,11 +209,11 @@ DO_NOT_FIT = {
     "images": ("resnet50_imagenet", "l4", [], "train.accumulation_steps="),
     "two changes": (
         *("llama3_8b", "a100-40x8", ["remat.policy=dots", "train.accumulation_steps=1"]),
-        "remat.policy=full and train.accumulation_steps=4: ",
+        "remat.policy=full and train.accumulation_steps=2: ",
     ),
     # A microbatch keeps its rows on each device: 8 rows in 8 microbatches of one are 2 of 4.
     "more devices": (
-        *("llama3_8b", "h100", ["parallel.fsdp=1", "train.global_batch_size=8"]),
+        *("llama3_8b", "h100", ["parallel.fsdp=1", "train.global_batch_size=8", "model.size=llama2_13b"]),
         "h100x4 with parallel.fsdp=4 and train.accumulation_steps=2: ",
     ),
     "more devices and remat": (

@@ -39,7 +39,8 @@ def test_options_reach_the_program(tmp_path, way):
 
 def test_an_unknown_option_is_told_and_the_others_are_used():
     step = small_step(xla_no_such_option=1, xla_llvm_disable_expensive_passes=False)
-    shipped = {option.name: option.value for option in OPTIONS if option.backend == "cpu"}
+    of_cpu = [option for option in OPTIONS if option.backend == "cpu"]
+    shipped = {option.name: option.value for option in of_cpu if not option.convolutional}
     assert step.compiler_options.used == {**shipped, "xla_llvm_disable_expensive_passes": False}
     assert step.compiler_options.dropped == (
         "the compiler for cpu does not know xla_no_such_option, so programs go without it",
@@ -83,3 +84,10 @@ def test_an_older_compiler_gets_the_older_names(monkeypatch, name):
 
 def test_each_option_has_its_reason():
     assert all(option.reason and option.seen for option in OPTIONS)
+
+
+def test_steps_of_convolutions_have_options_of_their_own():
+    of_cpu = {option.name: option.value for option in OPTIONS if option.backend == "cpu"}
+    chosen = choose_options(jax.devices("cpu")[0], 1, convolutional=True)
+    assert chosen.used == of_cpu
+    assert chosen.dropped == ()

@@ -1,0 +1,31 @@
+"""The norm of all gradients, in one sum and in slices."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain.train.gradient_norm import gradient_norm
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((3, 3, 128, 64), id="large: in slices"),
+        pytest.param((257, 255), id="large, and does not divide"),
+        pytest.param((7,), id="small"),
+    ],
+)
+def test_slices_give_the_norm(shape):
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    tree = {"a": values, "frozen": None, "b": np.array([3.0, 4.0], np.float32)}
+    found, expected = jax.jit(lambda tree: (gradient_norm(tree, sliced=True), optax.tree.norm(tree)))(tree)
+    # float32 sums of 73,728 squares, in another order.
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_one_bad_number_shows_in_the_norm(bad):
+    values = np.zeros((16, 2**12), np.float32)
+    values[3, 5] = bad
+    assert not np.isfinite(gradient_norm({"a": values}, sliced=True))
