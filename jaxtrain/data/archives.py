@@ -1,4 +1,4 @@
-"""Checks a NumPy archive before it is unpacked: a file of kilobytes can hold terabytes of zeros. No jax here."""
+"""Checks a NumPy archive before it is unpacked: a file of kilobytes can hold terabytes of zeros."""
 
 import math
 import os

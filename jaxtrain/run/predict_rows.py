@@ -10,6 +10,7 @@ import numpy as np
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import ImageFolderData, LabelledTextData, TaggedTextData
 from jaxtrain.config.local_path import local_path
+from jaxtrain.data.archives import check_archive
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.sources.images import centered_images, image_files, is_image_file
 from jaxtrain.data.sources.published_images import published_images
@@ -118,6 +119,7 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
 
 def _read_arrays(path: Path) -> np.ndarray:
     file = require_file(path, what=_WHAT)
+    check_archive(file)
     try:
         found = np.load(file, allow_pickle=False)
         if isinstance(found, np.ndarray):

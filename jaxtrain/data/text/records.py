@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.files import BYTE_ORDER_MARK, COMPRESSED_SUFFIXES, check_is_text, decode_utf8, require_file
+from jaxtrain.data.files import (
+    BYTE_ORDER_MARK,
+    COMPRESSED_SUFFIXES,
+    check_is_text,
+    decode_utf8,
+    read_file,
+    read_lines,
+    require_file,
+)
 from jaxtrain.errors import DataError
 
 
@@ -92,7 +100,7 @@ def column_names(path: str, *, what: str) -> list[str]:
     file = require_file(path, what=what)
     match file.suffix:
         case ".csv":
-            text = decode_utf8(file.read_bytes(), path=file).removeprefix(BYTE_ORDER_MARK)
+            text = decode_utf8(read_file(file), path=file).removeprefix(BYTE_ORDER_MARK)
             names = next(csv.reader(io.StringIO(text, newline="")), [])
         case ".jsonl":
             names = list(next(json_objects(file), ("", {}))[1])
@@ -112,7 +120,7 @@ def _missing(where: str, key: str | None, name: str, there: Sequence[str]) -> Da
 
 
 def _csv_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
-    text = decode_utf8(file.read_bytes(), path=file).removeprefix(BYTE_ORDER_MARK)
+    text = decode_utf8(read_file(file), path=file).removeprefix(BYTE_ORDER_MARK)
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
         header = next(reader, [])
@@ -147,27 +155,26 @@ def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         DataError: A line is not UTF-8, not JSON, or no object.
     """
     offset = 0
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            text, where = decode_utf8(line, path=file, offset=offset).strip(), f"{file}:{number}"
-            offset += len(line)
-            text = text.removeprefix(BYTE_ORDER_MARK).strip()
-            if not text:
-                continue
-            try:
-                found = json.loads(text)
-            except json.JSONDecodeError as error:
-                reason = f"{error.msg} at column {error.colno}"
-                raise DataError(f"{where} is not JSON: {reason}; fix or remove the line") from None
-            except RecursionError:
-                raise DataError(f"{where} is nested too deeply; fix or remove the line") from None
-            except ValueError:  # Python reads no whole number of thousands of digits
-                raise DataError(f"{where} holds a number that is too long; fix or remove the line") from None
-            if not isinstance(found, dict):
-                raise DataError(
-                    f"{where} holds a value of type {type(found).__name__}, not an object; write one object per line"
-                )
-            yield where, found
+    for number, line in enumerate(read_lines(file), start=1):
+        text, where = decode_utf8(line, path=file, offset=offset).strip(), f"{file}:{number}"
+        offset += len(line)
+        text = text.removeprefix(BYTE_ORDER_MARK).strip()
+        if not text:
+            continue
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at column {error.colno}"
+            raise DataError(f"{where} is not JSON: {reason}; fix or remove the line") from None
+        except RecursionError:
+            raise DataError(f"{where} is nested too deeply; fix or remove the line") from None
+        except ValueError:  # Python reads no whole number of thousands of digits
+            raise DataError(f"{where} holds a number that is too long; fix or remove the line") from None
+        if not isinstance(found, dict):
+            raise DataError(
+                f"{where} holds a value of type {type(found).__name__}, not an object; write one object per line"
+            )
+        yield where, found
 
 
 def _jsonl_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
