@@ -54,9 +54,10 @@ class SkippedRecords:
         with self._lock:
             if text in self._seen:
                 return
+            # Before it is counted, so that reading it once more is the same error.
+            self._check(of, self._count + 1, text)
             self._seen[text] = None
             self._count += 1
-            self._check(of, self._count, text)
             self._tell(text, self._count)
 
     def set(self, named: Sequence[str], count: int, *, of: int) -> None:
