@@ -39,6 +39,8 @@ class Signals:
         self.children: list[subprocess.Popen[str]] = []
         self.asked = threading.Event()
         self.last: signal.Signals | None = None
+        self._heard: list[signal.Signals] = []
+        self._passed: dict[subprocess.Popen[str], int] = {}
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -53,11 +55,22 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def add(self, child: "subprocess.Popen[str]") -> None:
+        """Add a process; a signal that came while it was being started is passed on to it here."""
+        self.children.append(child)
+        self._tell(child)
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.last = signal.Signals(number)
         self.asked.set()
+        self._heard.append(self.last)
         for child in self.children:
-            child.send_signal(_PASSED_ON[self.last])
+            self._tell(child)
+
+    def _tell(self, child: "subprocess.Popen[str]") -> None:
+        while (count := self._passed.get(child, 0)) < len(self._heard):
+            self._passed[child] = count + 1
+            child.send_signal(_PASSED_ON[self._heard[count]])
 
 
 def start_child(

@@ -119,7 +119,7 @@ def _launch_once(command: Sequence[str], signals: Signals, *, num_processes: int
         for index in range(num_processes):
             environment = {**shared, **meeting, "JAX_PROCESS_ID": str(index)}
             try:
-                processes.append(start_child(command, environment=environment, shown=index == 0))
+                signals.add(start_child(command, environment=environment, shown=index == 0))
             except OSError as error:
                 raise ConfigError(f"cannot start process {index} of {num_processes}: {error.strerror}") from None
         for index, process in enumerate(processes):

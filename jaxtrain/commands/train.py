@@ -14,6 +14,7 @@ from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
+from jaxtrain.runtime.agreement import announced
 from jaxtrain.runtime.attempt import ATTEMPT
 
 
@@ -34,7 +35,6 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
         from jaxtrain.commands.own_code import own_code
         from jaxtrain.run.mended import mend_run
         from jaxtrain.run.trainer import run_config
-        from jaxtrain.runtime.agreement import announced
 
         with announced(emulate=emulate):
             mend_run(config)
@@ -59,8 +59,10 @@ def run_restarted_train(
     Raises:
         ConfigError: the config is wrong, or the process cannot be started.
     """
-    mend_run(config)
-    folder = folder_of(load_config(config, overrides=overrides), run_dir)
+    # One of several processes has a supervisor of its own: the others wait for it, and must hear of a mistake.
+    with announced(emulate=emulate):
+        mend_run(config)
+        folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if emulate is None else ["--emulate", str(emulate)]
     options += ["--debug"] if "--debug" in sys.argv else []
@@ -74,7 +76,8 @@ def run_restarted_train(
                 child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
             except OSError as error:
                 raise ConfigError(f"cannot start the process that trains: {error.strerror}") from None
-            signals.children[:] = [child]
+            signals.children.clear()
+            signals.add(child)
             try:
                 return exit_code(child.wait())
             finally:

@@ -187,15 +187,24 @@ def earlier_seconds(
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `restarts.jsonl`; lines that are no rows are left out."""
+    """The rows of a run's `restarts.jsonl`; lines that are no rows are left out.
+
+    Where each of several processes has a supervisor of its own, each writes a row of one end: the first counts.
+    """
     rows: list[dict[str, Any]] = []
     with suppress(OSError):
         for line in (run_dir / RESTARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):
                 row = json.loads(line)
-                if isinstance(row, dict):
+                if isinstance(row, dict) and not (rows and _is_same_end(rows[-1], row)):
                     rows.append(row)
     return rows
+
+
+def _is_same_end(row: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
+    """Whether two rows are of processes that ran at the same time; one supervisor starts them one after another."""
+    ended, began = row.get("ended"), following.get("began")
+    return isinstance(ended, int | float) and isinstance(began, int | float) and began < ended
 
 
 def _numbers(found: object) -> dict[str, float]:

@@ -25,4 +25,8 @@ def seconds_before(run_dir: Path, before: Mapping[str, Any], *, start: int, bega
     last_sign = None
     with contextlib.suppress(OSError):
         last_sign = (run_dir / "metrics.jsonl").stat().st_mtime
+    ends = [row["ended"] for row in rows if isinstance(row.get("ended"), int | float)]
+    if not number and ends:
+        # The supervisor had given up: that nobody started the run until then is no time of the run.
+        began_at = min(began_at, max(*ends, last_sign or 0.0))
     return earlier_seconds(before, rows, step=start, began_at=began_at, last_sign=last_sign)

@@ -24,6 +24,8 @@ from jaxtrain.runtime.remarks import print_remark
 _LONGEST_WAIT_SECONDS = 60
 # What is read of the end of metrics.jsonl: many rows.
 _TAIL_BYTES = 1 << 16
+# Times of files are kept in ticks, and a process needs longer than this to write its first row.
+_CLOCK_SECONDS = 0.2
 # An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
 # that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
 _NEVER = frozenset(
@@ -127,12 +129,14 @@ def supervise(start: Callable[[int], int], policy: Policy) -> int:
     """
     number, in_a_row, last_failure = 0, 0, None
     while True:
-        before = _position(policy)
+        before, written = _position(policy), _last_written(policy)
         began = time.time()
         code = start(number)
         ended = time.time()
         reached = _position(policy)
-        trained = reached.step > before.saved or reached.saved > before.saved
+        # Rows after the newest checkpoint may be those of the process before.
+        has_rows = not _last_written(policy) == written < began - _CLOCK_SECONDS
+        trained = (reached.step > before.saved and has_rows) or reached.saved > before.saved
         if policy.asked.is_set() or not is_restarted(code, has_trained=trained):
             return code
         in_a_row = 1 if reached.saved > before.saved else in_a_row + 1
@@ -190,6 +194,13 @@ def keeps_old_run(run_dir: Path | None) -> Callable[[], bool]:
 
 def _position(policy: Policy) -> Position:
     return Position() if policy.run_dir is None else read_position(policy.run_dir)
+
+
+def _last_written(policy: Policy) -> float:
+    """When a row of metrics was last written or dropped, in seconds since 1970; 0: never."""
+    with contextlib.suppress(OSError):
+        return 0.0 if policy.run_dir is None else (policy.run_dir / "metrics.jsonl").stat().st_mtime
+    return 0.0
 
 
 def _counted(number: int) -> str:

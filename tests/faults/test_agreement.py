@@ -88,6 +88,12 @@ STARTS = {
         "train.steps: process 0 has 4 (tiny.yaml:1), process 1 has 6 (command line)",
     ),
     "a mistake before joining": ("train.stepz=3", "", 2, "unknown key 'train.stepz' (command line); did you mean"),
+    "a mistake under a supervisor": (
+        "train.stepz=3 --restarts 2",
+        "--restarts 2",
+        2,
+        "unknown key 'train.stepz' (command",
+    ),
     "data of one size": ("data.path=a.txt", "data.path=b.txt", 2, "data (tokens_sha256): process 0 has "),
     "missing data": ("", "data.path=nowhere", 3, "data.path nowhere does not exist"),
 }

@@ -6,6 +6,7 @@ import pytest
 
 from jaxtrain.metrics.report.page import write_report
 from jaxtrain.metrics.time_spent import TimeSpent, counted_from, earlier_seconds, read_restarts, save_entry, with_save
+from jaxtrain.run.restarted import seconds_before
 from jaxtrain.runtime.files import write_json_atomic
 
 SAVE = save_entry(5, {"starting": 2.0, "steps": 8.0}, at=110.0)
@@ -62,6 +63,22 @@ CASES = {
 @pytest.mark.parametrize(("info", "restarts", "step", "last_sign", "seconds"), CASES.values(), ids=CASES)
 def test_what_a_failure_cost(info, restarts, step, last_sign, seconds):
     assert earlier_seconds(info, restarts, step=step, began_at=130.0, last_sign=last_sign) == seconds
+
+
+def test_the_time_after_a_supervisor_gave_up_is_no_time_of_the_run(tmp_path, monkeypatch):
+    (tmp_path / "restarts.jsonl").write_text(json.dumps(row(100.0, 125.0)))
+    before = run("running", {"steps": 8.0}, SAVE)
+    monkeypatch.delenv("JAXTRAIN_ATTEMPT", raising=False)
+    day = seconds_before(tmp_path, before, start=5, began_at=86_525.0)
+    assert day == {"starting": 2.0, "steps": 8.0, "lost steps": 15.0}
+    monkeypatch.setenv("JAXTRAIN_ATTEMPT", "1")
+    assert seconds_before(tmp_path, before, start=5, began_at=130.0)["restarting"] == 5.0
+
+
+def test_an_end_that_several_supervisors_saw_is_one(tmp_path):
+    both = [row(100.0, 114.0), row(100.1, 114.1), row(116.0, 125.0), row(115.9, 125.2)]
+    (tmp_path / "restarts.jsonl").write_text("\n".join(map(json.dumps, both)))
+    assert read_restarts(tmp_path) == both[::2]
 
 
 def test_three_saves_are_kept():

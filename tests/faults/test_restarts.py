@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.commands.children import how_ended
+from jaxtrain.commands.children import Signals, how_ended
 from jaxtrain.run.supervise import Policy, is_restarted, keeps_old_run, read_position, resumed_words, supervise
 
 KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
@@ -101,6 +101,33 @@ def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, wai
     assert [(row["restart"], row["exit_code"], row["step"], row["saved_step"]) for row in rows] == [
         (number + 1, *end) for number, end in enumerate(ends[: len(waits)])
     ]
+
+
+def test_rows_of_the_process_before_are_no_steps_of_this_one(tmp_path):
+    make_position(tmp_path, 7, 5)
+    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
+    policy = Policy(3, tmp_path, Waits(None), how_ended, lambda: None)  # pyright: ignore[reportArgumentType]
+    numbers = []
+    assert supervise(lambda number: numbers.append(number) or 4, policy) == 4
+    assert numbers == [0], "no checkpoint can be used, and none could the next time"
+
+
+def test_a_signal_reaches_a_process_that_was_being_started():
+    class Child:
+        def __init__(self) -> None:
+            self.heard: list[int] = []
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def send_signal(self, number: int) -> None:
+            self.heard.append(number)
+
+    with Signals() as signals:
+        first, second = Child(), Child()
+        for child in (first, second):
+            signals.add(child)  # pyright: ignore[reportArgumentType]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0)
+    assert first.heard == second.heard == [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1]
 
 
 def test_a_signal_between_two_starts_ends_the_wait(tmp_path):
