@@ -20,7 +20,7 @@ from jaxtrain.checkpoint.line import Marks
 from jaxtrain.checkpoint.mirror import Mirror, sync_folder
 from jaxtrain.checkpoint.storage import read_on_host
 from jaxtrain.checkpoint.tree import shown_name
-from jaxtrain.errors import CheckpointError
+from jaxtrain.errors import CheckpointError, ConfigError
 
 # Arrays that are read at once: small ones together, because each read has a cost of its own.
 _READ_BYTES = 64 * 2**20
@@ -152,7 +152,7 @@ class Aftercare:
     def _copy(self, mirror: Mirror, job: _Job) -> None:
         try:
             mirror.copy(job.step, keep=job.keep)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, ConfigError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             line = (
                 f"step {job.step} has no copy in {mirror.folder}: {reason}; training goes on, the next save tries again"

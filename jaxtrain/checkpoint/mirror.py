@@ -78,10 +78,13 @@ class Mirror:
 
         Raises:
             OSError: the folder cannot be reached or written, or a copy is not what was read.
+            ConfigError: another run has made copies there.
         """
         self.folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         if not (self.folder / _OWNER).exists():
             write_json_atomic(self.folder / _OWNER, {"checkpoints": str(self._source)})
+        # With each copy: two runs may have begun before either had made one.
+        self.check_owner()
         directory.clear_leftovers(self.folder)
         # A step of a line that was given up is kept beside the copies, as it is beside the steps.
         self._abandon([other for other in self.steps() if other > step or not self._is_same(other)])

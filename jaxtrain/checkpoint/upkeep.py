@@ -124,9 +124,10 @@ class Upkeep:
     def _bring_back(self, step: int, reason: str) -> bool:
         assert self._mirror is not None
         try:
+            self._mirror.check_owner()
             directory.read_info(self._mirror.folder, step)
             self._mirror.bring_back(step)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, ConfigError) as error:
             self._report(f"{reason}, and its copy in {self._mirror.folder} cannot be used: {error}")
             return False
         self._report(f"{reason}: step {step} was copied back from {self._mirror.folder}")

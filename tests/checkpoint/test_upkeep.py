@@ -74,6 +74,15 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
         assert checkpointer.steps() == [0, 4]
 
 
+def test_a_verified_step_that_is_kept_for_its_number_does_not_stand_for_the_newest(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
+        save(checkpointer, 1_000)
+        checkpointer.verify(1_000)
+        save(checkpointer, 1_001, 1_002)
+        assert checkpointer._upkeep._care.verified >= {1_000, 1_002}  # it was read back before 1,001 was deleted
+        assert checkpointer.steps() == [1_000, 1_002]
+
+
 def test_a_save_that_does_not_fit_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         save(checkpointer, 1)
@@ -131,6 +140,20 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
     with pytest.raises(ConfigError, match="is inside"):
         Checkpointer(tmp_path / "a", mirror=tmp_path / "a" / "mirror")
+
+
+def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
+    """Neither had made a copy when both looked whose the mirror is."""
+    first, second, there = tmp_path / "a", tmp_path / "b", tmp_path / "mirror"
+    lines: list[str] = []
+    with Checkpointer(first, mirror=there) as one, Checkpointer(second, mirror=there, report=lines.append) as two:
+        save(one, 1, 2)
+        save(two, 1)
+        assert names(there) == {"1", "2", "mirror_of.json"}
+        damage(second, 1)
+        with pytest.raises(CheckpointError):
+            two.restore(state(0))
+    assert "holds the copies of" in lines[0]
 
 
 def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
