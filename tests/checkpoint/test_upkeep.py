@@ -46,7 +46,9 @@ def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
         save(checkpointer, 1)
         # What a bad memory bar or disk does between the write and the read.
         found = aftercare.verify_on_host
-        monkeypatch.setattr(aftercare, "verify_on_host", lambda info: (damage(tmp_path, info.step), found(info)))
+        monkeypatch.setattr(
+            aftercare, "verify_on_host", lambda info, reads: (damage(tmp_path, info.step), found(info, reads))
+        )
         with pytest.raises(SaveError, match=r"checkpoint .*2 .*read back after the save \(renamed to 2\.corrupt-"):
             save(checkpointer, 2)
         assert checkpointer.steps() == [1]
@@ -60,7 +62,7 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
 ) -> None:
     """The rules would delete step 2 for step 3, which cannot be read back, and keep step 1 for its number."""
 
-    def unreadable(info: Any) -> None:
+    def unreadable(info: Any, reads: Any) -> None:
         raise CheckpointError("Stale file handle")
 
     with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
@@ -168,6 +170,25 @@ def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch:
     assert time.monotonic() - began < 60  # a hang
     assert any("stands still" in line for line in lines)
     answers.set()
+
+
+def test_what_is_read_back_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither many arrays nor one that takes long is taken for a disk that never answers."""
+
+    def slow(info: Any, reads: Any) -> None:
+        for _ in range(3):
+            time.sleep(0.15)
+            reads(8, 0)
+        reads(0, 10**9)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(aftercare, "verify_on_host", slow)
+    monkeypatch.setattr(aftercare, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.02)
+    lines: list[str] = []
+    with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
+        save(checkpointer, 1, 2)
+        assert (checkpointer.steps(), lines) == ([2], [])
 
 
 @pytest.mark.parametrize(
