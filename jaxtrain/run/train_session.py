@@ -147,6 +147,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         run,
         session.run_dir,
         checkpointer=session.checkpointer,
+        settle=session.saves.settle,
         metadata=session.metadata,
         progress=session.progress,
         spent=session.record.spent,

@@ -17,6 +17,7 @@ import pytest
 from number_runs import Killed, Lines, bits, corrupt, killed_at, metrics, rows_of, table, train
 
 import jaxtrain as jt
+from jaxtrain.checkpoint.storage import Storage
 
 
 @pytest.mark.long
@@ -69,6 +70,27 @@ def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: P
         (found,) = json.loads((tmp_path / name / "run.json").read_text())["rolled_back"]
         assert (found["from_step"], found["to_step"], found["first_batch"], found["num_batches"]) == (41, 20, 20, 25)
         assert sorted(metrics(tmp_path / name)) == list(range(1, 51))
+
+
+def test_a_run_goes_back_to_a_step_that_is_still_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk so slow that a save is complete only once somebody waits for it."""
+    write, wait = Storage.write, Storage.wait
+    late: list[tuple[Any, ...]] = []
+
+    def begin(self: Storage, path: Path, arrays: Any, record: Any) -> None:
+        late.append((path, jax.tree.map(np.array, arrays), record))
+
+    def finish(self: Storage) -> None:
+        while late:
+            write(self, *late.pop())
+        wait(self)
+
+    monkeypatch.setattr(Storage, "write", begin)
+    monkeypatch.setattr(Storage, "wait", finish)
+    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 4, "spikes__sigmas": 50.0}
+    keys |= {"spikes__roll_back_steps": 1, "checkpoint__keep_last": 1, "train__steps": 14}
+    _, lines = train(tmp_path, table(spikes=(11,)), **keys)
+    assert any("step 12 is a spike" in line and "going back to step 10" in line for line in lines), lines
 
 
 def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
