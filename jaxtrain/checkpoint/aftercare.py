@@ -6,10 +6,10 @@ then are older steps deleted, so that a verified one is there at any time.
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic as _monotonic
 
 import numpy as np
 
@@ -84,14 +84,14 @@ class Aftercare:
 
     def finish(self) -> None:
         """Wait until nothing is left to do, or what is done has stood still for a minute."""
-        done, moved_at = self._done(), time.monotonic()
+        done, moved_at = self._done(), _monotonic()
         while not self._is_idle():
             patience = _PATIENCE_SECONDS + self._reading_bytes / _SLOW_BYTES_PER_SECOND
             if self._done() != done:
-                done, moved_at = self._done(), time.monotonic()
+                done, moved_at = self._done(), _monotonic()
             elif done == self._stands_at:
                 return  # this was said before
-            elif time.monotonic() - moved_at > patience:
+            elif _monotonic() - moved_at > patience:
                 self._stands_at = done
                 with self._condition:
                     self._lines.append(f"{self._work_in_words()} stands still: it is left behind")

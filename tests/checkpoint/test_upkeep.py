@@ -135,6 +135,33 @@ def test_a_damaged_step_and_a_damaged_copy_are_no_step(tmp_path: Path) -> None:
             Checkpointer(there, read_only=True).verify(2)
 
 
+def test_an_older_copy_is_used_where_all_steps_are_damaged(tmp_path: Path) -> None:
+    """The mirror was down since step 1, which the directory holds no more."""
+    here, there = tmp_path / "run", tmp_path / "mirror"
+    with Checkpointer(here, keep_last=1, mirror=there) as checkpointer:
+        save(checkpointer, 1)
+    with Checkpointer(here, keep_last=1) as checkpointer:
+        save(checkpointer, 2)
+    damage(here, 2)
+    lines: list[str] = []
+    with Checkpointer(here, mirror=there, report=lines.append) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 1
+        assert checkpointer.steps() == [1]
+    assert "no intact checkpoint is left" in lines[0]
+
+
+def test_a_copy_of_a_line_that_was_given_up_takes_no_place(tmp_path: Path) -> None:
+    here, there = tmp_path / "run", tmp_path / "mirror"
+    with Checkpointer(here, mirror=there) as checkpointer:
+        save(checkpointer, 1, 2)
+    with Checkpointer(here, report=lambda line: None) as checkpointer:
+        checkpointer.restore(state(0), step=1)
+        checkpointer.save(2, state(22), metadata={})
+    damage(here, 2)
+    with Checkpointer(here, mirror=there, report=lambda line: None) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 1
+
+
 def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "a", mirror=tmp_path / "mirror") as checkpointer:
         save(checkpointer, 1)
@@ -175,16 +202,20 @@ def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch:
 def test_what_is_read_back_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither many arrays nor one that takes long is taken for a disk that never answers."""
 
+    now = [0.0]
+
     def slow(info: Any, reads: Any) -> None:
         for _ in range(3):
-            time.sleep(0.15)
+            now[0] += 40
             reads(8, 0)
-        reads(0, 10**9)
-        time.sleep(0.3)
+            time.sleep(0.05)
+        reads(0, 10**10)
+        now[0] += 300
+        time.sleep(0.05)
 
     monkeypatch.setattr(aftercare, "verify_on_host", slow)
-    monkeypatch.setattr(aftercare, "_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(aftercare, "_monotonic", lambda: now[0])
     lines: list[str] = []
     with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
         save(checkpointer, 1, 2)
