@@ -86,12 +86,13 @@ class Aftercare:
         """Wait until nothing is left to do, or what is done has stood still for a minute."""
         done, moved_at = self._done(), _monotonic()
         while not self._is_idle():
-            patience = _PATIENCE_SECONDS + self._reading_bytes / _SLOW_BYTES_PER_SECOND
+            # In this order: what moves on meanwhile is seen below.
+            looked_at, patience = _monotonic(), _PATIENCE_SECONDS + self._reading_bytes / _SLOW_BYTES_PER_SECOND
             if self._done() != done:
                 done, moved_at = self._done(), _monotonic()
             elif done == self._stands_at:
                 return  # this was said before
-            elif _monotonic() - moved_at > patience:
+            elif looked_at - moved_at > patience:
                 self._stands_at = done
                 with self._condition:
                     self._lines.append(f"{self._work_in_words()} stands still: it is left behind")

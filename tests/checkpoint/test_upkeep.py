@@ -185,6 +185,32 @@ def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
     assert "holds the copies of" in lines[0]
 
 
+def test_what_is_read_back_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither many arrays nor one that takes long is taken for a disk that never answers."""
+
+    now = [0.0]
+
+    def slow(info: Any, reads: Any) -> None:
+        if info.path.parent != tmp_path:  # a thread that another test left behind
+            return
+        for _ in range(3):
+            now[0] += 40
+            reads(8, 0)
+            time.sleep(0.05)
+        reads(0, 10**10)
+        now[0] += 300
+        time.sleep(0.05)
+        reads(10**10, 0)
+
+    monkeypatch.setattr(aftercare, "verify_on_host", slow)
+    monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(aftercare, "_monotonic", lambda: now[0])
+    lines: list[str] = []
+    with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
+        save(checkpointer, 1, 2)
+        assert (checkpointer.steps(), lines) == ([2], [])
+
+
 def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr("jaxtrain.checkpoint.mirror.copy_step", lambda *arguments, **more: answers.wait())
@@ -197,29 +223,6 @@ def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch:
     assert time.monotonic() - began < 60  # a hang
     assert any("stands still" in line for line in lines)
     answers.set()
-
-
-def test_what_is_read_back_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither many arrays nor one that takes long is taken for a disk that never answers."""
-
-    now = [0.0]
-
-    def slow(info: Any, reads: Any) -> None:
-        for _ in range(3):
-            now[0] += 40
-            reads(8, 0)
-            time.sleep(0.05)
-        reads(0, 10**10)
-        now[0] += 300
-        time.sleep(0.05)
-
-    monkeypatch.setattr(aftercare, "verify_on_host", slow)
-    monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(aftercare, "_monotonic", lambda: now[0])
-    lines: list[str] = []
-    with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
-        save(checkpointer, 1, 2)
-        assert (checkpointer.steps(), lines) == ([2], [])
 
 
 @pytest.mark.parametrize(
