@@ -24,7 +24,7 @@ class Upkeep:
         report: called with one line for people.
 
     Raises:
-        ConfigError: the mirror is the directory itself, or holds the copies of another one.
+        ConfigError: the mirror is the directory itself or the one that it is in, or holds the copies of another one.
     """
 
     def __init__(self, folder: Path, line: StepLine, *, mirror: Path | None, report: Callable[[str], None]) -> None:
@@ -35,6 +35,9 @@ class Upkeep:
         self._has_begun = False
         if mirror is not None and folder.resolve() in (mirror.resolve(), *mirror.resolve().parents):
             raise ConfigError(f"checkpoint.mirror: {mirror} is inside {folder}; name a folder on another disk")
+        # As of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
+        if mirror is not None and mirror.resolve() == folder.resolve().parent:
+            raise ConfigError(f"checkpoint.mirror: {mirror} is where {folder} is; name a folder on another disk")
         if self._mirror is not None:
             try:
                 self._mirror.check_owner()

@@ -169,6 +169,8 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
     with pytest.raises(ConfigError, match="is inside"):
         Checkpointer(tmp_path / "a", mirror=tmp_path / "a" / "mirror")
+    with pytest.raises(ConfigError, match=r"mirror: .* is where .*/run/checkpoints is; name a folder on another disk"):
+        Checkpointer(tmp_path / "run" / "checkpoints", mirror=tmp_path / "run")
 
 
 def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
