@@ -6,10 +6,10 @@ then are older steps deleted, so that a verified one is there at any time.
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic as _monotonic
 
 import numpy as np
 
@@ -20,12 +20,14 @@ from jaxtrain.checkpoint.line import Marks
 from jaxtrain.checkpoint.mirror import Mirror, sync_folder
 from jaxtrain.checkpoint.storage import read_on_host
 from jaxtrain.checkpoint.tree import shown_name
-from jaxtrain.errors import CheckpointError
+from jaxtrain.errors import CheckpointError, ConfigError
 
 # Arrays that are read at once: small ones together, because each read has a cost of its own.
 _READ_BYTES = 64 * 2**20
-# A copy that stands still for this long is left behind when a run ends: a network file system may never answer.
+# What stands still for this long is left behind when a run ends: a network file system may never answer.
 _PATIENCE_SECONDS = 60.0
+# Arrays that are read back are seen to move only once they are read: such a read may take as long as a slow disk takes.
+_SLOW_BYTES_PER_SECOND = 20e6
 _LOOK_SECONDS = 0.5
 
 
@@ -61,6 +63,8 @@ class Aftercare:
         self._lines: list[str] = []
         self._damaged: dict[int, str] = {}
         self._mirror_fails = False
+        self._read_bytes = 0
+        self._reading_bytes = 0
         self._stands_at: int | None = None
 
     def begin(self, step: int, *, verify: bool, keep: Callable[[Marks], set[int]]) -> None:
@@ -80,16 +84,18 @@ class Aftercare:
 
     def finish(self) -> None:
         """Wait until nothing is left to do, or what is done has stood still for a minute."""
-        copied, moved_at = self._copied(), time.monotonic()
+        done, moved_at = self._done(), _monotonic()
         while not self._is_idle():
-            if self._copied() != copied:
-                copied, moved_at = self._copied(), time.monotonic()
-            elif copied == self._stands_at:
+            # In this order: what moves on meanwhile is seen below.
+            looked_at, patience = _monotonic(), _PATIENCE_SECONDS + self._reading_bytes / _SLOW_BYTES_PER_SECOND
+            if self._done() != done:
+                done, moved_at = self._done(), _monotonic()
+            elif done == self._stands_at:
                 return  # this was said before
-            elif time.monotonic() - moved_at > _PATIENCE_SECONDS:
-                self._stands_at = copied
+            elif looked_at - moved_at > patience:
+                self._stands_at = done
                 with self._condition:
-                    self._lines.append(f"the copy of a checkpoint to {self._place()} stands still: it is left behind")
+                    self._lines.append(f"{self._work_in_words()} stands still: it is left behind")
                 return
 
     def _is_idle(self) -> bool:
@@ -109,11 +115,17 @@ class Aftercare:
             found, self._damaged = self._damaged, {}
         return found
 
-    def _copied(self) -> int:
-        return 0 if self.mirror is None else self.mirror.copied_bytes
+    def _done(self) -> int:
+        """Grows with what is read back and copied."""
+        return self._read_bytes + (0 if self.mirror is None else self.mirror.copied_bytes)
 
-    def _place(self) -> str:
-        return "no mirror" if self.mirror is None else str(self.mirror.folder)
+    def _reads(self, done: int, next_bytes: int) -> None:
+        self._read_bytes, self._reading_bytes = self._read_bytes + done, next_bytes
+
+    def _work_in_words(self) -> str:
+        if self.mirror is None or self._reading_bytes:
+            return f"reading a checkpoint of {self._folder} back"
+        return f"the copy of a checkpoint to {self.mirror.folder}"
 
     def _work(self) -> None:
         while True:
@@ -135,7 +147,7 @@ class Aftercare:
             sync_folder(directory.step_path(self._folder, job.step))
         if job.verify and job.step not in self.verified:
             try:
-                verify_on_host(directory.read_info(self._folder, job.step))
+                verify_on_host(directory.read_info(self._folder, job.step), self._reads)
             except DamagedError as error:
                 # Deleted meanwhile, or by somebody else: that is no damage of what was written.
                 if directory.step_path(self._folder, job.step).is_dir():
@@ -144,6 +156,8 @@ class Aftercare:
                 return
             except (CheckpointError, OSError, MemoryError):
                 return  # it stays unverified, and older steps stay too
+            finally:
+                self._reading_bytes = 0
             with self._condition:
                 self.verified.add(job.step)
         if self.mirror is not None:
@@ -152,7 +166,7 @@ class Aftercare:
     def _copy(self, mirror: Mirror, job: _Job) -> None:
         try:
             mirror.copy(job.step, keep=job.keep)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, ConfigError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             line = (
                 f"step {job.step} has no copy in {mirror.folder}: {reason}; training goes on, the next save tries again"
@@ -166,10 +180,14 @@ class Aftercare:
                 self._lines.append(line)
 
 
-def verify_on_host(info: CheckpointInfo) -> None:
+def verify_on_host(info: CheckpointInfo, reads: Callable[[int, int], None]) -> None:
     """Read every array of a step into the memory of this process, a few at a time, and compare it with its digest.
 
     No device and no other process takes part, so that a thread beside the training can do it.
+
+    Args:
+        info: record of the step.
+        reads: called with the bytes that were read since the last call, and the bytes that are read next.
 
     Raises:
         DamagedError: an array is missing or differs.
@@ -182,7 +200,9 @@ def verify_on_host(info: CheckpointInfo) -> None:
         waiting.append(name)
         num_bytes += info.bytes_of(name)
         if num_bytes >= _READ_BYTES or name == names[-1]:
+            reads(0, num_bytes)
             _compare(info, waiting)
+            reads(num_bytes, 0)
             waiting, num_bytes = [], 0
 
 

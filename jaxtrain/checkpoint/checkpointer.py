@@ -35,8 +35,7 @@ class Checkpointer:
         keep_every: steps at multiples of this are never deleted; None: no such rule.
         keep_best: whether the step with the lowest score, or eval_loss where there are none, is kept.
         read_only: whether this object never writes, renames or deletes.
-        mirror: folder for a second copy of each step, made in the background and used where the first is gone or
-            damaged; None: no copy.
+        mirror: folder of second copies of the steps, used where the first ones are gone or damaged; None: no copies.
         report: called with one line when a damaged step is skipped, or steps are abandoned.
 
     Raises:
@@ -231,6 +230,9 @@ class Checkpointer:
                 if step is not None:
                     raise
                 damaged.append((candidate, str(error)))
+                if not self._read_only and candidate == candidates[-1]:
+                    other = arrays.from_process_0(lambda: self._upkeep.recover(damaged=dict(damaged)))
+                    candidates += [other] if other >= 0 else []
                 continue
             # Only once an intact step is found: with all steps renamed, the next run would start at step 0.
             if arrays.is_process_0():
@@ -294,11 +296,10 @@ class Checkpointer:
             CheckpointError: there is no such step.
         """
         self.wait()
-        chosen = self._candidates()[-1] if step is None else step
-        info = self.info(chosen)
+        info = self.info(self._candidates()[-1] if step is None else step)
         for name, entry in info.leaves.items():
             arrays.read_verified(self._open(), info, {name: arrays.on_one_device(entry, info, name)})
-        self._upkeep.restored(chosen)
+        self._upkeep.restored(info.step)
         return info
 
     def wait(self) -> None:
@@ -352,8 +353,7 @@ class Checkpointer:
             self._upkeep.prune()
 
     def _open(self) -> Storage:
-        if self._storage is None:
-            self._storage = Storage()
+        self._storage = self._storage or Storage()
         return self._storage
 
     def _candidates(self) -> list[int]:

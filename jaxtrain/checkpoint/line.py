@@ -125,21 +125,23 @@ class StepLine:
             self._marks[step] = (recorded_marks(self._folder, step)[0], scores.get(step))
 
     def needs_verified(self, verified: Collection[int]) -> bool:
-        """Whether older steps wait to be deleted until a step that is kept is known to be intact."""
+        """Whether older steps wait to be deleted until one of the newest is known to be intact."""
         steps = self.steps()
-        kept = self._kept(steps)
-        return bool(set(steps) - kept) and _last(verified, steps) not in kept
+        return bool(set(steps) - self._kept(steps)) and not self._is_one_of_the_newest(_last(verified, steps), steps)
 
     def prune(self, verified: Collection[int]) -> None:
         """Delete the steps that the policy does not keep; only the deciding process.
 
         Args:
-            verified: steps that are known to be intact. Nothing is deleted unless the last of them is kept.
+            verified: steps that are known to be intact. Nothing is deleted unless the last of them is one of the
+                newest `keep_last`: one that `keep_every` or `keep_best` keeps may be far behind.
         """
         steps = self.steps()
-        kept = self._kept(steps)
-        if _last(verified, steps) in kept:
-            directory.remove(self._folder, set(steps) - kept)
+        if self._is_one_of_the_newest(_last(verified, steps), steps):
+            directory.remove(self._folder, set(steps) - self._kept(steps))
+
+    def _is_one_of_the_newest(self, step: int | None, steps: Sequence[int]) -> bool:
+        return step in steps[-self._keep_last :]
 
     def rule(self) -> Callable[[Marks], set[int]]:
         """Return the policy as a function of steps with their marks, which another thread may call."""

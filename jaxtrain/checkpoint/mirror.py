@@ -69,6 +69,18 @@ class Mirror:
         except (directory.CheckpointError, OSError):
             return []
 
+    def is_same(self, step: int) -> bool:
+        """Whether the copy of a step is of the step which is there; true where that one is gone or damaged."""
+        try:
+            here = directory.read_info(self._source, step)
+        except DamagedError:
+            return True  # gone or damaged there: this copy is all that is left of it
+        try:
+            there = directory.read_info(self.folder, step)
+        except DamagedError:
+            return False
+        return (here.digests, here.leaves) == (there.digests, there.leaves)
+
     def copy(self, step: int, *, keep: Callable[[Marks], set[int]]) -> None:
         """Copy a complete step, then delete and set aside what the copies hold beside the line of steps.
 
@@ -78,13 +90,16 @@ class Mirror:
 
         Raises:
             OSError: the folder cannot be reached or written, or a copy is not what was read.
+            ConfigError: another run has made copies there.
         """
         self.folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         if not (self.folder / _OWNER).exists():
             write_json_atomic(self.folder / _OWNER, {"checkpoints": str(self._source)})
+        # With each copy: two runs may have begun before either had made one.
+        self.check_owner()
         directory.clear_leftovers(self.folder)
         # A step of a line that was given up is kept beside the copies, as it is beside the steps.
-        self._abandon([other for other in self.steps() if other > step or not self._is_same(other)])
+        self._abandon([other for other in self.steps() if other > step or not self.is_same(other)])
         if step not in self.steps():
             copy_step(self._source, self.folder, step, advance=self._advance)
         copies = {other: recorded_marks(self.folder, other) for other in self.steps()}
@@ -106,18 +121,6 @@ class Mirror:
             OSError: they cannot be moved.
         """
         self._abandon(self.steps())
-
-    def _is_same(self, step: int) -> bool:
-        """Whether the copy of a step is of the step which is there; true where that one is gone or damaged."""
-        try:
-            here = directory.read_info(self._source, step)
-        except DamagedError:
-            return True  # gone or damaged there: this copy is all that is left of it
-        try:
-            there = directory.read_info(self.folder, step)
-        except DamagedError:
-            return False
-        return (here.digests, here.leaves) == (there.digests, there.leaves)
 
     def _abandon(self, steps: list[int]) -> None:
         if not steps:

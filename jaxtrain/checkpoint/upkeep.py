@@ -3,7 +3,7 @@
 Only the deciding process (process 0) calls what is here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from jaxtrain.checkpoint import directory
@@ -24,7 +24,7 @@ class Upkeep:
         report: called with one line for people.
 
     Raises:
-        ConfigError: the mirror is the directory itself, or holds the copies of another one.
+        ConfigError: the mirror is the directory itself or the one that it is in, or holds the copies of another one.
     """
 
     def __init__(self, folder: Path, line: StepLine, *, mirror: Path | None, report: Callable[[str], None]) -> None:
@@ -35,6 +35,9 @@ class Upkeep:
         self._has_begun = False
         if mirror is not None and folder.resolve() in (mirror.resolve(), *mirror.resolve().parents):
             raise ConfigError(f"checkpoint.mirror: {mirror} is inside {folder}; name a folder on another disk")
+        # As of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
+        if mirror is not None and mirror.resolve() == folder.resolve().parent:
+            raise ConfigError(f"checkpoint.mirror: {mirror} is where {folder} is; name a folder on another disk")
         if self._mirror is not None:
             try:
                 self._mirror.check_owner()
@@ -93,10 +96,16 @@ class Upkeep:
         self._care.verified.discard(step)
         self._began = None
 
-    def recover(self) -> bool:
-        """Bring the newest copy back where no step is left, and say so."""
+    def recover(self, *, damaged: Collection[int] = ()) -> int:
+        """Bring the newest copy back where no step is left, and say so; returns its number, -1 where there is none.
+
+        Args:
+            damaged: steps that are left and cannot be used; copies of them were tried.
+        """
         copies = [] if self._mirror is None else self._mirror.steps()
-        return any(self._bring_back(step, f"no checkpoint is left in {self._folder}") for step in reversed(copies))
+        reason = f"no {'intact ' if damaged else ''}checkpoint is left in {self._folder}"
+        others = (step for step in reversed(copies) if step not in damaged)
+        return next((step for step in others if self._bring_back(step, reason)), -1)
 
     def replace(self, step: int, reason: str) -> bool:
         """Rename a damaged step and bring its copy back, and say so; False where there is no copy.
@@ -105,7 +114,8 @@ class Upkeep:
             step: the damaged one.
             reason: what is wrong with it.
         """
-        if self._mirror is None or step not in self._mirror.steps():
+        # A copy with other arrays is of a line of steps that was given up.
+        if self._mirror is None or step not in self._mirror.steps() or not self._mirror.is_same(step):
             return False
         moved = directory.set_aside(self._folder, step, reason="corrupt")
         if self._bring_back(step, f"{reason} (renamed to {moved.name})"):
@@ -124,9 +134,10 @@ class Upkeep:
     def _bring_back(self, step: int, reason: str) -> bool:
         assert self._mirror is not None
         try:
+            self._mirror.check_owner()
             directory.read_info(self._mirror.folder, step)
             self._mirror.bring_back(step)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, ConfigError) as error:
             self._report(f"{reason}, and its copy in {self._mirror.folder} cannot be used: {error}")
             return False
         self._report(f"{reason}: step {step} was copied back from {self._mirror.folder}")

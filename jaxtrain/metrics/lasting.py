@@ -49,6 +49,11 @@ class LastingWriter:
                 f"{count} rows of metrics from step {first} on could not be written to {self._writer.path}: {reason}; "
                 "free space, and train the steps again for them"
             )
+        if self._lost:
+            raise StorageError(
+                f"rows of metrics are missing in {self._writer.path}, which could not be written or read for too long; "
+                "train the steps again for them"
+            )
 
     def is_in_place(self) -> bool:
         """Whether the file that rows are written to is the one at its path."""
@@ -69,7 +74,7 @@ class LastingWriter:
         if content is None:
             self._lost += 1
             return "the rows of metrics.jsonl so far cannot be had back"
-        return f"metrics.jsonl is written again ({content.count(b'{')} rows)" if content else "metrics.jsonl"
+        return f"metrics.jsonl is written again ({len(content.splitlines())} rows)" if content else "metrics.jsonl"
 
     def _add(self, step: int, row: Mapping[str, object]) -> None:
         self._waiting.append((step, row))

@@ -1,6 +1,6 @@
 """What follows a step that left the state as it was: a spike is said or undone, a non-finite one is looked into."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class BadSteps:
         run: what is trained.
         run_dir: of the run.
         checkpointer: of the run.
+        settle: waits for the save that is under way.
         metadata: of the next checkpoint, with the roll backs of the run.
         progress: what people see.
         spent: where the time goes.
@@ -37,11 +38,12 @@ class BadSteps:
         run_dir: Path,
         *,
         checkpointer: Checkpointer,
+        settle: Callable[[], object],
         metadata: Mapping[str, Any],
         progress: Progress,
         spent: TimeSpent,
     ) -> None:
-        self._spent = spent
+        self._spent, self._settle = spent, settle
         self._run, self._checkpointer, self._metadata, self._progress = run, checkpointer, metadata, progress
         self._diagnosis = Diagnosis(run, run_dir, batch=lambda number: batch_of(number - 1, recorded(metadata)))
         self._shown = 0
@@ -87,6 +89,8 @@ class BadSteps:
 
     def _step_before(self, last: int) -> int | None:
         """The newest checkpoint of this line of steps up to a step; None: there is none."""
+        # A save that is still being written counts: which step a run goes back to must not depend on the disk.
+        self._settle()
         rolled_back = recorded(self._metadata)
         after = rolled_back[-1].to_step if rolled_back else 0
 

@@ -1,6 +1,11 @@
 """The state of a checkpoint before a spike, in the place of the one that the run has."""
 
+import functools
+from collections.abc import Callable
+
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.models.model import Params
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.roll_back import SpikeError
@@ -19,19 +24,39 @@ def frozen_params(step: TrainStep) -> Params | None:
 
 
 def restored_before(
-    step: TrainStep, checkpointer: Checkpointer, spike: SpikeError, frozen: Params | None
-) -> TrainState:
-    """The state that a spike goes back to. The next save abandons the checkpoints after it.
+    step: TrainStep,
+    checkpointer: Checkpointer,
+    spike: SpikeError,
+    frozen: Params | None,
+    *,
+    report: Callable[[str], None],
+) -> tuple[SpikeError, TrainState]:
+    """The state that a spike goes back to, an older one where that is damaged. The next save abandons those after it.
 
     Args:
         step: of the run.
         checkpointer: of the run.
         spike: where to.
         frozen: from `frozen_params`.
+        report: called with one line where a checkpoint is damaged.
+
+    Returns:
+        The spike with the step that was gone back to, and the state after that.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: no checkpoint can be read.
     """
     target = without_base(step.abstract_state, trained_leaves(step))
-    state = checkpointer.restore(as_saved(target, checkpointer, step=spike.to_step), step=spike.to_step)
-    return as_kept(state if frozen is None else with_base(state, frozen), step)
+    to_step = spike.to_step
+    while True:
+        try:
+            state = checkpointer.restore(as_saved(target, checkpointer, step=to_step), step=to_step)
+            break
+        except DamagedError as error:
+            older = [one for one in checkpointer.steps() if one < to_step]
+            to_step = from_process_0(functools.partial(max, older, default=-1))
+            if to_step < 0:
+                raise
+            report(f"{error}; step {to_step} is used instead")
+    spike = SpikeError(spike.step, spike.loss, spike.grad_norm, to_step=to_step)
+    return spike, as_kept(state if frozen is None else with_base(state, frozen), step)

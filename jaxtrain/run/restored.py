@@ -1,5 +1,6 @@
 """The parameters of a checkpoint for evaluation: restored without optimizer state, straight into a mesh's shardings."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError, list_steps
 from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
-from jaxtrain.checkpoint.mirror import mirror_folder
+from jaxtrain.checkpoint.mirror import Mirror, mirror_folder
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.errors import CheckpointError
@@ -75,6 +76,10 @@ def restore_for_evaluation(
                 return _restore(checkpoints, sharded_model, candidate, run_dir, moved_to)
             except DamagedError as error:
                 damaged[candidate] = str(error)
+                found = _restored_copy(checkpoints, sharded_model, candidate, run_dir, moved_to)
+                if found is not None:
+                    report(f"{error}; its copy in the mirror is used")
+                    return found
                 if step is None and candidate in checkpoints.steps():
                     report(f"{error}; an older one is used")
     first = next(iter(damaged.values()), f"step {step} was deleted while it was read")
@@ -84,14 +89,31 @@ def restore_for_evaluation(
 def _folder(run_dir: Path, report: Callable[[str], None]) -> Path:
     """The checkpoints of a run, or their second copies where there are none."""
     folder = run_dir / "checkpoints"
-    if live_steps(folder) or not is_run(run_dir):
-        return folder
-    settings = read_run(run_dir)["config"].get("checkpoint")
-    copies = mirror_folder(settings.get("mirror") if isinstance(settings, dict) else None, run_dir)
+    copies = None if live_steps(folder) else _copies(run_dir)
     if copies is None or not list_steps(copies):
         return folder
     report(f"no checkpoint is left in {folder}: the copies in {copies} are used")
     return copies
+
+
+def _copies(run_dir: Path) -> Path | None:
+    """Where the second copies of a run's checkpoints are; None: it has none."""
+    settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
+    return mirror_folder(settings.get("mirror") if isinstance(settings, dict) else None, run_dir)
+
+
+def _restored_copy(
+    checkpoints: Checkpointer, sharded_model: "ShardedModel", step: int, run_dir: Path, moved_to: str | None
+) -> Restored | None:
+    """The same of the second copy of a damaged step; None where there is no intact copy."""
+    copies = _copies(run_dir)
+    if copies is None or copies == checkpoints.directory or step not in checkpoints.steps():
+        return None
+    if step not in list_steps(copies) or not Mirror(copies, checkpoints.directory).is_same(step):
+        return None
+    with Checkpointer(copies, read_only=True) as second, contextlib.suppress(DamagedError):
+        return _restore(second, sharded_model, step, run_dir, moved_to)
+    return None
 
 
 def _restore(

@@ -110,7 +110,7 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
         except SpikeError as error:
             # The traceback holds the state that is given up.
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
-        start, state = spike.to_step, _gone_back(session, spike, frozen)
+        start, state = _gone_back(session, spike, frozen)
     # The loop pauses after a step only if another one follows.
     if done > start and session.watch.status is None:
         with saving_on_failure(session, done, state):
@@ -118,19 +118,21 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
     return state, done
 
 
-def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> TrainState:
-    """The state of an earlier checkpoint; what was noted of the steps after it is forgotten."""
+def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> tuple[int, TrainState]:
+    """The step of an earlier checkpoint and its state; what was noted of the steps after it is forgotten."""
     spikes = session.run.config.spikes
     assert spikes is not None, "no step is a spike without the group"
     session.saves.settle()
     with session.record.spent.measure("creating state"):
-        state = restored_before(session.run.step, session.checkpointer, spike, frozen)
+        spike, state = restored_before(
+            session.run.step, session.checkpointer, spike, frozen, report=session.progress.message
+        )
     session.activity.begins_at(spike.to_step)
     session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
     session.record.go_back(spike.to_step, session.metadata)
     session.watch.go_back(spike.to_step)
     session.held_out.go_back()
-    return state
+    return spike.to_step, state
 
 
 def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainState, int]:
@@ -147,6 +149,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         run,
         session.run_dir,
         checkpointer=session.checkpointer,
+        settle=session.saves.settle,
         metadata=session.metadata,
         progress=session.progress,
         spent=session.record.spent,

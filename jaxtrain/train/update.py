@@ -78,9 +78,11 @@ def update_state(
     accepted = finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     history, seen, spiked = state.spikes, {}, None
     if settings.spikes is not None and history is not None:
-        spiked = finite & history.spiked(loss, grad_norm, settings.spikes)
+        # A batch without any weight has no loss that others could be compared with.
+        weighs = gradients.weight != 0
+        spiked = finite & weighs & history.spiked(loss, grad_norm, settings.spikes)
         accepted = finite & ~spiked
-        history = history.after(loss, grad_norm, accepted=accepted, spiked=spiked)
+        history = history.after(loss, grad_norm, accepted=accepted & weighs, spiked=spiked)
         seen = {"spiked": spiked.astype(jnp.int32), "spikes": history.spikes}
     clip = None
     if settings.clip_norm is not None:

@@ -46,7 +46,9 @@ def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
         save(checkpointer, 1)
         # What a bad memory bar or disk does between the write and the read.
         found = aftercare.verify_on_host
-        monkeypatch.setattr(aftercare, "verify_on_host", lambda info: (damage(tmp_path, info.step), found(info)))
+        monkeypatch.setattr(
+            aftercare, "verify_on_host", lambda info, reads: (damage(tmp_path, info.step), found(info, reads))
+        )
         with pytest.raises(SaveError, match=r"checkpoint .*2 .*read back after the save \(renamed to 2\.corrupt-"):
             save(checkpointer, 2)
         assert checkpointer.steps() == [1]
@@ -60,7 +62,7 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
 ) -> None:
     """The rules would delete step 2 for step 3, which cannot be read back, and keep step 1 for its number."""
 
-    def unreadable(info: Any) -> None:
+    def unreadable(info: Any, reads: Any) -> None:
         raise CheckpointError("Stale file handle")
 
     with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
@@ -72,6 +74,15 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
         monkeypatch.undo()
         save(checkpointer, 4)
         assert checkpointer.steps() == [0, 4]
+
+
+def test_a_verified_step_that_is_kept_for_its_number_does_not_stand_for_the_newest(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
+        save(checkpointer, 1_000)
+        checkpointer.verify(1_000)
+        save(checkpointer, 1_001, 1_002)
+        assert checkpointer._upkeep._care.verified >= {1_000, 1_002}  # it was read back before 1,001 was deleted
+        assert checkpointer.steps() == [1_000, 1_002]
 
 
 def test_a_save_that_does_not_fit_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +135,33 @@ def test_a_damaged_step_and_a_damaged_copy_are_no_step(tmp_path: Path) -> None:
             Checkpointer(there, read_only=True).verify(2)
 
 
+def test_an_older_copy_is_used_where_all_steps_are_damaged(tmp_path: Path) -> None:
+    """The mirror was down since step 1, which the directory holds no more."""
+    here, there = tmp_path / "run", tmp_path / "mirror"
+    with Checkpointer(here, keep_last=1, mirror=there) as checkpointer:
+        save(checkpointer, 1)
+    with Checkpointer(here, keep_last=1) as checkpointer:
+        save(checkpointer, 2)
+    damage(here, 2)
+    lines: list[str] = []
+    with Checkpointer(here, mirror=there, report=lines.append) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 1
+        assert checkpointer.steps() == [1]
+    assert "no intact checkpoint is left" in lines[0]
+
+
+def test_a_copy_of_a_line_that_was_given_up_takes_no_place(tmp_path: Path) -> None:
+    here, there = tmp_path / "run", tmp_path / "mirror"
+    with Checkpointer(here, mirror=there) as checkpointer:
+        save(checkpointer, 1, 2)
+    with Checkpointer(here, report=lambda line: None) as checkpointer:
+        checkpointer.restore(state(0), step=1)
+        checkpointer.save(2, state(22), metadata={})
+    damage(here, 2)
+    with Checkpointer(here, mirror=there, report=lambda line: None) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 1
+
+
 def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "a", mirror=tmp_path / "mirror") as checkpointer:
         save(checkpointer, 1)
@@ -131,6 +169,48 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
     with pytest.raises(ConfigError, match="is inside"):
         Checkpointer(tmp_path / "a", mirror=tmp_path / "a" / "mirror")
+    with pytest.raises(ConfigError, match=r"mirror: .* is where .*/run/checkpoints is; name a folder on another disk"):
+        Checkpointer(tmp_path / "run" / "checkpoints", mirror=tmp_path / "run")
+
+
+def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
+    """Neither had made a copy when both looked whose the mirror is."""
+    first, second, there = tmp_path / "a", tmp_path / "b", tmp_path / "mirror"
+    lines: list[str] = []
+    with Checkpointer(first, mirror=there) as one, Checkpointer(second, mirror=there, report=lines.append) as two:
+        save(one, 1, 2)
+        save(two, 1)
+        assert names(there) == {"1", "2", "mirror_of.json"}
+        damage(second, 1)
+        with pytest.raises(CheckpointError):
+            two.restore(state(0))
+    assert "holds the copies of" in lines[0]
+
+
+def test_what_is_read_back_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither many arrays nor one that takes long is taken for a disk that never answers."""
+
+    now = [0.0]
+
+    def slow(info: Any, reads: Any) -> None:
+        if info.path.parent != tmp_path:  # a thread that another test left behind
+            return
+        for _ in range(3):
+            now[0] += 40
+            reads(8, 0)
+            time.sleep(0.05)
+        reads(0, 10**10)
+        now[0] += 300
+        time.sleep(0.05)
+        reads(10**10, 0)
+
+    monkeypatch.setattr(aftercare, "verify_on_host", slow)
+    monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(aftercare, "_monotonic", lambda: now[0])
+    lines: list[str] = []
+    with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
+        save(checkpointer, 1, 2)
+        assert (checkpointer.steps(), lines) == ([2], [])
 
 
 def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

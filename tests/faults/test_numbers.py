@@ -17,6 +17,7 @@ import pytest
 from number_runs import Killed, Lines, bits, corrupt, killed_at, metrics, rows_of, table, train
 
 import jaxtrain as jt
+from jaxtrain.checkpoint.storage import Storage
 
 
 @pytest.mark.long
@@ -69,6 +70,47 @@ def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: P
         (found,) = json.loads((tmp_path / name / "run.json").read_text())["rolled_back"]
         assert (found["from_step"], found["to_step"], found["first_batch"], found["num_batches"]) == (41, 20, 20, 25)
         assert sorted(metrics(tmp_path / name)) == list(range(1, 51))
+
+
+def test_a_run_goes_back_to_a_step_that_is_still_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk so slow that a save is complete only once somebody waits for it."""
+    write, wait = Storage.write, Storage.wait
+    late: list[tuple[Any, ...]] = []
+
+    def begin(self: Storage, path: Path, arrays: Any, record: Any) -> None:
+        late.append((path, jax.tree.map(np.array, arrays), record))
+
+    def finish(self: Storage) -> None:
+        while late:
+            write(self, *late.pop())
+        wait(self)
+
+    monkeypatch.setattr(Storage, "write", begin)
+    monkeypatch.setattr(Storage, "wait", finish)
+    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 4, "spikes__sigmas": 50.0}
+    keys |= {"spikes__roll_back_steps": 1, "checkpoint__keep_last": 1, "train__steps": 14}
+    _, lines = train(tmp_path, table(spikes=(11,)), **keys)
+    assert any("step 12 is a spike" in line and "going back to step 10" in line for line in lines), lines
+
+
+@pytest.mark.long
+def test_a_run_goes_back_further_where_a_checkpoint_is_damaged(tmp_path: Path) -> None:
+    done: list[int] = []
+
+    def damage(moment: jt.Moment) -> None:
+        if moment.step == 35 and not done:
+            done.append(35)
+            files = [path for path in (tmp_path / "checkpoints/20/state").rglob("d/*") if path.is_file()]
+            max(files, key=lambda path: path.stat().st_size).write_bytes(b"damage")
+
+    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15}
+    keys |= {"spikes__skip_batches": 25, "train__steps": 44}
+    callback = jt.Callback(on_step=damage, every=1)
+    _, lines = train(tmp_path, table(spikes=(40,)), **keys, callbacks=[callback])
+    assert any("checkpoint" in line and "is damaged" in line and "step 10 is used instead" in line for line in lines)
+    (found,) = json.loads((tmp_path / "run.json").read_text())["rolled_back"]
+    assert (found["to_step"], found["first_batch"], found["num_batches"]) == (10, 10, 31)
+    assert sorted(metrics(tmp_path)) == list(range(1, 45))
 
 
 def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,14 +20,16 @@ def make_step(**options: Any) -> jt.TrainStep:
         kernel = apply(batch["inputs"])
         number, slope = jnp.mean(batch["loss"]), jnp.mean(batch["slope"])
         # The gradient by the kernel is the slope, whatever the kernel is.
-        return number + slope * (kernel - jax.lax.stop_gradient(kernel)), jnp.float32(1), {}
+        weight = jnp.mean(batch["weight"])
+        return weight * (number + slope * (kernel - jax.lax.stop_gradient(kernel))), weight, {}
 
     model = jt.from_functions(lambda key: {"kernel": jnp.float32(1)}, lambda params, inputs: params["kernel"])
     return jt.make_train_step(model, jt.Task.calling("given", loss), optax.adam(1e-2), **options)
 
 
-def batch(loss: float, slope: float) -> dict[str, np.ndarray]:
-    return {name: np.full(8, value, np.float32) for name, value in {"inputs": 0, "loss": loss, "slope": slope}.items()}
+def batch(loss: float, slope: float, weight: float = 1.0) -> dict[str, np.ndarray]:
+    values = {"inputs": 0, "loss": loss, "slope": slope, "weight": weight}
+    return {name: np.full(8, value, np.float32) for name, value in values.items()}
 
 
 def judged(series: np.ndarray, rule: jt.SpikeRule) -> list[bool]:
@@ -90,6 +92,21 @@ def test_a_spike_leaves_the_state_as_it_was() -> None:
         np.testing.assert_array_equal(old, new)
     state, metrics = step(state, batch(5, 2))
     assert (int(metrics["spiked"]), int(metrics["skipped_in_a_row"])) == (0, 0)
+
+
+def test_a_batch_without_weight_is_compared_with_nothing() -> None:
+    """Its loss is no number: as 0 it would hide spikes of losses above 0, and be one itself among those below."""
+    step = make_step(spikes=RULE)
+    for sign in (1, -1):
+        state = step.init(0)
+        for i in range(6):
+            state, metrics = step(state, batch(sign * 5 + 0.1 * (i % 2), 2, weight=float(i != 4)))
+        assert state.spikes is not None
+        assert (int(state.spikes.accepted), int(metrics["spikes"]), int(metrics["skipped_steps"])) == (5, 0, 0)
+        state, metrics = step(state, batch(0, 0, weight=0.0))
+        assert int(metrics["spiked"]) == 0
+        state, metrics = step(state, batch(sign * 5 + 2, 2))
+        assert int(metrics["spiked"]) == 1
 
 
 def test_without_a_rule_nothing_of_it_is_in_state_or_program() -> None:

@@ -1,0 +1,28 @@
+"""What belongs to an earlier run, and what a run.json that is written again says."""
+
+import json
+from pathlib import Path
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.run.mended import mend_run
+from jaxtrain.run.resume import set_aside
+
+
+def test_steps_that_were_not_finite_go_with_the_run_that_did_them(tmp_path: Path) -> None:
+    (tmp_path / "nonfinite").mkdir()
+    (tmp_path / "nonfinite" / "step_3.json").write_text("{}")
+    previous = set_aside(tmp_path)
+    assert previous is not None
+    assert (previous / "nonfinite" / "step_3.json").is_file()
+    assert not (tmp_path / "nonfinite").exists()
+
+
+def test_a_run_json_that_is_written_again_has_the_roll_backs(tmp_path: Path) -> None:
+    rolled_back = [{"from_step": 3, "to_step": 1}]
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        metadata = {"config": {"train": {"steps": 9}}, "rolled_back": rolled_back}
+        checkpointer.save(4, {"x": 1.0}, metadata=metadata)
+    lines: list[str] = []
+    mend_run(tmp_path, lines.append)
+    assert json.loads((tmp_path / "run.json").read_text())["rolled_back"] == rolled_back
+    assert "it was written again from the checkpoint of step 4" in lines[0]
