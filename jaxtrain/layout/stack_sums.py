@@ -30,12 +30,15 @@ class StackSums:
         stack: path of the stack.
         begin: what enters the scan over its layers; the values are never read.
         keep_part: see `KeepPart`.
+        entered: whether a scan has taken them. A second one over a stack of this path is another model's, which the
+            head or the loss calls (a teacher).
         end: what left the scan; None before.
     """
 
     stack: str
     begin: Sums
     keep_part: KeepPart
+    entered: bool = False
     end: Sums | None = None
 
 
@@ -45,8 +48,18 @@ _sums: contextvars.ContextVar[StackSums | None] = contextvars.ContextVar("jaxtra
 
 @contextlib.contextmanager
 def use_stack_sums(sums: StackSums) -> Iterator[None]:
-    """Let the scan over a stack pass these sums through, in a trace of a model that runs the stack once."""
+    """Let the scan over a stack pass these sums through, in a trace of a model that runs its stack once."""
     token = _sums.set(sums)
+    try:
+        yield
+    finally:
+        _sums.reset(token)
+
+
+@contextlib.contextmanager
+def hide_stack_sums() -> Iterator[None]:
+    """Keep the sums from a stack of the same path that is run before the model's own, as by a teacher in `embed`."""
+    token = _sums.set(None)
     try:
         yield
     finally:
@@ -56,7 +69,10 @@ def use_stack_sums(sums: StackSums) -> Iterator[None]:
 def enter_stack(path: str) -> Sums | None:
     """What passes through the scan over the stack at a path besides its own carry; None: nothing does."""
     sums = _sums.get()
-    return sums.begin if sums is not None and sums.stack == path else None
+    if sums is None or sums.stack != path or sums.entered:
+        return None
+    sums.entered = True
+    return sums.begin
 
 
 def leave_stack(passed: Sums | None) -> None:
@@ -64,7 +80,6 @@ def leave_stack(passed: Sums | None) -> None:
     sums = _sums.get()
     if passed is not None:
         assert sums is not None, "what passes through a stack comes from enter_stack"
-        assert sums.end is None, "a stack that is run twice would count its sums twice"
         sums.end = passed
 
 

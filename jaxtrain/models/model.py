@@ -12,6 +12,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import parameters_table, parameters_text
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import path_name, shard_key
+from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.decoder import Decoder as Decoder
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
@@ -279,7 +280,8 @@ class PartsApply:
         """Outputs as the head gives them: `DeferredLogits` in place of logits, where the model has them."""
         parts = self.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
-        carry = parts.embed(rest, inputs, key=key_for(parts.embed, key), train=train)
+        with hide_stack_sums():
+            carry = parts.embed(rest, inputs, key=key_for(parts.embed, key), train=train)
         layers_key = key_for(parts.layers, key)
         carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=layers_key, train=train)
         return parts.head(rest, carry, train=train), model_state

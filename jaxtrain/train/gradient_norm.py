@@ -24,9 +24,10 @@ def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
         tree: gradients, float32.
         sliced: whether large arrays are added up in slices, for arrays that are on one device.
     """
-    if not sliced:
+    leaves = jax.tree.leaves(tree)
+    if not sliced or not leaves:
         return optax.tree.norm(tree)
-    return jnp.sqrt(functools.reduce(jnp.add, map(_sum_of_squares, jax.tree.leaves(tree))))
+    return jnp.sqrt(functools.reduce(jnp.add, map(_sum_of_squares, leaves)))
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:

@@ -29,3 +29,7 @@ def test_one_bad_number_shows_in_the_norm(bad):
     values = np.zeros((16, 2**12), np.float32)
     values[3, 5] = bad
     assert not np.isfinite(gradient_norm({"a": values}, sliced=True))
+
+
+def test_the_norm_of_nothing_that_is_trained_is_zero():
+    assert gradient_norm({"frozen": None}, sliced=True) == 0

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
@@ -60,7 +60,8 @@ def step_memory(
         case MLPConfig():
             work = _mlp(config.model, config, workload, batch)
     # The layers of a stack add their gradients to the sum one by one where the step runs it (`layout/stack_sums.py`).
-    layer_by_layer = isinstance(config.model, TransformerConfig) and config.finetune.lora is None and not workload.pairs
+    has_stack = isinstance(config.model, TransformerConfig | ViTConfig)
+    layer_by_layer = has_stack and config.finetune.lora is None and not workload.pairs
     gradients, cast, gathered = _parameters(config, placed, batch, layer_by_layer=layer_by_layer)
     in_head = work.head > work.block
     offload = config.optimizer.offload

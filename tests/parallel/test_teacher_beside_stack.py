@@ -1,0 +1,80 @@
+"""A model that calls another one of the same paths while its own stack adds gradients to sums over microbatches."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxtrain as jt
+from jaxtrain.layout.stack_sums import StackSums, enter_stack, hide_stack_sums, leave_stack, use_stack_sums
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = jt.make_stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs)
+        self.head = nnx.Linear(4, 4, rngs=rngs)
+
+
+def net(teacher: jt.Model | None = None) -> jt.Model:
+    """A net, whose embedding and head read what a teacher makes of their inputs."""
+    params = {} if teacher is None else teacher.init(jax.random.key(9))[0]
+
+    def taught(x: jax.Array) -> jax.Array:
+        return x if teacher is None else x + teacher.apply(params, {}, x, key=None, train=False)[0]
+
+    return jt.from_stages(
+        Net,
+        stack="blocks",
+        embed=lambda net, x, key, train: taught(x),
+        block=lambda layer, x, inputs, key, train: jnp.tanh(layer(x)),
+        head=lambda net, x, train: net.head(taught(x)),
+    )
+
+
+def grad_norms(accumulation: int, zero: int, devices: int) -> list[float]:
+    teacher = net()
+    params = teacher.init(jax.random.key(8))[0]
+
+    def loss(outputs: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        wanted = teacher.apply(params, {}, batch["inputs"], key=None, train=False)[0]
+        return jnp.sum(jnp.square(outputs - wanted), axis=-1), {}
+
+    step = jt.make_train_step(
+        net(teacher),
+        jt.Task("distil", loss),
+        optax.sgd(0.1),
+        mesh=jt.make_mesh(data=devices, devices=jax.devices()[:devices]),
+        accumulation_steps=accumulation,
+        parallelism=jt.Parallelism(zero=zero),
+    )
+    inputs = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    state, found = step.init(0), []
+    for _ in range(2):
+        state, metrics = step(state, {"inputs": inputs})
+        found.append(float(metrics["grad_norm"]))
+    return found
+
+
+def test_sums_pass_through_the_first_stack_after_the_embedding_alone() -> None:
+    begin = {"blocks/kernel": jnp.zeros((2, 4, 4))}, jnp.float32(1)
+    sums = StackSums("blocks", begin, keep_part=lambda _, gradient: gradient)
+    with use_stack_sums(sums):
+        with hide_stack_sums():
+            assert enter_stack("blocks") is None
+        assert enter_stack("others") is None
+        assert enter_stack("blocks") is begin
+        assert enter_stack("blocks") is None
+        leave_stack(begin)
+        assert enter_stack("blocks") is None
+    assert sums.end is begin
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("zero", "devices"), [pytest.param(0, 1, id="one device"), pytest.param(2, 2, id="zero=2")])
+def test_a_teacher_takes_no_part_in_the_sums(zero: int, devices: int) -> None:
+    # Float32 sums in another order.
+    np.testing.assert_allclose(grad_norms(2, zero, devices), grad_norms(1, 0, 1), rtol=1e-5)
