@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model
 
 from jaxtrain.config.base import Group
+from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, read_published_config
 from jaxtrain.published.families.table import family_of, read_settings
@@ -66,5 +67,5 @@ def published_family(path: str) -> Family:
 
 
 def _stamp(path: str) -> float:
-    place = config_origin(Path(path))
+    place = config_origin(local_path(path, what="model.from"))
     return place.stat().st_mtime if place.is_file() else 0.0

@@ -21,6 +21,8 @@ _NAMES = re.compile(
 _SPECIAL_TOKEN = re.compile(r"[<\[].*[>\]]")
 _ADDRESS = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])((?:[\w-]*(?:token|secret|password|signature|api_?key|sig))=)[^&\s]+", re.IGNORECASE)
+# A key and its value inside of `data.args={api_key: abc}`.
+_PAIR = re.compile(r"""([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|[^\s,{}\[\]]+)""")
 _TOKEN = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
@@ -47,9 +49,13 @@ def redacted(value: Any, key: str = "") -> Any:
         key: Name of the key whose value it is.
     """
     if isinstance(value, Mapping):
-        return {name: redacted(item, str(name)) for name, item in value.items()}
+        # What a secret is made of is secret too: {credentials: {user: ..., pass: ...}}.
+        return {name: redacted(item, key if names_secret(key) else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(item, key) for item in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        # A password may be written in digits; the token that is a number is one of a vocabulary.
+        return REDACTED if names_secret(key) and not key.lower().endswith("token") else value
     if not isinstance(value, str):
         return value
     if value and names_secret(key) and not _SPECIAL_TOKEN.fullmatch(value):
@@ -68,12 +74,19 @@ def redacted_words(words: list[str]) -> list[str]:
         key, equals, value = word.partition("=")
         before = found[-1] if found else ""
         if equals and names_secret(key.lstrip("-")):
-            found.append(f"{key}={redacted(value, key)}")
+            found.append(f"{key}={REDACTED if value.startswith('{') else redacted(value, key)}")
+        elif equals and "{" in value:
+            found.append(redacted_text(f"{key}={_PAIR.sub(_redacted_pair, value)}"))
         elif before.startswith("--") and "=" not in before and names_secret(before.lstrip("-")):
             found.append(REDACTED)
         else:
             found.append(redacted_text(word))
     return found
+
+
+def _redacted_pair(pair: re.Match[str]) -> str:
+    name, colon, value = pair.groups()
+    return f"{name}{colon}{redacted(value, name)}"
 
 
 def redacted_keys(values: Any, path: str = "") -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Loaded
+from jaxtrain.config.secrets import redacted
 from jaxtrain.metrics.runinfo import git_state, package_versions
 from jaxtrain.runtime.agreement import Facts, check_devices, together
 from jaxtrain.train.assemble import Run
@@ -59,7 +60,8 @@ def data_facts(run: Run) -> Facts:
 
 
 def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
-    config = flat(loaded.config.model_dump(mode="json"))
+    # Both values of what differs are shown, and a secret that differs between hosts trains the same.
+    config = flat(redacted(loaded.config.model_dump(mode="json")))
     facts = {key: (value, loaded.origins.get(key, "")) for key, value in config.items() if key not in MAY_DIFFER}
     versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
     settings = {name: jax.config.values[name] for name in _JAX_SETTINGS}

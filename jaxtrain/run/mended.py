@@ -1,6 +1,7 @@
 """Writes the run.json of a run again where it is damaged, from what its newest intact checkpoint says. No jax here."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -32,9 +33,10 @@ def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_r
         run_dir: What may be the directory of a run; nothing happens where it is none.
         report: Called with one line.
     """
-    folder = None if run_dir is None else Path(run_dir)
-    if folder is None or not folder.is_dir():
+    # Of `os`, since a path that no file system takes is no folder either, and who reads it says what is wrong with it.
+    if run_dir is None or not os.path.isdir(run_dir):
         return
+    folder = Path(run_dir)
     path = folder / RUN_FILE
     reason = _damage(path)
     if reason is None:

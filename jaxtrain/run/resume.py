@@ -197,7 +197,8 @@ def changes_since(
     """
     parts = recorded_parts(current)
     check_given_again(saved, parts, run_dir)
-    before, after = _with_later_groups(saved.get("config", {})), current["config"]
+    # Redacted, since a checkpoint of an earlier version may hold a secret, which is neither compared nor shown.
+    before, after = redacted(_with_later_groups(saved.get("config", {}))), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
     if not may_change:
         check_same_training(changes, before, after, run_dir=run_dir)
@@ -206,8 +207,14 @@ def changes_since(
 
 
 def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a checkpoint, with the defaults of groups that jaxtrain did not have when it was saved."""
-    return {**Config().model_dump(mode="json"), **config} if config else config
+    """The config of a checkpoint, with the defaults of groups that jaxtrain did not have when it was saved.
+
+    And of the keys of `checkpoint`, which is the same group whatever is trained.
+    """
+    if not config:
+        return config
+    defaults = Config().model_dump(mode="json")
+    return {**defaults, **config, "checkpoint": {**defaults["checkpoint"], **config.get("checkpoint", {})}}
 
 
 def check_same_training(

@@ -38,7 +38,7 @@ def use_cache(setting: str | None) -> None:
         setting: see `cache_folder`.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: a folder that was asked for cannot be made; where it is that of auto, one line says so.
     """
     import jax
 
@@ -49,6 +49,13 @@ def use_cache(setting: str | None) -> None:
         # Compiled programs are run as they are read: nobody else may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
+        if setting == "auto" and not os.environ.get("JAXTRAIN_CACHE_DIR"):
+            # Nobody chose this folder: a home that is read-only, or not there, is no mistake of the config.
+            print_remark(
+                f"programs are compiled, but not kept: the compilation cache {folder} cannot be made "
+                f"({error.strerror}); set compilation_cache to another folder, or to null"
+            )
+            return
         raise ConfigError(
             f"cannot make the compilation cache {folder}: {error.strerror}; "
             "set compilation_cache=null or another folder"

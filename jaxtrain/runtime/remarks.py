@@ -3,6 +3,7 @@
 import contextlib
 import sys
 
+from jaxtrain.config.secrets import redacted_text
 from jaxtrain.runtime.notebook import in_notebook
 
 # A terminal obeys these: it would recolour, retitle or overwrite what it shows, and some type text for the user.
@@ -22,7 +23,8 @@ def print_remark(line: str) -> None:
     """Writes a line to standard error in one write; in a notebook, which shows that in red, to standard output.
 
     `print` writes the line end separately, so that another thread or process may write between the two. A remark that
-    cannot be written (the disk of a log is full) is lost, and nothing else.
+    cannot be written (the disk of a log is full) is lost, and nothing else. Passwords of addresses and tokens of
+    well-known services are not shown.
 
     Args:
         line: The text of the line, without its line end.
@@ -31,7 +33,7 @@ def print_remark(line: str) -> None:
     if stream is None:  # closed by whoever started this process
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    shown = printable(line).encode(encoding, errors="backslashreplace").decode(encoding)
+    shown = redacted_text(printable(line)).encode(encoding, errors="backslashreplace").decode(encoding)
     with contextlib.suppress(OSError):
         stream.write(f"{shown}\n")
         stream.flush()

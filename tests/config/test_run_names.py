@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.cli import main
 from jaxtrain.config import load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
@@ -72,3 +73,15 @@ def test_a_path_that_no_file_can_have(path, line):
 def test_a_config_that_is_no_file(name):
     with pytest.raises(ConfigError, match=r"has 300 characters|NUL character|is a pipe or a device"):
         load_config(name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "x" * 300], ["ckpt", "ls", "x" * 300], ["config", "quickstart", f"model.from={'x' * 300}"]],
+    ids=["config", "checkpoints", "published"],
+)
+def test_a_path_that_no_file_system_takes_is_one_line(words, capsys):
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert "has 300 characters; a name in a path has at most 255 bytes" in printed
+    assert printed.count("\n") == 1

@@ -5,6 +5,8 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.secrets import REDACTED, redacted, redacted_words
 from jaxtrain.errors import ConfigError
+from jaxtrain.run.resume import changes_since
+from jaxtrain.runtime.remarks import print_remark
 
 TOKEN = "hf_" + "a1B2" * 8
 # id: (settings, what is written)
@@ -17,6 +19,8 @@ SETTINGS = {
     "token of a service": ({"names": [f"a {TOKEN}"]}, {"names": [f"a {REDACTED}"]}),
     "special tokens": ({"token": "<pad>", "mask_token": "[MASK]"}, {"token": "<pad>", "mask_token": "[MASK]"}),
     "numbers": ({"token": 5, "num_tokens": 7}, {"token": 5, "num_tokens": 7}),
+    "digits": ({"password": 4711, "api_key": [1]}, {"password": REDACTED, "api_key": [REDACTED]}),
+    "group": ({"credentials": {"user": "u", "pass": "p"}}, {"credentials": {"user": REDACTED, "pass": REDACTED}}),
     "other keys": ({"tokenizer": "a", "text_key": "b"}, {"tokenizer": "a", "text_key": "b"}),
     "column": ({"key": "image"}, {"key": "image"}),
     "no user": ({"url": "https://host:8080/a@b"}, {"url": "https://host:8080/a@b"}),
@@ -32,6 +36,9 @@ def test_command_line():
     words = ["jaxtrain", "train", "model.args.api_key=abc", "--token", "abc", "train.steps=5", "data.path=a://u:p@h/x"]
     kept = ["jaxtrain", "train", f"model.args.api_key={REDACTED}", "--token", REDACTED, "train.steps=5"]
     assert redacted_words(words) == [*kept, f"data.path=a://{REDACTED}@h/x"]
+    groups = ["data.args={path: x, 'api_key': \"a b\", token: <pad>, password: 5}", "a.credentials={pass: x}"]
+    shown = [f"data.args={{path: x, 'api_key': {REDACTED}, token: <pad>, password: {REDACTED}}}"]
+    assert redacted_words(groups) == [*shown, f"a.credentials={REDACTED}"]
 
 
 def test_shipped_settings_are_no_secrets():
@@ -45,3 +52,24 @@ def test_a_secret_of_a_run_is_asked_for_again():
     with pytest.raises(ConfigError, match=line):
         load_config(saved)
     assert load_config(saved, overrides=["data.args.api_key=x"]).config.data.args == {"api_key": "x"}
+
+
+def test_remarks_show_no_password(capsys):
+    print_remark(f"jaxtrain: rows raised ValueError: s3://me:pw@host/a, {TOKEN}")
+    assert capsys.readouterr().err == f"jaxtrain: rows raised ValueError: s3://{REDACTED}@host/a, {REDACTED}\n"
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_showing_its_secret(tmp_path):
+    with_key = {"config": {"model": {"args": {"api_key": "abc"}}}, "stream": {}, "from_python": {}}
+    current = {"config": redacted(with_key["config"]), "stream": {}, "from_python": {}}
+    assert "api_key" not in str(changes_since(with_key, current, run_dir=tmp_path, may_change=True))
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_same_config(tmp_path):
+    config = load_config("quickstart").config.model_dump(mode="json")
+    current = {"config": config, "stream": {}, "from_python": {}}
+    earlier = {"every", "keep_last", "keep_every", "keep_best"}
+    saved = {**current, "config": {**config, "checkpoint": {key: config["checkpoint"][key] for key in earlier}}}
+    for group in ("watchdog", "notices", "spikes", "checks"):
+        del saved["config"][group]
+    assert changes_since(saved, current, run_dir=tmp_path, may_change=False) == []
