@@ -174,6 +174,7 @@ def test_a_model_from_python_has_no_config(cli, text_run, tmp_path):
     info = json.loads((text_run / "run.json").read_text())
     info["from_python"]["model"] = "Mine"
     (tmp_path / "run.json").write_text(json.dumps(info))
+    (tmp_path / "tokenizer.json").symlink_to(text_run / "tokenizer.json")
     for words in (("eval", str(tmp_path)), ("sample", str(tmp_path), "-p", "a")):
         answer = cli(*words)
         assert answer.code == 2

@@ -108,8 +108,8 @@ def test_does_not_open_the_data(cli, text_run, tmp_path):
     assert sample(cli, tmp_path, *words) == sample(cli, text_run, *words)
     (tmp_path / "tokenizer.json").unlink()
     answer = cli("sample", str(tmp_path), "-p", "a")
-    assert answer.code == 2
-    assert "has no tokenizer.json" in answer.err
+    assert answer.code == 3
+    assert "tokenizer.json is gone" in answer.err
 
 
 def test_quantized_layers_write_text(cli, text_run):
