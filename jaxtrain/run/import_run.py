@@ -24,7 +24,9 @@ from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.base import describe_start, start_of, trained_leaves
+from jaxtrain.run.kept_tokenizer import tokenizer_file
 from jaxtrain.run.lock import RunLock
+from jaxtrain.run.mended import mend_run
 from jaxtrain.run.merged import with_stored_base, write_merged
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.own_parts import own_parts
@@ -124,12 +126,14 @@ def export_run(
         CheckpointError: There is no intact checkpoint, or what was merged is not what was trained.
     """
     run_dir = Path(run_dir)
+    mend_run(run_dir)
     info = read_run(run_dir)
     distributed.start(emulate=emulate, compilation_cache=None)
     run = open_run(run_dir, step=step)
-    file, origin = run_dir / "tokenizer.json", origin_of(run_dir)
+    # Its second copy, where the first one is damaged: what is written is for programs that know of no copies.
+    file, origin = tokenizer_file(run_dir, info, print_remark), origin_of(run_dir)
     settings = _settings(run.config.model, info.get("data") or {})
-    tokenizer = file.read_text(encoding="utf-8") if file.is_file() else None
+    tokenizer = None if file is None else file.read_text(encoding="utf-8")
     model = run.sharded_model.model
     has_adapters = model.adapted is not None and model.adapted.lora is not None
     if merge and not has_adapters:

@@ -10,6 +10,7 @@ from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import DataError
 from jaxtrain.run.kept_tokenizer import tokenizer_file
+from jaxtrain.run.mended import mend_run
 
 
 def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Loaded:
@@ -27,6 +28,7 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
         ConfigError: not a run, or a wrong key or value.
     """
     run_dir = local_path(run_dir, what="run directory")
+    mend_run(run_dir)
     info = read_run(run_dir)
     saved = dict(info["config"])
     parallel = saved.get("parallel")

@@ -18,6 +18,7 @@ from storage_runs import SMALL, fill, small_disk, train
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import StorageError
+from jaxtrain.run.saved_config import saved_config
 
 STEPS = 12
 
@@ -207,6 +208,8 @@ def test_a_damaged_run_json_is_rebuilt_from_the_newest_checkpoint(tmp_path: Path
             key: before[key] for key in ("created", "model", "data")
         }, name
         assert after["resumed_after"] == list(range(STEPS, number)), name
+    path.unlink()
+    assert saved_config(run_dir).config.train.steps == number  # which eval, sample and predict read first
     path.write_bytes(b"{")
     run = jt.open_run(run_dir)
     assert run.status == "done"

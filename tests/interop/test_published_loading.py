@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.interop import load
 from jaxtrain.interop.load import by_path, copy_into, read_places
 from jaxtrain.published.folder import open_folder
+from jaxtrain.run.kept_tokenizer import COPY_FILE, DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
+from jaxtrain.runtime.files import write_json_atomic
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 WANTED = dict(np.load(LLAMA / "expected.npz"))
@@ -184,3 +187,15 @@ def test_weights_are_read_at_step_0_only(tmp_path):
     folder.rename(tmp_path / "gone")
     again = jt.run_config(tmp_path / "run", overrides={"train.steps": 3})
     assert (first.step, again.step) == (2, 3)
+
+
+@pytest.mark.long
+def test_an_export_takes_the_second_copy_of_a_damaged_tokenizer(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    assert cli("import", str(LLAMA), "-o", "run").code == 0
+    digest, _ = keep_tokenizer(run, ByteTokenizer(["<a>"]))
+    write_json_atomic(run / "run.json", {**json.loads((run / "run.json").read_text()), DIGEST_KEY: digest})
+    (run / TOKENIZER_FILE).write_text("damaged")
+    assert cli("export", "run", "-o", "out").code == 0
+    assert (tmp_path / "out" / TOKENIZER_FILE).read_bytes() == (run / COPY_FILE).read_bytes()
