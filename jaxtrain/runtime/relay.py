@@ -3,12 +3,18 @@
 jax's C++ client aborts its process, with a stack trace, within 20 ms after the connection to the coordinator closed:
 before any Python code can say which process was lost. Behind the relay the client sees a connection that stays open and
 silent, which it bears for the time of jax's heartbeats.
+
+The relay is a process of its own. jax asks whether to stop (`reached_preemption_sync_point`) while it holds Python's
+lock and waits for the coordinator: a thread of the same process, which needs that lock, could never pass the answer on.
 """
 
 import contextlib
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,11 +25,10 @@ _CHUNK_BYTES = 65_536
 _LOST_SECONDS = 5.0
 
 
-def relayed(coordinator: str, *, timeout: float, lost: Callable[[], None]) -> str:
+def relayed(coordinator: str, *, timeout: float, lost: Callable[[], object]) -> str:
     """Start a relay to the coordinator.
 
-    It listens on a Unix socket in a folder of this user, so that nothing else can use it. The folder is removed once
-    the client has connected.
+    It listens on a Unix socket in a folder of this user, so that nothing else can use it.
 
     Args:
         coordinator: `host:port` of process 0.
@@ -38,7 +43,6 @@ def relayed(coordinator: str, *, timeout: float, lost: Callable[[], None]) -> st
     if os.name != "posix":
         return coordinator
     host, _, port = coordinator.rpartition(":")
-    upstream = (host.strip("[]"), int(port))
     folder = tempfile.mkdtemp(prefix="jaxtrain-")
     path = os.path.join(folder, "coordinator")
     listener = socket.socket(socket.AF_UNIX)
@@ -50,8 +54,40 @@ def relayed(coordinator: str, *, timeout: float, lost: Callable[[], None]) -> st
         listener.close()
         shutil.rmtree(folder, ignore_errors=True)
         return coordinator
-    _start(_accept, listener, folder, upstream, timeout, lost)
+    number = listener.fileno()
+    # Neither the user's settings nor site packages: it starts in some 20 ms. It runs until its input is closed.
+    limits = [str(timeout), str(_LOST_SECONDS)]
+    words = [sys.executable, "-I", "-S", __file__, str(number), folder, host.strip("[]"), str(int(port)), *limits]
+    try:
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[number], start_new_session=True
+        )
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return coordinator
+    finally:
+        listener.close()
+    _start(_await_loss, process, lost)
     return f"unix:{path}"
+
+
+def _await_loss(process: "subprocess.Popen[bytes]", lost: Callable[[], object]) -> None:
+    assert process.stdout is not None
+    if process.stdout.read(1):
+        lost()
+    process.wait()
+
+
+def _serve(number: int, folder: str, upstream: tuple[str, int], timeout: float, patience: float) -> None:
+    """Be the relay until the process that started it has ended, or closes this one's input."""
+    # They are for the process that trains, which may need the coordinator while it saves.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)
+    _start(_accept, socket.socket(fileno=number), folder, upstream, timeout, patience)
+    while os.read(0, 1):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def _start(function: Callable[..., None], *arguments: object) -> threading.Thread:
@@ -60,20 +96,18 @@ def _start(function: Callable[..., None], *arguments: object) -> threading.Threa
     return thread
 
 
-def _accept(
-    listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float, lost: Callable[[], None]
-) -> None:
+def _accept(listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float, patience: float) -> None:
     """Serve connections for as long as the client may still need a first or second one."""
     deadline = time.monotonic() + timeout
     listener.settimeout(timeout)
     with contextlib.suppress(OSError), listener:
         while time.monotonic() < deadline:
             client, _ = listener.accept()
-            _start(_connect, client, upstream, deadline, lost)
+            _start(_connect, client, upstream, deadline, patience)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, lost: Callable[[], None]) -> None:
+def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, patience: float) -> None:
     while True:
         try:
             server = socket.create_connection(upstream, timeout=5)
@@ -87,7 +121,7 @@ def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, 
         server.settimeout(None)
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         has_ended = threading.Event()
-        answers = _start(_answer, server, client, has_ended, lost)
+        answers = _start(_answer, server, client, has_ended, patience)
         _copy(client, server)
         # The coordinator may have gone: what the client says is heard until it ends the connection itself.
         with contextlib.suppress(OSError):
@@ -99,10 +133,11 @@ def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, 
         answers.join()
 
 
-def _answer(server: socket.socket, client: socket.socket, has_ended: threading.Event, lost: Callable[[], None]) -> None:
+def _answer(server: socket.socket, client: socket.socket, has_ended: threading.Event, patience: float) -> None:
     _copy(server, client)
-    if not has_ended.wait(_LOST_SECONDS):
-        lost()
+    if not has_ended.wait(patience):
+        with contextlib.suppress(OSError):
+            os.write(1, b"x")
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
@@ -110,3 +145,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK_BYTES):
             target.sendall(data)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2], (sys.argv[3], int(sys.argv[4])), float(sys.argv[5]), float(sys.argv[6]))

@@ -1,8 +1,11 @@
 """What processes hear of each other over real sockets, and the relay before jax's coordinator."""
 
 import contextlib
+import ctypes
 import json
+import select
 import socket
+import struct
 import threading
 import time
 
@@ -197,6 +200,20 @@ def test_the_relay_hides_the_end_of_the_coordinator(monkeypatch):
                 client.recv(1)
             assert not lost.is_set(), "who watches the run comes first"
             assert lost.wait(5)
+
+
+def test_the_relay_answers_while_pythons_lock_is_held():
+    """jax holds it while it waits for the coordinator after SIGTERM."""
+    with socket.create_server((HOST, 0)) as coordinator:
+        address = relayed(f"{HOST}:{coordinator.getsockname()[1]}", timeout=5, lost=pytest.fail)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address.removeprefix("unix:"))
+            server, _ = coordinator.accept()
+            with server:
+                wanted = ctypes.create_string_buffer(struct.pack("ihh", client.fileno(), select.POLLIN, 0))
+                server.sendall(b"answer")
+                # Unlike CDLL, PyDLL keeps the lock.
+                assert ctypes.PyDLL(None).poll(wanted, ctypes.c_ulong(1), 5000) == 1
 
 
 def test_the_relay_ends_with_its_client(monkeypatch):
