@@ -22,7 +22,7 @@ class SpikeRule:
     The first `window // 2` steps are always accepted. The history is part of the train state, in float32, so that a
     run that is resumed judges every step as one that was not interrupted.
 
-    Args:
+    Attributes:
         window: accepted steps that are compared with, at least 4.
         sigmas: above 0.
         watch: "loss", "grad_norm" or "both".

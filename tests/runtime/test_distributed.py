@@ -242,7 +242,7 @@ for variables in json.load(sys.stdin):
     variables = {name: value.replace("PORT", port) for name, value in variables.items()}
     os.environ.update(variables, JAX_COORDINATOR_PORT=port)
     source = "Open MPI" if "OMPI_COMM_WORLD_SIZE" in variables else "Slurm"
-    distributed._join(detect_cluster() or Cluster(source))
+    distributed._join(detect_cluster() or Cluster(source), None)
     found.append(jax.config.read("jax_cuda_visible_devices"))
     jax.distributed.shutdown()
     jax.config.update("jax_cuda_visible_devices", "all")
