@@ -4,11 +4,13 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import put_aside, write_bytes_atomic
+
+if TYPE_CHECKING:
+    from jaxtrain.data import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 COPY_FILE = "tokenizer.copy.json"
@@ -16,7 +18,7 @@ COPY_FILE = "tokenizer.copy.json"
 DIGEST_KEY = "tokenizer_sha256"
 
 
-def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> tuple[str, str | None]:
+def keep_tokenizer(run_dir: Path, tokenizer: "Tokenizer") -> tuple[str, str | None]:
     """Writes tokenizer.json into the directory of a run, and a second time beside it.
 
     Args:
@@ -76,8 +78,10 @@ def tokenizer_file(run_dir: Path, info: Mapping[str, Any], report: Callable[[str
     )
 
 
-def read_tokenizer(run_dir: Path, info: Mapping[str, Any], report: Callable[[str], None]) -> Tokenizer | None:
+def read_tokenizer(run_dir: Path, info: Mapping[str, Any], report: Callable[[str], None]) -> "Tokenizer | None":
     """Reads the tokenizer of a run; see `tokenizer_file`."""
+    from jaxtrain.data import load_tokenizer
+
     path = tokenizer_file(run_dir, info, report)
     return None if path is None else load_tokenizer(path)
 

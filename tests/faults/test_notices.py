@@ -99,6 +99,7 @@ def test_a_process_that_is_stuck_ends_and_goes_on(case: str, tmp_path: Path, und
         for line in process.stderr:
             if line.startswith("AT "):
                 break
+        time.sleep(0.5)  # it says so on its way into the wait
         for number in signals:
             process.send_signal(number)
             time.sleep(0.3)  # two signals of one kind that nobody took yet are one
