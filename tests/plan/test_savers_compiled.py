@@ -50,7 +50,7 @@ def test_the_compiler_finds_offloaded_state_on_the_host(name):
     # for a planned 1.98. Without offloading the two are equal to 0.01 %.
     moved = compiled(name, *OFFLOADED, near=0.27 if name.startswith("v5e") else 0.25)
     assert moved.exact.host_bytes == pytest.approx(sum(moved.memory.host_parts.values()), rel=0.05)
-    # All of it at once, beside gradients as large as the parameters (which alone are state), would be more than there is.
+    # All of it at once, beside gradients as large as the parameters (all other state), would be more than there is.
     assert moved.exact.temporary_bytes < moved.memory.host_parts["optimizer state"] + moved.exact.state_bytes
 
 
