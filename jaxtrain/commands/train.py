@@ -33,7 +33,6 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
     """
     with counted_from(time.monotonic()):
         from jaxtrain.commands.own_code import own_code
-        from jaxtrain.run.mended import mend_run
         from jaxtrain.run.trainer import run_config
 
         with announced(emulate=emulate):

@@ -1,6 +1,5 @@
 """Documents of text that is built in, in plain files, or in JSON lines; each pass reads them again, one at a time."""
 
-import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from jaxtrain.config.data import JsonlData, TextData
 from jaxtrain.data.files import BYTE_ORDER_MARK, FileState, decode_utf8, file_state, find_files, read_file, read_lines
+from jaxtrain.data.json_line import json_object
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, skipped_records, without_advice
 from jaxtrain.errors import DataError
 
@@ -109,20 +109,7 @@ def _document(line: bytes, *, field: str, path: Path, number: int, offset: int) 
 
 
 def _field(line: str, *, field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadRecordError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}; fix or remove the line"
-        ) from None
-    except RecursionError:
-        raise BadRecordError(f"{where} is nested too deeply; fix or remove the line") from None
-    except ValueError:  # Python reads no whole number of thousands of digits
-        raise BadRecordError(f"{where} holds a number that is too long; fix or remove the line") from None
-    if not isinstance(record, dict):
-        raise BadRecordError(
-            f"{where} holds a value of type {type(record).__name__}, not an object; write one object per line"
-        )
+    record = json_object(line, where=where)
     if field not in record:
         keys = ", ".join(map(str, record)) or "none"
         raise BadRecordError(f"{where} has no field '{field}' (it has: {keys}); set data.field to one of them")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config.spikes import ChecksConfig
 from jaxtrain.models.task import Batch
+from jaxtrain.run.loop import is_due
 from jaxtrain.run.replicas import DeviceDigests
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -58,7 +59,7 @@ class CheckedStep:
             CorruptionError: bits differ that must be equal.
         """
         self._number += 1
-        if _is_due(self._number, self._checks.replay_every):
+        if is_due(self._number, self._checks.replay_every):
             copy, _ = self._step(jax.tree.map(jnp.copy, state), batch)
             first = self._digests(copy)
             del copy
@@ -66,11 +67,7 @@ class CheckedStep:
             self._digests.check_equal(first, self._digests(state), number=self._number)
         else:
             state, metrics = self._step(state, batch)
-        if _is_due(self._number, self._checks.replicas_every):
+        if is_due(self._number, self._checks.replicas_every):
             self._digests.check_copies(state, number=self._number, checked=self._checked)
             self._checked = self._number
         return state, metrics
-
-
-def _is_due(number: int, every: int | None) -> bool:
-    return every is not None and number % every == 0

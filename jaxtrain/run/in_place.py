@@ -47,6 +47,10 @@ class InPlace:
         what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
         self._report(f"{what} while the run goes on: {', '.join(found)}")
 
+    def follow(self, metrics: LastingWriter) -> None:
+        """Take note of the writer of a metrics.jsonl that was opened anew."""
+        self._metrics = metrics
+
     def close(self) -> None:
         """Release the directory, where it was taken again."""
         if self._lock is not None:

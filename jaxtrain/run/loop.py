@@ -125,3 +125,8 @@ def _given_up(in_a_row: int, done: Pending) -> str:
         "before them: lower optimizer.learning_rate, add warmup_steps, lower optimizer.clip_norm, or use "
         "precision.policy=bf16 or fp32"
     )
+
+
+def is_due(number: int, every: int | None) -> bool:
+    """Whether a step is a multiple of an interval; None: no step is."""
+    return every is not None and number % every == 0

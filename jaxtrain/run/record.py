@@ -49,7 +49,7 @@ class RunRecord:
         draws_report: whether report.html is drawn at the end.
         place: notices that files are gone; None: nobody does.
         report: called with one line for people.
-        reopened: step -> writers and place again, for a run that goes on from an earlier step; drops the rows after it.
+        reopened: step -> writers, and that of the rows, where a run goes on from an earlier step; drops later rows.
 
     Attributes:
         spent: as given; who spends time on the run adds it there.
@@ -67,7 +67,7 @@ class RunRecord:
         draws_report: bool,
         place: InPlace | None = None,
         report: Callable[[str], None] = print_remark,
-        reopened: Callable[[int], tuple[MultiWriter, InPlace]] | None = None,
+        reopened: Callable[[int], tuple[MultiWriter, LastingWriter]] | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._writers, self._reopened = writers, reopened
@@ -167,7 +167,9 @@ class RunRecord:
         """
         if self._reopened is not None:
             self._writers.close()
-            self._writers, self._place = self._reopened(step)
+            self._writers, metrics = self._reopened(step)
+            if self._place is not None:
+                self._place.follow(metrics)
         if self._info is not None:
             self._info = {**self._info, RECORD: metadata[RECORD]}
             self._try_to_write_info()
@@ -296,7 +298,7 @@ def open_record(
     earlier = seconds_before(run_dir, before, start=start, began_at=spent.began_at)
     # Last, because whatever fails after it would leave them open.
     reopened = functools.partial(_opened, run_dir, loaded, report)
-    writers, place = reopened(start)
+    writers, metrics = reopened(start)
     adapters = config.finetune.lora is not None
     info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
     info["created"] = before.get("created") or info["created"]
@@ -307,7 +309,7 @@ def open_record(
     return RunRecord(
         run_dir,
         writers=writers,
-        place=place,
+        place=InPlace(run_dir, metrics=metrics, report=report),
         report=report,
         info=info,
         was_done=has_ended and before.get("status") in ("done", EARLY_STOPPED),
@@ -317,13 +319,15 @@ def open_record(
     )
 
 
-def _opened(run_dir: Path, loaded: Loaded, report: Callable[[str], None], step: int) -> tuple[MultiWriter, InPlace]:
-    """The writers of a run that goes on from a step, and what notices that their files are gone."""
+def _opened(
+    run_dir: Path, loaded: Loaded, report: Callable[[str], None], step: int
+) -> tuple[MultiWriter, LastingWriter]:
+    """The writers of a run that goes on from a step, and the one of its rows."""
     opened = open_writers(run_dir, loaded.config.logging, run_name=loaded.name, resumed_step=step)
     jsonl, *dashboards = opened.writers
     assert isinstance(jsonl, JsonlWriter)
     metrics = LastingWriter(jsonl, report)
-    return MultiWriter([metrics, *dashboards]), InPlace(run_dir, metrics=metrics, report=report)
+    return MultiWriter([metrics, *dashboards]), metrics
 
 
 def _resumes(before: Mapping[str, Any], start: int) -> list[int]:

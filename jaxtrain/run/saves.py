@@ -12,6 +12,7 @@ from jaxtrain.checkpoint.arrays import everyone
 from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.errors import StorageError
+from jaxtrain.run.loop import is_due
 from jaxtrain.run.save_clock import SaveClock
 from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
@@ -64,7 +65,7 @@ class RunSaves:
         """Whether the state after step `number` is to be saved; asked once after every step."""
         by_clock = self._clock.is_due(number)
         wanted, self._is_wanted = self._is_wanted, False
-        return by_clock or wanted or (self._config.every is not None and number % self._config.every == 0)
+        return by_clock or wanted or is_due(number, self._config.every)
 
     def check(self) -> None:
         """Look whether a save has failed, or what was saved is gone; called after every step.

@@ -13,7 +13,7 @@ from jaxtrain.run.checked_step import checked_step
 from jaxtrain.run.go_back import frozen_params, restored_before
 from jaxtrain.run.held_out import shown_metrics
 from jaxtrain.run.interrupt import StoppedWaiting
-from jaxtrain.run.loop import Hooks, train_loop
+from jaxtrain.run.loop import Hooks, is_due, train_loop
 from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.result import Result
 from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
@@ -75,7 +75,7 @@ def train_session(session: Session) -> Result:
 def _make_up_evaluation(session: Session) -> None:
     """Evaluate the state that the run goes on from, where that was due and the run stopped before it."""
     start, config = session.start, session.run.config
-    if not 0 < start < config.train.steps or not _is_due(start, config.evaluation.every):
+    if not 0 < start < config.train.steps or not is_due(start, config.evaluation.every):
         return
     # Not when the run stops: a signal leaves little time, and the save comes first.
     if lacks_evaluation(session):
@@ -196,12 +196,12 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
         if not session.saves.is_writing:
             session.activity.writes(None)
         wants_save[0] = session.saves.is_due(number)
-        return wants_save[0] or _is_due(number, evaluate_every) or session.watch.is_due(number)
+        return wants_save[0] or is_due(number, evaluate_every) or session.watch.is_due(number)
 
     def pause(number: int, state: TrainState) -> bool:
         with saving_on_failure(session, number, state):
             session.watch.stepped(number, state)
-        if _is_due(number, evaluate_every):
+        if is_due(number, evaluate_every):
             evaluate_state(session, number, state)
         # A run that stops is saved at its end.
         if session.watch.status is None and (wants_save[0] or session.watch.wants_save(number)):
@@ -219,10 +219,6 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
         return session.interrupt.requested()
 
     return Hooks(session.profile.before_step, finished, wants_pause, pause, stop_requested, data_failed)
-
-
-def _is_due(number: int, every: int | None) -> bool:
-    return every is not None and number % every == 0
 
 
 def _report(session: Session, done: int, sample: str | None) -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from jaxtrain.data.files import (
     read_lines,
     require_file,
 )
+from jaxtrain.data.json_line import json_object
 from jaxtrain.errors import DataError
 
 
@@ -161,20 +161,7 @@ def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         text = text.removeprefix(BYTE_ORDER_MARK).strip()
         if not text:
             continue
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            reason = f"{error.msg} at column {error.colno}"
-            raise DataError(f"{where} is not JSON: {reason}; fix or remove the line") from None
-        except RecursionError:
-            raise DataError(f"{where} is nested too deeply; fix or remove the line") from None
-        except ValueError:  # Python reads no whole number of thousands of digits
-            raise DataError(f"{where} holds a number that is too long; fix or remove the line") from None
-        if not isinstance(found, dict):
-            raise DataError(
-                f"{where} holds a value of type {type(found).__name__}, not an object; write one object per line"
-            )
-        yield where, found
+        yield where, json_object(text, where=where)
 
 
 def _jsonl_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
