@@ -1,10 +1,13 @@
 """What a failure costs is counted: steps that are done again, and the time until the run goes on."""
 
 import json
+import re
 
 import pytest
 
 from jaxtrain.metrics.report.page import write_report
+from jaxtrain.metrics.report.style import STYLE
+from jaxtrain.metrics.report.time_bar import _BAR_COLORS
 from jaxtrain.metrics.time_spent import TimeSpent, counted_from, earlier_seconds, read_restarts, save_entry, with_save
 from jaxtrain.run.restarted import seconds_before
 from jaxtrain.runtime.files import write_json_atomic
@@ -122,3 +125,15 @@ def test_the_report_shows_it(tmp_path):
         "SIGKILL",
     ):
         assert words in page
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_no_two_parts_of_the_bar_look_alike(scheme):
+    """Variables of the page may have one colour under two names."""
+    palettes = [
+        dict(re.findall(r"(--[\w-]+): (#\w+);", block)) for block in re.split(r"prefers-color-scheme: dark", STYLE)
+    ]
+    looks = [
+        re.sub(r"var\((--[\w-]+)\)", lambda found: palettes[scheme][found[1]], one) for one in _BAR_COLORS.values()
+    ]
+    assert len(set(looks)) == len(looks)

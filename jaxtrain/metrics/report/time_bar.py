@@ -23,7 +23,7 @@ _BAR_COLORS = {
     "sampling": "var(--series-6)",
     "reading data": "var(--series-7)",
     "creating state": "var(--series-8)",
-    "starting": "var(--soft)",
+    "starting": "var(--ink)",
     "lost steps": _hatched("var(--series-1)"),
     "restarting": _hatched("var(--series-8)"),
     OTHER: "var(--line)",
