@@ -15,7 +15,7 @@ SIGNALS = ("TERM", "USR1", "USR2")
 # lost, the others end with the first of them minutes before Slurm notices (SlurmdTimeout, 300 s by default).
 _STARTED_AGAIN = "70 | 75"
 # Processes that save end with 75 one after another. With --kill-on-bad-exit=1 the first of them would have the others
-# killed on their way out, and srun would give 143. Where one fails, the others find out within 25 to 75 s by themselves.
+# killed on their way out, and srun would give 143. Where one fails, the others find out by themselves in 25 to 75 s.
 _ENDING = "--kill-on-bad-exit=0 --wait=120"
 # Slurm looks at its clock every 30 s or so, and documents that the signal may come up to a minute early.
 _LEAST_WARNING_SECONDS = 30
