@@ -16,7 +16,7 @@ SIGNALS = ("TERM", "USR1", "USR2")
 _STARTED_AGAIN = "70 | 75"
 # Processes that save end with 75 one after another. With --kill-on-bad-exit=1 the first of them would have the others
 # killed on their way out, and srun would give 143. Where one fails, the others find out by themselves in 25 to 75 s.
-_ENDING = "--kill-on-bad-exit=0 --wait=120"
+_ENDING = "--kill-on-bad-exit=0 --wait=60"
 # Slurm looks at its clock every 30 s or so, and documents that the signal may come up to a minute early.
 _LEAST_WARNING_SECONDS = 30
 
