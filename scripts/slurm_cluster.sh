@@ -86,7 +86,7 @@ daemons() {
     case $(cat "$place/comm" 2>/dev/null || true) in
       # A process that has ended has no environment, until its parent asks for its exit code.
       slurmctld | slurmd | slurmstepd)
-        ! tr '\0' '\n' <"$place/environ" 2>/dev/null | grep -qxF "SLURM_CONF=$SLURM_CONF" || echo "${place#/proc/}" ;;
+        ! { tr '\0' '\n' <"$place/environ"; } 2>/dev/null | grep -qxF "SLURM_CONF=$SLURM_CONF" || echo "${place#/proc/}" ;;
     esac
   done
 }

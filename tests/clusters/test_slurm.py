@@ -1,4 +1,4 @@
-"""What `jaxtrain submit slurm` writes, unchanged on a real Slurm of two nodes on this host, and what happens to its jobs.
+"""What `jaxtrain submit slurm` writes, unchanged on a real Slurm of two nodes on this host, and how its jobs end.
 
 One test, because all jobs share a cluster and wait side by side. Where a job's end is decided by its script and not by
 training, a program of a few lines stands in for `jaxtrain`.
@@ -29,12 +29,13 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED, reason="slurmctld is not installed: apt-get install slurm-wlm to run it"),
 ]
 NODE = "zzz2"
-TINY = (
-    "quickstart train.steps=1000000 parallel.fsdp=2 model.num_layers=1 model.embed_dim=32 model.num_heads=2 "
-    "model.mlp_dim=64 data.tokenizer.kind=byte data.sequence_length=32 train.global_batch_size=4 evaluation.every=null "
-    "evaluation.sample_prompt=null logging.report=false logging.every=5 checkpoint.every=20"
-).split()
-# Programs in place of jaxtrain: `ends N` ends with exit code N, `waits` until SIGTERM and then with 75.
+TINY = [
+    *("quickstart", "train.steps=1000000", "train.global_batch_size=4", "parallel.fsdp=2", "data.tokenizer.kind=byte"),
+    *("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2", "model.mlp_dim=64", "data.sequence_length=32"),
+    *("evaluation.every=null", "evaluation.sample_prompt=null", "logging.report=false"),
+    *("logging.every=5", "checkpoint.every=20"),
+]
+# Programs in place of jaxtrain: one ends at once, one at SIGTERM, one says which GPUs jax would take, had it any.
 ENDS = '#!/bin/bash\necho "words: $*"\nexit {code}\n'
 WAITS = """#!/bin/bash
 trap '' USR1
@@ -48,7 +49,8 @@ from jaxtrain.runtime import distributed
 distributed.start(emulate=1, compilation_cache=None)
 import jax
 
-print("GPUs of process", jax.process_index(), "of", jax.process_count(), "are", jax.config.jax_cuda_visible_devices)
+chosen = jax.config.values["jax_cuda_visible_devices"]
+print("GPUs of process", jax.process_index(), "of", jax.process_count(), "are", chosen)
 """
 
 
