@@ -14,6 +14,9 @@ SIGNALS = ("TERM", "USR1", "USR2")
 # Stood still or lost a process, and stopped and saved: another start goes on from the last checkpoint. Where a node is
 # lost, the others end with the first of them minutes before Slurm notices (SlurmdTimeout, 300 s by default).
 _STARTED_AGAIN = "70 | 75"
+# Processes that save end with 75 one after another. With --kill-on-bad-exit=1 the first of them would have the others
+# killed on their way out, and srun would give 143. Where one fails, the others find out by themselves in 25 to 75 s.
+_ENDING = "--kill-on-bad-exit=0 --wait=60"
 # Slurm looks at its clock every 30 s or so, and documents that the signal may come up to a minute early.
 _LEAST_WARNING_SECONDS = 30
 
@@ -181,7 +184,7 @@ def _setup(job: SlurmJob) -> list[str]:
 
 
 def _run(job: SlurmJob, command: Sequence[str]) -> list[str]:
-    options = ["--kill-on-bad-exit=1"]
+    options = [_ENDING]
     if job.nodes * job.tasks_per_node > 1:
         options.append("--label")
     if job.cpus_per_task is not None:
@@ -190,6 +193,7 @@ def _run(job: SlurmJob, command: Sequence[str]) -> list[str]:
     options += [shlex.quote(option) for option in job.srun_options]
     return [
         "",
+        "# Processes that stop end one after another: none is killed for the exit code of another, but all end soon.",
         f"srun {' '.join(options)} \\",
         f"  {shlex.join(command)}",
         "code=$?",
