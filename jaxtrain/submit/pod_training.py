@@ -51,8 +51,8 @@ def pod_training(config: str, overrides: Sequence[str], *, run_dir: str | None, 
         secret = "the command line"
     if secret is not None:
         raise ConfigError(
-            f"{secret} holds a secret, which a manifest would show; put it into a Secret of the cluster, write --secret "
-            "with its name, and read it from the environment"
+            f"{secret} holds a secret, which a manifest would show; put it into a Secret of the cluster, write "
+            "--secret with its name, and read it from the environment"
         )
     place, file = config, None
     if not is_shipped(config):

@@ -1,9 +1,9 @@
 """What Google Kubernetes Engine calls TPU slices, and how many hosts each has. No jax here.
 
-Sources, read 2026-11-23: the table of google's xpk (AI-Hypercomputer/xpk, src/xpk/core/system_characteristics.py: labels,
-topologies, 4 chips per machine) and the node pools of tensorflow/tpu (tools/kubernetes/terraform: 8x8 of v5e are 16 nodes).
-From Google's pages as remembered: 8 chips of v5e or v6e may also be one machine (ct5lp-hightpu-8t, ct6e-standard-8t), and a
-chip of Ironwood is two devices.
+Sources, read 2026-11-23: the table of google's xpk (AI-Hypercomputer/xpk, src/xpk/core/system_characteristics.py:
+labels, topologies, 4 chips per machine) and the node pools of tensorflow/tpu (tools/kubernetes/terraform: 8x8 of v5e is
+16 nodes). From Google's pages as remembered: 8 chips of v5e or v6e may also be one machine (ct5lp-hightpu-8t,
+ct6e-standard-8t), and a chip of Ironwood is two devices.
 """
 
 import math
