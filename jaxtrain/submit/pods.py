@@ -151,10 +151,8 @@ def _pod_security(run: KubernetesRun) -> Manifest:
         "fsGroup": _GROUP,
         "fsGroupChangePolicy": "OnRootMismatch",
     }
-    # Whether the devices of TPU nodes open for other users depends on the node; it is left to the image.
-    if run.tpu is None:
-        security["runAsNonRoot"] = True
-    return security
+    # The devices of a TPU node belong to root, as far as we know; images of jaxtrain have another user.
+    return {**security, "runAsUser": 0} if run.tpu is not None else {**security, "runAsNonRoot": True}
 
 
 def _container_security(run: KubernetesRun) -> Manifest:
