@@ -235,6 +235,24 @@ def _report(arguments: argparse.Namespace) -> int:
     return run_report(arguments.run_dirs, output=arguments.output)
 
 
+def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.submit_kubernetes import kubernetes_arguments
+
+    kubernetes_arguments(parser)
+
+
+def _submit_job(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.submit_kubernetes import submit_job
+
+    return submit_job(arguments)
+
+
+def _submit_jobset(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.submit_kubernetes import submit_jobset
+
+    return submit_jobset(arguments)
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train what a config describes, or resume the run",
@@ -296,6 +314,18 @@ COMMANDS: dict[str, Command] = {
         "jaxtrain submit slurm llama3_8b --nodes 4 --gpus-per-node 8 --time 2-0",
         _submit_slurm_arguments,
         _submit_slurm,
+    ),
+    "submit job": Command(
+        "write a training as a Kubernetes Job",
+        "jaxtrain submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 8 --volume runs:/runs",
+        _kubernetes_arguments,
+        _submit_job,
+    ),
+    "submit jobset": Command(
+        "write a training as a JobSet of Kubernetes, whose hosts start again together",
+        "jaxtrain submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/4x4 --volume runs:/runs",
+        _kubernetes_arguments,
+        _submit_jobset,
     ),
     "plan": Command(
         "estimate memory, time and cost on hardware that you do not need to have",
