@@ -1,4 +1,4 @@
-"""What Sphinx makes of docs/: pages in Markdown as they are read in the repository, and notebooks that run while it builds.
+"""What Sphinx makes of docs/: pages in Markdown as the repository shows them, and notebooks that run while it builds.
 
 sphinx-build -W --keep-going -n docs build/site
 

@@ -1,4 +1,4 @@
-"""What docs/coming_from.md has people write is right: Python runs, keys load, and commands are parsed by test_docs.py."""
+"""What docs/coming_from.md has people write is right: Python runs, keys load; test_docs.py parses its commands."""
 
 import inspect
 import re
