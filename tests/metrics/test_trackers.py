@@ -58,9 +58,8 @@ class FakeTracker:
 
 
 def started(fake, tmp_path, lines, *, is_resumed=False):
-    return BackgroundTracker(
-        "fake", fake.open, tmp_path / "trackers" / "fake.json", is_resumed=is_resumed, report=lines.append
-    )
+    earlier, record = tmp_path / "metrics.jsonl" if is_resumed else None, tmp_path / "trackers" / "fake.json"
+    return BackgroundTracker("fake", fake.open, record, earlier=earlier, report=lines.append)
 
 
 def ended(tracker, status="done", *, seconds=20.0):
@@ -99,6 +98,19 @@ def test_a_resumed_run_sends_no_step_of_a_metric_twice(tmp_path):
     third = FakeTracker()
     ended(started(third, tmp_path, lines))
     assert third.ids == [None]  # a run that begins anew
+
+
+def test_a_resumed_run_sends_what_a_kill_kept_from_the_tracker(tmp_path):
+    tracker = started(FakeTracker(), tmp_path, [])
+    tracker.scalars(1, {"loss": 1.0})
+    ended(tracker)
+    lines = ['{"step": 1, "loss": 1.0}', '{"step": 2, "loss": 0.9}', '{"step": 2, "sample": "text"}', '{"step": 3, "l']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    fake = FakeTracker()
+    tracker = started(fake, tmp_path, [], is_resumed=True)
+    tracker.scalars(3, {"loss": 0.8})
+    ended(tracker)
+    assert (fake.rows, fake.texts) == ([(2, {"loss": 0.9}), (3, {"loss": 0.8})], [(2, "sample", "text")])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"id": "a"}', '{"id": "a", "last_steps": [1]}'])

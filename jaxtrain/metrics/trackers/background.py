@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,7 +40,8 @@ class BackgroundTracker:
         name: of the tracker.
         open: begins the run there; given what the tracker called the run in an earlier process, or None.
         record: file of the run directory that keeps the tracker's id of the run, and the last step of each metric.
-        is_resumed: whether the run goes on, so that the file is of this run.
+        earlier: metrics.jsonl of a run that goes on, so that the record is of this run; rows that the tracker lacks,
+            as after a kill, are sent to it. None: the run begins.
         report: called with one line for people, by whoever calls the methods.
     """
 
@@ -50,11 +51,14 @@ class BackgroundTracker:
         open: Callable[[str | None], Tracker],
         record: Path,
         *,
-        is_resumed: bool,
+        earlier: Path | None,
         report: Callable[[str], None],
     ) -> None:
         self._name, self._open, self._record, self._report = name, open, record, report
-        self._run_id, self._last = _recorded(record) if is_resumed else (None, {})
+        self._earlier = earlier
+        # What this process appends to the file comes through the queue.
+        self._earlier_bytes = earlier.stat().st_size if earlier is not None and earlier.is_file() else 0
+        self._run_id, self._last = (None, {}) if earlier is None else _recorded(record)
         self._waiting: deque[Row | Text] = deque()
         self._lock = threading.Lock()
         self._said: deque[str] = deque()
@@ -124,6 +128,7 @@ class BackgroundTracker:
             self._run_id = tracker.run_id
             self._note()
             self._said.append(f"{self._name}: {tracker.place}")
+            self._send_earlier(tracker)
             is_last = False
             while not is_last:
                 is_last = self._ending.wait(_COLLECTED_SECONDS)
@@ -136,6 +141,26 @@ class BackgroundTracker:
         except BaseException as error:  # a tracker may also raise what ends a thread, such as SystemExit
             self._reason = _line(error)
             self._warn()
+
+    def _send_earlier(self, tracker: Tracker) -> None:
+        """Send what metrics.jsonl holds from earlier processes and the tracker lacks."""
+        if self._earlier is None:
+            return
+        rows: list[Row | Text] = []
+        for item in _read_items(self._earlier, self._earlier_bytes):
+            if isinstance(item, Text):
+                self._send_more(tracker, [item])
+            else:
+                rows.append(item)
+            if len(rows) == _MOST_TOGETHER:
+                self._send_more(tracker, rows)
+                rows = []
+        self._send_more(tracker, rows)
+
+    def _send_more(self, tracker: Tracker, items: Sequence[Row | Text]) -> None:
+        with self._lock:
+            self._given += len(items)
+        self._send(tracker, items)
 
     def _next(self) -> list[Row | Text]:
         """Take what waits and goes together: rows, or one text."""
@@ -220,6 +245,24 @@ def _recorded(path: Path) -> tuple[str | None, dict[str, int]]:
         return str(found["id"]), {str(name): int(step) for name, step in found["last_steps"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None, {}
+
+
+def _read_items(path: Path, num_bytes: int) -> Iterator[Row | Text]:
+    """The rows and texts of the first bytes of a metrics.jsonl; when they were recorded is not known any more."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            num_bytes -= len(line)
+            if num_bytes < 0:
+                return
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                step = found.pop("step", None) if isinstance(found, dict) else None
+                if not isinstance(step, int):
+                    continue
+                yield from (Text(step, name, text) for name, text in found.items() if isinstance(text, str))
+                numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+                if numbers:
+                    yield Row(step, time.time(), numbers)
 
 
 def _line(error: BaseException) -> str:

@@ -82,7 +82,8 @@ def open_trackers(
         run_dir: an existing directory, whose lock this process holds.
         config: says which trackers there are.
         info: content of run.json.
-        is_resumed: whether the run goes on; then it goes on with the run that each tracker has of it.
+        is_resumed: whether the run goes on; then each tracker goes on with the run that it
+            has of it, and gets the rows of metrics.jsonl that it lacks.
         report: called with one line for people.
 
     Raises:
@@ -110,7 +111,7 @@ def open_trackers(
                 name,
                 functools.partial(open_one, name),
                 run_dir / FOLDER / f"{name}.json",
-                is_resumed=is_resumed,
+                earlier=run_dir / "metrics.jsonl" if is_resumed else None,
                 report=report,
             )
             for name in _wanted(config)

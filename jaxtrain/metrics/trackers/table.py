@@ -14,6 +14,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,13 @@ def open_mlflow(run: TrackedRun) -> Tracker:
     The settings are its parameters. A setting that changed while the run was stopped is a tag, since MLflow never
     changes a parameter. NaN stands for every value that is not finite.
     """
-    from mlflow.entities import Metric, Param
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
+    entities, exceptions = import_module("mlflow.entities"), import_module("mlflow.exceptions")
+    tracking = import_module("mlflow.tracking")
     if not os.environ.get("MLFLOW_LOGGING_LEVEL"):
         # A first use of a database writes a line per table.
         logging.getLogger("mlflow").setLevel(logging.WARNING)
     address = mlflow_address()
-    client = MlflowClient(tracking_uri=address)
+    client = tracking.MlflowClient(tracking_uri=address)
     if run.known_id is None:
         run_id = client.create_run(_experiment(client, run.project), run_name=run.name).info.run_id
     else:
@@ -63,7 +62,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         client.update_run(run_id, status="RUNNING")
     known = client.get_run(run_id).data.params
     settings = {_allowed(key): _text(value)[:_MOST_CHARACTERS] for key, value in run.settings.items()}
-    parameters = [Param(key, value) for key, value in settings.items() if key not in known]
+    parameters = [entities.Param(key, value) for key, value in settings.items() if key not in known]
     for start in range(0, len(parameters), _MOST_PARAMETERS):
         client.log_batch(run_id, params=parameters[start : start + _MOST_PARAMETERS])
     changed = {f"changed.{key}": value for key, value in settings.items() if known.get(key, value) != value}
@@ -72,7 +71,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
 
     def log_rows(rows: Sequence[Row]) -> None:
         found = [
-            Metric(
+            entities.Metric(
                 _allowed(name), float(value) if math.isfinite(value) else math.nan, int(row.seconds * 1000), row.step
             )
             for row in rows
@@ -82,7 +81,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         for start in range(0, len(found), _MOST_METRICS):
             try:
                 client.log_batch(run_id, metrics=found[start : start + _MOST_METRICS])
-            except MlflowException as error:
+            except exceptions.MlflowException as error:
                 if error.error_code == "INVALID_PARAMETER_VALUE":
                     raise RefusedError(str(error)) from error
                 raise
@@ -104,8 +103,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
 
 def open_wandb(run: TrackedRun) -> Tracker:
     """Open a run of Weights & Biases, or go on with it."""
-    import wandb
-
+    wandb = import_module("wandb")
     if os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun") and not wandb.login(prompt=False):
         # Without a key wandb would ask for one on the terminal, and wait for the answer.
         raise RefusedError("there is no API key: run 'wandb login', or set WANDB_MODE=offline")
@@ -150,8 +148,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
 
     trackio goes on with the newest run of a name, so that each run has a name that no other has.
     """
-    import trackio
-
+    trackio = import_module("trackio")
     # What it prints is no result of this process. For a moment what others print goes to standard error as well.
     to_standard_error = contextlib.redirect_stdout(sys.stderr)
     name = f"{run.name}-{secrets.token_hex(3)}" if run.known_id is None else run.known_id
