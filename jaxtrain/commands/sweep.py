@@ -76,15 +76,14 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
     ranges = [key for key, found in choices.items() if not isinstance(found, list)]
     if num_trials is None and (ranges or seed is not None):
         raise ConfigError(f"values{f' of {ranges[0]}' if ranges else ''} are drawn; say how many: --trials 20")
-    if num_trials is not None and (ranges or seed is not None):
-        generators = [random.Random(f"{seed or 0}/{number}") for number in range(num_trials)]
-        found = [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
-    else:
-        lists = [one for one in choices.values() if isinstance(one, list)]
-        found = [dict(zip(choices, values, strict=True)) for values in itertools.product(*lists)][:num_trials]
-    if len(found) > _MOST_TRIALS:
-        raise ConfigError(f"{len(found)} trials are too many, above {_MOST_TRIALS}; draw some: --trials 50 --random 0")
-    return found
+    lists = [one for one in choices.values() if isinstance(one, list)]
+    count = math.prod(map(len, lists)) if num_trials is None else num_trials
+    if count > _MOST_TRIALS:
+        raise ConfigError(f"{count} trials are too many, above {_MOST_TRIALS}; draw some: --trials 50 --random 0")
+    if not ranges and seed is None:
+        return [dict(zip(choices, one, strict=True)) for one in itertools.islice(itertools.product(*lists), count)]
+    generators = [random.Random(f"{seed or 0}/{number}") for number in range(count)]
+    return [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
 
 
 def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:
@@ -136,8 +135,9 @@ def _run(config: str, settings: Sequence[str], folder: Path, signals: Signals) -
     child = start_child([*JAXTRAIN, *words], environment={}, shown=False)
     signals.add(child)
     try:
-        with (folder / "trial.log").open("a", encoding="utf-8") as log:
-            shutil.copyfileobj(child.stderr, log)  # pyright: ignore[reportArgumentType]  a pipe, since it is not shown
+        assert child.stderr is not None  # since it is not shown
+        with child.stderr as lines, (folder / "trial.log").open("a", encoding="utf-8") as log:
+            shutil.copyfileobj(lines, log)
         code = exit_code(child.wait())
     finally:
         kill_child(child)
