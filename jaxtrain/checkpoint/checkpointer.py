@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint import arrays, checks, directory, tree
+from jaxtrain.checkpoint import arrays, checks, directory, places, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import save_error
 from jaxtrain.checkpoint.line import StepLine
-from jaxtrain.checkpoint.places import Place, place_at
-from jaxtrain.checkpoint.remote import RemotePath
+from jaxtrain.checkpoint.places import Place, RemotePath
 from jaxtrain.checkpoint.space import SaveError, check_space
 from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.checkpoint.upkeep import Upkeep
@@ -70,8 +69,7 @@ class Checkpointer:
         self._storage: Storage | None = None
         self._saving: Place | None = None
         self._is_begun = False
-        second = None if mirror is None or read_only else place_at(mirror, what="checkpoint mirror")
-        second = second.absolute() if isinstance(second, Path) else second
+        second = None if mirror is None or read_only else places.absolute_place(mirror, what="checkpoint mirror")
         self._upkeep = Upkeep(self.directory, self._line, mirror=second, report=report)
 
     def __enter__(self) -> Self:

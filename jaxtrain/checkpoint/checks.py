@@ -4,7 +4,6 @@ import operator
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import tree

@@ -12,6 +12,7 @@ from jaxtrain.checkpoint.remote import RemotePath
 from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.errors import CheckpointError
 
+
 @dataclass(frozen=True)
 class Found:
     """A checkpoint that a path means.
@@ -19,10 +20,12 @@ class Found:
     Attributes:
         directory: folder of the steps, as `Checkpointer` takes it.
         step: the step that the path names; None: the newest that is intact.
+        run_dir: directory of the run that saved it, as far as the path tells; None: it is in a store.
     """
 
     directory: Place
     step: int | None
+    run_dir: Path | None
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Found:
@@ -48,10 +51,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
     if not folder.is_dir():
         raise CheckpointError(f"{path} is a file, not a checkpoint; {wanted}")
     if folder.name.isdecimal() and (folder / RECORD_ITEM).is_dir():
-        return Found(folder.parent, int(folder.name))
-    for steps in (folder, checkpoint_folder(folder)):
+        return Found(folder.parent, int(folder.name), folder.parent.parent)
+    for steps, run_dir in ((folder, folder.parent), (checkpoint_folder(folder), folder)):
         if live_steps(steps):
-            return Found(steps, None)
+            return Found(steps, None, run_dir)
     if (folder / "run.json").is_file():
         raise CheckpointError(f"the run {path} has no checkpoint yet; a run saves one at its end or on a signal")
     raise CheckpointError(f"{path} holds no checkpoint; {wanted}")
@@ -60,9 +63,9 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
 def _find_in_store(place: RemotePath) -> Found:
     try:
         if place.name.isdecimal() and places.is_complete(place, item=RECORD_ITEM):
-            return Found(place.parent, int(place.name))
+            return Found(place.parent, int(place.name), None)
     except OSError as error:
         raise CheckpointError(f"cannot read {place}: {error.strerror}") from error
     if live_steps(place):
-        return Found(place, None)
+        return Found(place, None, None)
     raise CheckpointError(f"{place} holds no checkpoint; give the folder of the steps, as in checkpoint.directory")

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.directory import list_steps, step_path
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.errors import CheckpointError
 
-_NOTE = "going_back.json"
+NOTE = "going_back.json"
 _ABANDONED = "abandoned-"
 
 
@@ -60,7 +60,7 @@ def begin(directory: Place, *, after: int, step: int) -> None:
     replaces = step in list_steps(directory)
     noted = GoingBack(after, step, folder, replaces)
     try:
-        places.write_json(directory / _NOTE, asdict(noted))
+        places.write_json(directory / NOTE, asdict(noted))
         if replaces:
             _move(directory, [step], folder)
     except OSError as error:
@@ -92,11 +92,11 @@ def settle(directory: Place, report: Callable[[str], None]) -> list[int]:
             if noted.replaces and old.is_dir() and places.make_free(place):
                 places.move(old, place)
             places.remove_if_empty(folder)
-            places.delete_file(directory / _NOTE)
+            places.delete_file(directory / NOTE)
             return []
         _move(directory, [step for step in steps if step > noted.after and step != noted.step], noted.folder)
         abandoned = list_steps(folder)
-        places.delete_file(directory / _NOTE)
+        places.delete_file(directory / NOTE)
     except OSError as error:
         raise CheckpointError(f"cannot move abandoned steps to {folder}: {error.strerror}") from error
     report(
@@ -129,12 +129,12 @@ def _move(directory: Place, steps: Iterable[int], folder: str) -> None:
 
 def _read_note(directory: Place) -> GoingBack | None:
     try:
-        return GoingBack(**json.loads(places.read_bytes(directory / _NOTE)))
+        return GoingBack(**json.loads(places.read_bytes(directory / NOTE)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {directory / _NOTE}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {directory / NOTE}: {error.strerror}") from error
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{directory / _NOTE} is damaged: move the steps that you do not want to another folder, then delete it"
+            f"{directory / NOTE} is damaged: move the steps that you do not want to another folder, then delete it"
         ) from error

@@ -15,8 +15,9 @@ from pathlib import Path
 from time import monotonic as _monotonic
 from typing import Any
 
-from jaxtrain.checkpoint.remote import RemotePath, check_client, is_remote_address
+from jaxtrain.checkpoint.remote import RemotePath, check_client
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.store_address import is_store_address
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.files import strict_json, write_bytes_atomic
 
@@ -42,7 +43,7 @@ def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: typ
     """
     if isinstance(text, RemotePath):
         return text
-    if isinstance(text, str | os.PathLike) and is_remote_address(os.fspath(text)):
+    if isinstance(text, str | os.PathLike) and is_store_address(os.fspath(text)):
         try:
             found = RemotePath(os.fspath(text))
             check_client(found)
@@ -51,6 +52,12 @@ def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: typ
         return found
     instead = "use a local folder, gs://bucket/name or s3://bucket/name"
     return local_path(text, what=what, error=error, instead=instead)
+
+
+def absolute_place(text: str | os.PathLike[str] | RemotePath, *, what: str) -> Place:
+    """Return the place that a text names, as `place_at` does, a path of this machine as an absolute one."""
+    place = place_at(text, what=what)
+    return place.absolute() if isinstance(place, Path) else place
 
 
 def is_remote(place: Place) -> bool:
@@ -173,7 +180,8 @@ def move(source: Place, target: Place) -> None:
         (source / _MOVING_FILE).write_bytes(json.dumps({"to": str(target)}).encode())
         _finish_move(source)
         return
-    assert isinstance(source, Path) and isinstance(target, Path)
+    assert isinstance(source, Path)
+    assert isinstance(target, Path)
     source.rename(target)
 
 

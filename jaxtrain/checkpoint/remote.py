@@ -8,15 +8,13 @@ remembered between two requests: other processes and libraries write too.
 import contextlib
 import errno
 import functools
-import re
 from collections.abc import Iterator
 from typing import Any, Self
 
+from jaxtrain.config.store_address import store_address
 from jaxtrain.errors import ConfigError
 
 EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-_ADDRESS = re.compile(r"(gs|s3):/{1,2}([^/]+)/?(.*)", re.DOTALL)
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 # A request that is not answered is tried again by the clients; longer waits would look like a run that stands still.
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _LONGEST_REASON = 200
@@ -24,11 +22,6 @@ _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
 }
-
-
-def is_remote_address(text: str) -> bool:
-    """Whether a text is the address of a place in an object store that checkpoints can be in."""
-    return _ADDRESS.fullmatch(text) is not None
 
 
 class RemotePath:
@@ -44,13 +37,10 @@ class RemotePath:
     """
 
     def __init__(self, address: str) -> None:
-        found = _ADDRESS.fullmatch(address)
-        if found is None or not _BUCKET.fullmatch(found[2]):
-            raise ConfigError(f"{address} names no bucket; write gs://bucket/name or s3://bucket/name")
-        parts = [part for part in found[3].split("/") if part]
-        if any(part in (".", "..") for part in parts):
-            raise ConfigError(f"{address} has a part {'/'.join(p for p in parts if p in ('.', '..'))}; write it without")
-        self.scheme, self.bucket, self.key = found[1], found[2], "/".join(parts)
+        try:
+            self.scheme, self.bucket, self.key = store_address(address)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self._full}"

@@ -5,14 +5,18 @@ file that is damaged and written again from a checkpoint.
 """
 
 import json
+import time
 from pathlib import Path
 
-from jaxtrain.checkpoint.places import Place, place_at
+from jaxtrain.checkpoint import going_back
+from jaxtrain.checkpoint.directory import clear_leftovers
+from jaxtrain.checkpoint.places import Place, delete_file, make_folder, move, names, place_at
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.files import write_json_atomic
 
 FOLDER = "checkpoints"  # of a run directory
 NOTE = "checkpoints.json"
+PREVIOUS = "previous"
 
 
 def checkpoint_folder(run_dir: str | Path) -> Place:
@@ -59,10 +63,45 @@ def read_note(run_dir: Path) -> tuple[Place, str] | None:
         raise CheckpointError(str(error)) from None
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(
-            f"{path} is damaged: write {{\"directory\": \"<where the checkpoints are>\", \"run\": \"\"}} into it"
+            f'{path} is damaged: write {{"directory": "<where the checkpoints are>", "run": ""}} into it'
         ) from None
 
 
 def write_note(run_dir: Path, place: Place, identity: str) -> None:
     """Write where the checkpoints of a run are."""
     write_json_atomic(run_dir / NOTE, {"directory": str(place), "run": identity})
+
+
+def identity_of_steps(folder: Place) -> int | None:
+    """What changes when the steps of a folder are moved away as those of an earlier run; None where there is none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    if isinstance(folder, Path) and folder.name == FOLDER:
+        return folder.stat().st_ino
+    # Elsewhere the folder stays, and its steps move into one of `previous`.
+    return hash(tuple(names(folder / PREVIOUS))) if names(folder) else None
+
+
+def set_steps_aside(folder: Place) -> Place | None:
+    """Move the steps of an earlier run in a folder of their own, to `previous/<time>/`; None where there are none.
+
+    Raises:
+        CheckpointError: they cannot be moved.
+    """
+    target = folder / PREVIOUS / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}"
+    try:
+        clear_leftovers(folder)
+        steps = [name for name in names(folder) if name.isdecimal() or name == going_back.NOTE]
+        if not steps:
+            return None
+        make_folder(target)
+        for name in sorted(steps, key=lambda name: name == going_back.NOTE):
+            if name.isdecimal():
+                move(folder / name, target / name)
+            else:
+                delete_file(folder / name)
+    except OSError as error:
+        raise CheckpointError(f"cannot move the checkpoints of an earlier run to {target}: {error.strerror}") from error
+    return target
