@@ -22,8 +22,13 @@ def store_address(text: str) -> tuple[str, str, str]:
         ValueError: It is no such address; the message says what is wrong.
     """
     found = _ADDRESS.fullmatch(text)
-    if found is None or not _BUCKET.fullmatch(found[2]):
+    if found is None:
         raise ValueError(f"{text} names no bucket; write gs://bucket/name or s3://bucket/name")
+    if not _BUCKET.fullmatch(found[2]):
+        raise ValueError(
+            f"{found[1]}://{found[2]} can be no bucket: a bucket's name has at least 3 lower-case letters, digits, "
+            "hyphens, dots or underscores, with a letter or digit at both ends"
+        )
     parts = [part for part in found[3].split("/") if part]
     if any(part in (".", "..") for part in parts) or any(sign in found[3] for sign in "\0*?[]\n"):
         raise ValueError(f"{text} has a part or a sign that is no name (., .., *, ?, [, ]); write it without")
