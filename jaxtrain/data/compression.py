@@ -1,8 +1,10 @@
 """Reads files that are compressed with gzip or zstd in bounded memory. No jax here."""
 
+import contextlib
 import gzip
 import io
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,29 +28,36 @@ def plain_suffix(path: Path) -> str:
     return path.with_suffix("").suffix if is_packed(path) else path.suffix
 
 
-def open_unpacked(path: Path) -> BinaryIO:
+@contextlib.contextmanager
+def open_unpacked(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file for reading its content, decompressed where its name ends in .gz or .zst.
 
     Args:
         path: The file; several compressed parts after one another are one content.
 
+    Yields:
+        The content, and the file itself, whose position says how much of it was read.
+
     Raises:
-        DataError: It is no file of its ending, or pyarrow, which decompresses zstd, is not installed. Reading raises
-            OSError, EOFError or zlib.error where the file is damaged or truncated (`damaged` says so in one line).
+        DataError: pyarrow, which decompresses zstd, is not installed. Reading raises `UNPACKING_ERRORS` where the file
+            is damaged or truncated (`damaged` says so in one line).
         OSError: It cannot be opened.
     """
-    if path.suffix == ".gz":
-        return gzip.GzipFile(path, "rb")  # pyright: ignore[reportReturnType] a binary file in all but its declared type
-    if path.suffix == ".zst":
-        try:
-            import pyarrow
-        except ImportError:
-            raise DataError(f"{path} needs pyarrow; run: pip install 'jaxtrain[data]'") from None
-        with path.open("rb"):  # raises the system's own error, which names the reason
-            pass
-        stream = pyarrow.input_stream(str(path), compression="zstd", buffer_size=_BUFFER_BYTES)
-        return io.BufferedReader(_Unpacked(stream), _BUFFER_BYTES)
-    return path.open("rb")
+    with path.open("rb") as file:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=file) as content:
+                yield content, file  # pyright: ignore[reportReturnType] a binary file in all but its declared type
+        elif path.suffix == ".zst":
+            try:
+                import pyarrow
+            except ImportError:
+                raise DataError(f"{path} needs pyarrow; run: pip install 'jaxtrain[data]'") from None
+            packed = pyarrow.PythonFile(file, mode="r")
+            stream = pyarrow.CompressedInputStream(packed, "zstd")
+            with io.BufferedReader(_Unpacked(stream), _BUFFER_BYTES) as content:
+                yield content, file  # pyright: ignore[reportReturnType] as above
+        else:
+            yield file, file
 
 
 def damaged(path: Path, error: Exception) -> DataError:
@@ -76,7 +85,7 @@ def read_unpacked(path: Path) -> bytes:
         DataError: It is damaged, truncated, or longer than 4 GiB.
     """
     try:
-        with open_unpacked(path) as file:
+        with open_unpacked(path) as (file, _):
             content = file.read(MAX_UNPACKED_BYTES + 1)
     except UNPACKING_ERRORS as error:
         raise damaged(path, error) from None

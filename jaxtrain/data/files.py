@@ -28,7 +28,7 @@ _NOT_TEXT = {
 BYTE_ORDER_MARK = "\ufeff"
 
 # A line is held in memory as a whole; a file without line ends would be one line.
-_MAX_LINE_BYTES = 2**28
+MAX_LINE_BYTES = 2**28
 
 COMPRESSED_SUFFIXES = (".zst", ".gz", ".xz", ".bz2", ".lz4", ".zip")
 
@@ -96,13 +96,13 @@ def read_lines(path: Path) -> Iterator[bytes]:
         DataError: It cannot be read, or a line is longer than 256 MiB.
     """
     try:
-        with open_unpacked(path) as file:
+        with open_unpacked(path) as (file, _):
             number = 0
-            while line := file.readline(_MAX_LINE_BYTES + 1):
+            while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                if len(line) > _MAX_LINE_BYTES:
+                if len(line) > MAX_LINE_BYTES:
                     raise DataError(
-                        f"{path}:{number} is a line of more than {_MAX_LINE_BYTES:,} bytes; write one record per line"
+                        f"{path}:{number} is a line of more than {MAX_LINE_BYTES:,} bytes; write one record per line"
                     )
                 yield line
     except UNPACKING_ERRORS as error:
