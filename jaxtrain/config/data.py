@@ -231,14 +231,16 @@ class ImageRecordsData(_RecordData):
 
 
 class TableData(_RecordData):
-    """Rows of numbers from a .csv (with header) or .npz (arrays inputs and targets) file."""
+    """Rows of numbers from a .csv (with header), .npz (arrays inputs and targets), .parquet, .arrow or .jsonl file."""
 
     kind: Literal["table"] = "table"
     """Which source this group describes."""
     path: str
     """Path of the file, or a table of scikit-learn: builtin:breast_cancer, builtin:wine or builtin:diabetes."""
     target: str | None = None
-    """Column to predict, for .csv files; null: the last column."""
+    """Column to predict, of files with named columns; null: the last column."""
+    columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """Columns that are inputs, in this order, of files with named columns; null: all but the target."""
     validation_fraction: Fraction = 0.2
     """Fraction of the rows that is kept for evaluation."""
     task: Literal["classification", "regression"] | None = None

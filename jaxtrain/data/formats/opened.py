@@ -58,12 +58,13 @@ class DataFile:
         return [self.name, self.state.num_bytes, sampled_sha256(self.path, self.state.num_bytes)]
 
 
-def find_rows(path: str, *, what: str) -> tuple[DataFile, ...]:
+def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFile, ...]:
     """Lists the files that a path names: a file, a glob, a folder of files of one format, or one of `save_to_disk`.
 
     Args:
         path: What the user wrote.
         what: Where it was written, for messages.
+        one_format: Whether files of several formats are refused; .txt files beside others never count.
 
     Raises:
         DataError: There is no file, a file is empty or of no known format, or a folder holds several formats.
@@ -73,34 +74,35 @@ def find_rows(path: str, *, what: str) -> tuple[DataFile, ...]:
         saved = saved_files(root, what=what)
         if saved is not None:
             return tuple(_found(file.name, require_file(file, what=what), what=what) for file in saved)
-        return _folder(path, root, what=what)
+        found = _folder(path, root, what=what)
+        return found if not one_format else _of_one_format(path, found, what=what)
     # The ending only chooses among the files of a folder.
     found = tuple(_found(name, file, what=what) for name, file in find_files(path, suffix=".jsonl", what=what))
-    _check_one_format(path, found, what=what)
-    return found
+    return found if not one_format else _of_one_format(path, found, what=what)
 
 
 def _folder(path: str, root: Path, *, what: str) -> tuple[DataFile, ...]:
     there = sorted({plain_suffix(file) for file in root.rglob("*") if file.is_file()} & set(SUFFIXES))
     if not there:
         raise DataError(f"{what} {path} holds no file of rows ({' '.join(SUFFIXES)}); give a folder or glob with some")
+    # Beside data, a text file is a licence or a note.
+    there = [suffix for suffix in there if suffix != ".txt"] or there
     files = [named for suffix in there for named in find_files(path, suffix=suffix, what=what)]
-    found = tuple(_found(name, file, what=what) for name, file in sorted(files))
-    _check_one_format(path, found, what=what)
-    return found
+    return tuple(_found(name, file, what=what) for name, file in sorted(files))
 
 
 def _found(name: str, file: Path, *, what: str) -> DataFile:
     form = _FORMATS.get(plain_suffix(file))
     if form is None:
-        raise DataError(f"{what} {file} is of no known format ({' '.join(SUFFIXES)}); convert it, or rename it")
+        others = " ".join(suffix for suffix in SUFFIXES if suffix not in (".jsonl", ".parquet"))
+        raise DataError(f"{what} {file} is no .jsonl or .parquet file (nor {others}); convert it, or rename it")
     if is_packed(file) and form not in _PACKED_FORMATS:
         tool = "gunzip -k" if file.suffix == ".gz" else "zstd -d"
         raise DataError(f"{what} {file} is compressed and cannot be read by row; decompress it: {tool} {file.name}")
     return DataFile(name, file_state(file), form)
 
 
-def _check_one_format(path: str, files: Sequence[DataFile], *, what: str) -> None:
+def _of_one_format(path: str, files: tuple[DataFile, ...], *, what: str) -> tuple[DataFile, ...]:
     formats = {file.format: file for file in reversed(files)}
     if len(formats) > 1:
         one, other = list(formats.values())[:2]
@@ -108,6 +110,7 @@ def _check_one_format(path: str, files: Sequence[DataFile], *, what: str) -> Non
             f"{what} {path} holds files of two formats ({one.name}, {other.name}); give one of them, such as "
             f"'{path.rstrip('/')}/*{plain_suffix(one.path)}'"
         )
+    return files
 
 
 def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None, *, label: str) -> Reader:
