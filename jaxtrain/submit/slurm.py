@@ -113,7 +113,7 @@ def check_job(job: SlurmJob) -> None:
     for code in job.restarted:
         if code in _FINAL or not 0 < code < 256:
             raise ConfigError(
-                f"--restart-at {code}: no start goes on after it; use codes such as 70, 75 or 137 (killed), not 0, 2, 3, 5"
+                f"--restart-at {code}: no start goes on after it; use codes such as 70, 75 or 137 (killed)"
             )
     if job.time is not None:
         limit = parse_time(job.time, option="--time")

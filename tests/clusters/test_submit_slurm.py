@@ -197,7 +197,8 @@ def test_without_a_cluster_the_script_is_printed_all_the_same(cli, commands, pro
 EVERYTHING = (
     "--nodes 4 --gpus-per-node a100:8 --tasks-per-node 2 --cpus-per-task 12 --mem 0 --time 2-0 --partition a,b "
     "--account lab --qos high --constraint a100|h100 --job-name big --signal USR2 --warning-seconds 300 "
-    "--max-restarts 7 --restart-at 75,137 --sbatch=--exclusive --srun=--mpi=none --setup module\tload\tcuda --output x-%j.log --run-dir r"
+    "--max-restarts 7 --restart-at 75,137 --sbatch=--exclusive "
+    "--srun=--mpi=none --setup module\tload\tcuda --output x-%j.log --run-dir r"
 )
 
 
