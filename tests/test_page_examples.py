@@ -22,6 +22,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs"
 # show by the tests of those parts.
 LONG = (
     ("adapters.md", "save_pretrained("),
+    ("finetuning.md", "fit("),
     ("coming_from.md", "make_train_step("),
     ("internals.md", "step.compile("),
     ("parallelism.md", "from_stages("),
