@@ -22,6 +22,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs"
 # show by the tests of those parts.
 LONG = (
     ("adapters.md", "save_pretrained("),
+    ("finetuning.md", "fit("),
     ("parallelism.md", "from_stages("),
     ("precision.md", "quantize("),
     ("preferences.md", "jt.dpo("),

@@ -212,6 +212,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
 
 
+def _submit_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.submit import slurm_arguments
+
+    slurm_arguments(parser)
+
+
+def _submit_slurm(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.submit import submit_slurm
+
+    return submit_slurm(arguments)
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, as in runs/quickstart")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
@@ -296,6 +308,12 @@ COMMANDS: dict[str, Command] = {
         launch_arguments,
         launch,
         takes_command=True,
+    ),
+    "submit slurm": Command(
+        "write the batch script with which Slurm trains a config, or submit it",
+        "jaxtrain submit slurm llama3_8b --nodes 4 --gpus-per-node 8 --time 2-0",
+        _submit_slurm_arguments,
+        _submit_slurm,
     ),
     "submit job": Command(
         "write a training as a Kubernetes Job",
