@@ -17,6 +17,7 @@ from jaxtrain.commands.shared_arguments import (
     add_run,
     add_step,
 )
+from jaxtrain.commands.sweep_arguments import sweep, sweep_arguments
 from jaxtrain.commands.train_arguments import launch, launch_arguments, train, train_arguments
 
 
@@ -225,7 +226,7 @@ def _submit_slurm(arguments: argparse.Namespace) -> int:
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, as in runs/quickstart")
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
 
 
@@ -297,10 +298,16 @@ COMMANDS: dict[str, Command] = {
         export_published,
     ),
     "report": Command(
-        "draw the page of a run again, or one page that compares several runs",
+        "draw the page of a run again, or one page about several runs or a sweep",
         "jaxtrain report runs/first runs/second --output compare.html",
         _report_arguments,
         _report,
+    ),
+    "sweep": Command(
+        "train a config with several values of its settings, and compare the trials",
+        "jaxtrain sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates",
+        sweep_arguments,
+        sweep,
     ),
     "launch": Command(
         "run a command or program in several processes on this machine, as a cluster would",
