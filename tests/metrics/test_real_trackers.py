@@ -89,11 +89,16 @@ def logged(folder, name):
     return {row["step"]: row[name] for row in rows if name in row}
 
 
-def check_steps(found, wanted):
-    """Every step that metrics.jsonl holds, once, with its value; steps that the kill undid may be there besides."""
+def check_steps(found, wanted, *, with_gap=False):
+    """Every step that metrics.jsonl holds, once, with its value; steps that the kill undid may be there besides.
+
+    With a gap, neighbouring steps may be missing: what the tracker itself held in memory at the kill, of which
+    nobody can know whether it arrived. A second one, or a step that is there twice, would be of our making.
+    """
     steps = [step for step, _ in found]
     assert len(set(steps)) == len(steps)
-    assert set(wanted) <= set(steps)
+    places = [place for place, step in enumerate(sorted(wanted)) if step not in steps]
+    assert not places or (with_gap and places == list(range(places[0], places[-1] + 1)))
     assert {step: value for step, value in found if step in wanted} == wanted
 
 
@@ -120,7 +125,7 @@ def test_mlflow_has_every_step_once(folder, name):
     assert {"run.json", "report.html", "sample"} <= set(files)
 
 
-def test_trackio_has_every_step_once_in_one_run(folder):
+def test_trackio_has_no_step_twice_in_one_run(folder):
     [database] = (folder / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select run_name, run_id, step, metrics from metrics order by id").fetchall()
@@ -129,17 +134,19 @@ def test_trackio_has_every_step_once_in_one_run(folder):
     assert len({row[1] for row in rows}) == 1
     found = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
     for name in ("loss", "eval_loss"):
-        check_steps([(step, metrics[name]) for step, metrics in found if name in metrics], logged(folder, name))
+        check_steps(
+            [(step, metrics[name]) for step, metrics in found if name in metrics], logged(folder, name), with_gap=True
+        )
     assert found[-1][1] == {"status": "done"}
 
 
-def test_wandb_has_every_step_once_under_one_id(folder):
+def test_wandb_has_no_step_twice_under_one_id(folder):
     files = sorted((folder / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert {path.name for path in files} == {f"run-{record(folder, 'wandb')['id']}.wandb"}
     assert len(files) == 3  # a file per process, which `wandb sync` puts together
     found = [row for path in files for row in history(path.read_bytes())]
     for name in ("loss", "eval_loss"):
-        check_steps([(row["step"], row[name]) for row in found if name in row], logged(folder, name))
+        check_steps([(row["step"], row[name]) for row in found if name in row], logged(folder, name), with_gap=True)
 
 
 def history(data):
