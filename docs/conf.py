@@ -42,7 +42,7 @@ nb_merge_streams = True
 # Cells use this interpreter and the jaxtrain of this checkout, on the CPU wherever the site is built.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-os.environ.update(JAX_PLATFORMS="cpu", COLUMNS="110")
+os.environ.update(JAX_PLATFORMS="cpu", COLUMNS="100")
 
 html_theme = "furo"
 html_title = "jaxtrain"

@@ -1,4 +1,4 @@
-"""What is published: a wheel and a source distribution with all that runs need and nothing else, and a valid citation."""
+"""What is published: a wheel and a source distribution with what runs need and nothing else; licence and citation."""
 
 import importlib.util
 import os
@@ -30,13 +30,13 @@ def tracked(folder: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def without_address(text: str) -> str:
+def on_one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
 def test_the_licence_is_the_one_that_the_project_names() -> None:
     assert PROJECT["license"] == "Apache-2.0"
-    text = without_address((ROOT / "LICENSE").read_text(encoding="utf-8"))
+    text = on_one_line((ROOT / "LICENSE").read_text(encoding="utf-8"))
     assert text.startswith("Apache License Version 2.0, January 2004")
     assert "END OF TERMS AND CONDITIONS" in text
 
@@ -146,9 +146,9 @@ def test_the_installed_wheel_trains_outside_the_repository(wheel: Path, tmp_path
 
     assert "train" in call("--help")
     assert "quickstart" in call("config")
-    assert "fits" in call("plan", "llama3_8b", "--on", "h100x8", "--analytic")
-    call("train", "quickstart", "train.steps=2", "evaluation.every=null", "checkpoint.every=null")
-    assert (work / "runs" / "quickstart" / "report.html").is_file()
+    assert "fits" in call("plan", "llama3_8b", "--on", "h100x8", "--analytic")  # reads the catalogue
+    call("train", "digits_mlp", "train.steps=2", "evaluation.every=null")
+    assert (work / "runs" / "digits_mlp" / "report.html").is_file()
     shown = "import jaxtrain; print(jaxtrain.__file__)"
     found = subprocess.run([python, "-c", shown], cwd=work, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.startswith(str(folder))
