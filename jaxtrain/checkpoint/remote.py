@@ -8,6 +8,7 @@ remembered between two requests: other processes and libraries write too.
 import contextlib
 import errno
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -209,7 +210,10 @@ def _in_words(path: RemotePath) -> Iterator[None]:
     """
     try:
         yield
-    except (FileNotFoundError, FileExistsError):
+    except FileNotFoundError as error:
+        # The clients leave out the number, by which a caller tells what is gone from what cannot be reached.
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    except FileExistsError:
         raise
     except (KeyboardInterrupt, SystemExit, ConfigError):
         raise

@@ -12,7 +12,7 @@ from jaxtrain.commands.shared_arguments import add_config, add_emulate
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.submit.slurm import SIGNALS, SlurmJob, check_job, num_gpus, slurm_script
+from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, check_job, num_gpus, slurm_script
 
 
 def slurm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,13 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-restarts", type=step_number, default=10, metavar="N", help="starts after the first; default: 10"
+    )
+    parser.add_argument(
+        "--restart-at",
+        type=_codes,
+        default=RESTARTED,
+        metavar="CODES",
+        help="exit codes after which the job starts again; default: 70,75 (137: a process was killed)",
     )
     parser.add_argument(
         "--mtbf-hours",
@@ -123,6 +130,11 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _codes(text: str) -> tuple[int, ...]:
+    """Reads exit codes, divided by commas."""
+    return tuple(step_number(code) for code in text.split(","))
+
+
 def _job(arguments: argparse.Namespace, *, name: str, folder: Path) -> SlurmJob:
     name = arguments.job_name or name
     # A folder's own % would be read as a pattern.
@@ -145,6 +157,7 @@ def _job(arguments: argparse.Namespace, *, name: str, folder: Path) -> SlurmJob:
         signal=arguments.signal,
         warning_seconds=arguments.warning_seconds,
         most_restarts=arguments.max_restarts,
+        restarted=arguments.restart_at,
         setup=arguments.setup,
         sbatch_options=arguments.sbatch,
         srun_options=arguments.srun,

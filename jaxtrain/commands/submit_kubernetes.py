@@ -4,11 +4,15 @@ import argparse
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtrain.commands.command import count, process_count, step_number
 from jaxtrain.commands.shared_arguments import add_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
+
+if TYPE_CHECKING:
+    from jaxtrain.submit.kubernetes import KubernetesRun
 
 
 def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +128,7 @@ def _submit(arguments: argparse.Namespace, *, jobset: bool) -> int:
         config_file=training.config_file,
     )
     num_devices_fit(training.loaded, run.num_devices)
-    for note in _notes(run.image, training.run_dir, [volume.path for volume in volumes]):
+    for note in _notes(run, training.run_dir, training.loaded.config.checkpoint.directory):
         print_remark(f"jaxtrain: {note}")
     kind = "jobset" if jobset else "job"
     about = f"-n {run.namespace}"
@@ -138,25 +142,26 @@ def _submit(arguments: argparse.Namespace, *, jobset: bool) -> int:
     if arguments.output is not None:
         _write(arguments.output, text)
     if arguments.run:
-        apply_manifests(text)
+        apply_manifests(text, run)
     elif arguments.output is None:
         print(text, end="")
     return 0
 
 
-def _notes(image: str, run_dir: str, volumes: list[str]) -> list[str]:
+def _notes(run: "KubernetesRun", run_dir: str, checkpoints: str | None) -> list[str]:
     from jaxtrain.submit.names import moving_image
 
     notes = []
-    if moving_image(image):
+    if moving_image(run.image):
         notes.append(
-            f"--image {image} has no fixed tag: a pod that starts later may get another version, and processes of "
+            f"--image {run.image} has no fixed tag: a pod that starts later may get another version, and processes of "
             "different versions do not train together"
         )
-    if not any(run_dir == path or run_dir.startswith(f"{path}/") for path in volumes):
+    if not any(run_dir == volume.path or run_dir.startswith(f"{volume.path}/") for volume in run.volumes):
+        then = "the run starts anew" if checkpoints is None else f"{checkpoints} then counts as that of another run"
         notes.append(
-            f"the run directory {run_dir} lies on no volume and is lost with its pod; add --volume CLAIM:PATH of a "
-            "claim that all hosts may write to (ReadWriteMany)"
+            f"the run directory {run_dir} lies on no volume and is lost with its pod ({then}); add --volume CLAIM:PATH "
+            "of a claim that all hosts may write to (ReadWriteMany)"
         )
     return notes
 

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 
 from jaxtrain.errors import ConfigError, UserError
-from jaxtrain.submit.kubernetes import Manifest
+from jaxtrain.submit.kubernetes import KubernetesRun, Manifest
 
 
 class ClusterError(UserError):
@@ -44,15 +44,16 @@ def manifests_text(manifests: Sequence[Manifest], *, header: Sequence[str]) -> s
     return "".join(f"# {line}\n" for line in header) + body
 
 
-def apply_manifests(text: str) -> None:
+def apply_manifests(text: str, run: KubernetesRun) -> None:
     """Gives manifests to the cluster that `kubectl` is set up for; what kubectl says goes to the terminal.
 
     Args:
         text: As `manifests_text` returns it.
+        run: The run, whose queue, claims, secrets and account must be there: pods would wait for them without end.
 
     Raises:
-        ConfigError: There is no kubectl.
-        ClusterError: kubectl failed; the message ends with its last line.
+        ConfigError: There is no kubectl, or the cluster lacks one of these.
+        ClusterError: kubectl failed; the message ends with its reason.
     """
     program = shutil.which("kubectl")
     if program is None:
@@ -60,14 +61,43 @@ def apply_manifests(text: str) -> None:
             "--run gives the manifests to kubectl, which is not on the PATH; install it, or write them with -o "
             "run.yaml and apply them where it is: kubectl apply -f run.yaml"
         )
+    for option, kind, name in _needed(run):
+        done = _ask(program, ["get", kind, name, "-n", run.namespace, "-o", "name"])
+        # A user who may not read, say, secrets may still name them.
+        if done.returncode and ("(NotFound)" in done.stderr or "have a resource type" in done.stderr):
+            raise ConfigError(
+                f"{option} {name}: {_reason(done.stderr)} (namespace {run.namespace}); create it, or name another"
+            )
+    done = _ask(program, ["apply", "-f", "-"], text)
+    if done.returncode:
+        raise ClusterError(f"kubectl apply failed: {_reason(done.stderr)}")
+    print(done.stdout, end="")
+
+
+def _needed(run: KubernetesRun) -> list[tuple[str, str, str]]:
+    """Returns (option, kind, name) of the objects that a run uses and does not make."""
+    found = [("--volume", "persistentvolumeclaim", volume.claim) for volume in run.volumes]
+    found += [("--secret", "secret", secret) for secret in run.secrets]
+    if run.queue is not None:
+        found.append(("--queue", "localqueue.kueue.x-k8s.io", run.queue))
+    if run.service_account is not None:
+        found.append(("--service-account", "serviceaccount", run.service_account))
+    return found
+
+
+def _ask(program: str, words: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run([program, "apply", "-f", "-"], input=text, stderr=subprocess.PIPE, text=True, check=False)
+        return subprocess.run([program, *words], input=text or "", capture_output=True, text=True, check=False)
     except OSError as error:
         raise ClusterError(f"{program} cannot be started: {error.strerror}") from None
-    if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        reason = said[-1] if said else f"it ended with code {done.returncode} and said nothing"
-        # The most frequent reason, for which kubectl prints the whole template.
-        if "field is immutable" in done.stderr:
-            reason = "this name is taken; delete that job first (the run goes on from its checkpoint), or use --name"
-        raise ClusterError(f"kubectl apply failed: {reason[:400]}")
+
+
+def _reason(said: str) -> str:
+    """Returns one line for what kubectl wrote to standard error."""
+    # Frequent reasons, for which it prints whole templates or several lines.
+    if "field is immutable" in said:
+        return "this name is taken; delete that job first (the run goes on from its checkpoint), or use --name"
+    if 'no matches for kind "JobSet"' in said:
+        return "the cluster knows no JobSet; install its controller (jobset.sigs.k8s.io), or write submit job"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][:400] if lines else "it said nothing"

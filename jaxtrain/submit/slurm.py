@@ -13,7 +13,9 @@ from jaxtrain.submit.training import check_text
 SIGNALS = ("TERM", "USR1", "USR2")
 # Stood still or lost a process, and stopped and saved: another start goes on from the last checkpoint. Where a node is
 # lost, the others end with the first of them minutes before Slurm notices (SlurmdTimeout, 300 s by default).
-_STARTED_AGAIN = "70 | 75"
+RESTARTED = (70, 75)
+# Done, and mistakes and numbers that would come again.
+_FINAL = (0, 2, 3, 5)
 # Processes that save end with 75 one after another. With --kill-on-bad-exit=1 the first of them would have the others
 # killed on their way out, and srun would give 143. Where one fails, the others find out by themselves in 25 to 75 s.
 _ENDING = "--kill-on-bad-exit=0 --wait=60"
@@ -39,6 +41,7 @@ class SlurmJob:
         signal: name of the signal that warns the processes before the limit.
         warning_seconds: how long before the limit.
         most_restarts: starts after the first.
+        restarted: exit codes after which the job starts again.
         setup: lines of shell that run before the command, such as `source .venv/bin/activate`.
         sbatch_options, srun_options: further options, each as one word: `--exclusive`, `--container-image=...`.
     """
@@ -59,6 +62,7 @@ class SlurmJob:
     signal: str = "TERM"
     warning_seconds: int = 120
     most_restarts: int = 10
+    restarted: Sequence[int] = RESTARTED
     setup: Sequence[str] = ()
     sbatch_options: Sequence[str] = ()
     srun_options: Sequence[str] = ()
@@ -106,6 +110,11 @@ def check_job(job: SlurmJob) -> None:
         raise ConfigError(
             f"--warning-seconds {job.warning_seconds} is too short for a save; use {_LEAST_WARNING_SECONDS} or more"
         )
+    for code in job.restarted:
+        if code in _FINAL or not 0 < code < 256:
+            raise ConfigError(
+                f"--restart-at {code}: no start goes on after it; use codes such as 70, 75 or 137 (killed)"
+            )
     if job.time is not None:
         limit = parse_time(job.time, option="--time")
         if limit <= job.warning_seconds:
@@ -199,9 +208,9 @@ def _run(job: SlurmJob, command: Sequence[str]) -> list[str]:
         "code=$?",
         "",
         "# 75: stopped and saved. 70: stood still, or lost a process or a node. Another start goes on from the newest",
-        "# checkpoint. Every other code is handed on.",
+        "# checkpoint. Every code that is not listed here is handed on.",
         'case "$code" in',
-        f"  {_STARTED_AGAIN})",
+        f"  {' | '.join(map(str, sorted(set(job.restarted))))})",
         '    if [ "$restarts" -ge "$most_restarts" ]; then',
         '      echo "jaxtrain: exit code $code, and no restart is left of $most_restarts; submit again to go on" >&2',
         "      # Not 75, at which a cluster with RequeueExit=75 would start the job again without end.",

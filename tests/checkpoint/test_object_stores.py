@@ -42,8 +42,8 @@ def store(request, servers):
 
 
 def small(number):
-    """A state of two arrays that tells its step."""
-    return {"w": np.arange(64, dtype=np.float32) + number, "b": np.full(3, number, np.int32)}
+    """A state of two arrays that tells its step; one is too large to be kept in tables of Orbax."""
+    return {"w": np.arange(20_000, dtype=np.float32) + number, "b": np.full(3, number, np.int32)}
 
 
 def saved(folder, steps, **options):

@@ -9,6 +9,7 @@ import http.server
 import json
 import os
 import shlex
+import shutil
 import ssl
 import subprocess
 import sys
@@ -151,6 +152,8 @@ def interface(pods, folder):
 
 def reason_for_no_pods():
     """Why no pod can be made here; None where it can."""
+    if shutil.which("unshare") is None or shutil.which("openssl") is None:
+        return "needs the programs unshare and openssl"
     done = subprocess.run(
         ["unshare", "--mount", "--uts", "mount", "--make-rprivate", "/"], capture_output=True, text=True, timeout=30
     )

@@ -13,6 +13,8 @@ from jaxtrain.submit.tpu_slices import KINDS, tpu_slice
 IMAGE = ("--image", "example.com/jaxtrain:0.1.0")
 RUNS = ("--volume", "runs:/runs")
 COMMON = (*IMAGE, *RUNS)
+# What a stand-in for kubectl says of objects that are asked for: they are there.
+THERE = "if sys.argv[1] == 'get': sys.exit()\n"
 
 
 @pytest.fixture
@@ -238,8 +240,9 @@ def test_the_directory_of_a_run_is_not_in_the_pods(cli, tmp_path):
         (("--image", "example.com/jaxtrain:latest", *RUNS), "has no fixed tag"),
         (IMAGE, "runs/quickstart lies on no volume and is lost with its pod"),
         ((*COMMON, "--run-dir", "/tmp/x"), "/tmp/x lies on no volume"),
+        ((*IMAGE, "checkpoint.directory=gs://bucket/x"), "(gs://bucket/x then counts as that of another run)"),
     ],
-    ids=["no tag", "latest", "no volume", "elsewhere"],
+    ids=["no tag", "latest", "no volume", "elsewhere", "checkpoints in a store"],
 )
 def test_what_would_be_lost_is_said(cli, words, note):
     answer = cli("submit", "job", "quickstart", *words)
@@ -282,7 +285,7 @@ def kubectl(tmp_path, monkeypatch):
 def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
     printed = submit("job", *COMMON, "--hosts", "2")
     given = tmp_path / "given.yaml"
-    kubectl(f"assert sys.argv[1:] == ['apply', '-f', '-']; open({str(given)!r}, 'w').write(sys.stdin.read())")
+    kubectl(f"{THERE}assert sys.argv[1:] == ['apply', '-f', '-']; open({str(given)!r}, 'w').write(sys.stdin.read())")
     out = tmp_path / "run.yaml"
     answer = cli("submit", "job", "quickstart", *COMMON, "--hosts", "2", "-o", str(out), "--run")
     assert (answer.code, answer.out, answer.err) == (0, "", "")
@@ -301,16 +304,47 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
             "sys.exit('Job is invalid: spec.template: x: field is immutable')",
             "this name is taken; delete that job first",
         ),
-        ("sys.exit(3)", "it ended with code 3 and said nothing"),
+        (
+            """sys.exit('no matches for kind "JobSet" in version\\nensure CRDs are installed first')""",
+            "the cluster knows no JobSet; install its controller",
+        ),
+        ("sys.exit(3)", "kubectl apply failed: it said nothing"),
     ],
-    ids=["no cluster", "name is taken", "silent"],
+    ids=["no cluster", "name is taken", "no JobSet", "silent"],
 )
 def test_a_cluster_that_refuses_is_one_line(cli, kubectl, body, line):
-    kubectl(body)
+    kubectl(f"{THERE}{body}")
     answer = cli("submit", "job", "quickstart", *COMMON, "--run")
     assert answer.code == 1
     assert line in answer.err
     assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "missing", "line"),
+    [
+        ((), "persistentvolumeclaim runs", '--volume runs: Error from server (NotFound): "runs" not found (namespace'),
+        (("--queue", "team"), "localqueue.kueue.x-k8s.io team", "--queue team: Error from server (NotFound)"),
+        (("--secret", "wandb"), "secret wandb", "--secret wandb: Error from server (NotFound)"),
+        (("--service-account", "x"), "serviceaccount x", "--service-account x: Error from server (NotFound)"),
+    ],
+    ids=["claim", "queue", "secret", "account"],
+)
+def test_what_pods_would_wait_for_without_end_is_asked_for(cli, kubectl, words, missing, line):
+    kubectl(
+        f"if sys.argv[1] == 'apply': sys.exit('applied')\n"
+        f"if ' '.join(sys.argv[2:4]) == {missing!r}:\n"
+        """    sys.exit(f'Error from server (NotFound): "{sys.argv[3]}" not found')"""
+    )
+    answer = cli("submit", "job", "quickstart", *COMMON, *words, "--run", "--namespace", "research")
+    assert answer.code == 2
+    assert line in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_who_may_not_read_secrets_may_name_them(cli, kubectl):
+    kubectl("if 'secret' in sys.argv: sys.exit('Error from server (Forbidden): secrets is forbidden')")
+    assert cli("submit", "job", "quickstart", *COMMON, "--secret", "wandb", "--run").code == 0
 
 
 def test_without_kubectl_one_line_says_what_works(cli, monkeypatch, tmp_path):

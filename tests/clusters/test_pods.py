@@ -5,7 +5,6 @@ arguments. The cluster is a stand-in (standin_kubernetes.py); jax's detection, t
 names are real.
 """
 
-import importlib.util
 import json
 
 import pytest
@@ -14,14 +13,7 @@ import yaml
 
 from jaxtrain.cli import main
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        importlib.util.find_spec("kubernetes") is None,
-        reason="needs the package kubernetes: pip install 'jaxtrain[k8s]'",
-    ),
-    pytest.mark.skipif(standin.reason_for_no_pods() is not None, reason=str(standin.reason_for_no_pods())),
-]
+pytestmark = pytest.mark.long
 
 CONFIG = """
 model: {kind: transformer, num_layers: 1, embed_dim: 16, num_heads: 2, mlp_dim: 32, max_sequence_length: 16}
@@ -44,6 +36,10 @@ print(jax.process_index(), jax.process_count(), flush=True)
 @pytest.fixture
 def cluster(tmp_path, capsys):
     """Writes manifests, and runs their pods until all have ended."""
+    pytest.importorskip("kubernetes", reason="needs the package kubernetes: pip install 'jaxtrain[k8s]'")
+    reason = standin.reason_for_no_pods()
+    if reason is not None:
+        pytest.skip(reason)
     (tmp_path / "runs").mkdir()
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)

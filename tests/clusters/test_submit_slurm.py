@@ -97,6 +97,11 @@ WRONG = {
         "--gpus-per-node 8 --tasks-per-node 3",
         "--tasks-per-node 3 does not divide the 8 GPUs of a node; use one of 1, 2, 4, 8",
     ),
+    "a code after which no start goes on": (
+        "--restart-at 2,75",
+        "--restart-at 2: no start goes on after it; use codes",
+    ),
+    "a code that is none": ("--restart-at saved", "--restart-at: 'saved' is not a whole number of 0 or more"),
     "memory": ("--mem lots", "--mem 'lots' is no size of memory; write 64G, or 0 for all of a node's"),
     "no partition": (
         "--partition= ",
@@ -192,7 +197,8 @@ def test_without_a_cluster_the_script_is_printed_all_the_same(cli, commands, pro
 EVERYTHING = (
     "--nodes 4 --gpus-per-node a100:8 --tasks-per-node 2 --cpus-per-task 12 --mem 0 --time 2-0 --partition a,b "
     "--account lab --qos high --constraint a100|h100 --job-name big --signal USR2 --warning-seconds 300 "
-    "--max-restarts 7 --sbatch=--exclusive --srun=--mpi=none --setup module\tload\tcuda --output x-%j.log --run-dir r"
+    "--max-restarts 7 --restart-at 75,137 --sbatch=--exclusive "
+    "--srun=--mpi=none --setup module\tload\tcuda --output x-%j.log --run-dir r"
 )
 
 
@@ -213,6 +219,7 @@ def test_the_whole_script(cli, commands, tmp_path):
         "restarts=${SLURM_RESTART_COUNT:-0}"
     )
     assert "\nmost_restarts=7\n" in text
+    assert "\n  75 | 137)\n" in text
     assert "\nmodule\tload\tcuda\n" in text
     srun = "srun --kill-on-bad-exit=0 --wait=60 --label --cpus-per-task=12 --mpi=none \\\n"
     assert f"{srun}  jaxtrain train quickstart --run-dir {work}/r\n" in text

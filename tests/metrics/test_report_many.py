@@ -40,9 +40,10 @@ def test_the_best_comes_first_with_what_differs(tmp_path):
     ]
     page = write_many(runs, tmp_path / "page.html")
     header, *rows = table(page)
-    assert header[:4] == ["run", "status", "optimizer.learning_rate", "best held-out loss"]
+    figures = ["best held-out loss", "at step", "held-out loss", "training loss", "steps", "wall time"]
+    assert header == ["run", "status", *figures, "optimizer.learning_rate"]
     assert [row[0] for row in rows] == ["001", "002", "000"]
-    assert rows[0][1:5] == ["done", "0.2", "0.5", "2"]
+    assert rows[0][1:] == ["done", "0.5", "2", "0.5", "1", "2", "-", "0.2"]
     assert "001 has the lowest held-out loss: 0.5, at step 2." in words(page)
     assert page.read_text().count("<figure>") == 2
 
@@ -89,6 +90,18 @@ def test_any_number_of_runs_fits_a_page(tmp_path, count):
     assert len(table(page)) == count + 1
     assert page.read_text().count("swatch") >= min(count, MOST_RUNS)
     assert len(page.read_text()) < 100_000
+
+
+def test_settings_that_follow_from_another_kind_are_left_out(tmp_path):
+    optimizers = [
+        {"kind": "adamw", "b1": 0.9, "rate": 1},
+        {"kind": "sgd", "momentum": 0.9, "rate": 2},
+        {"kind": "adamw"},
+    ]
+    optimizers[2] |= {"b1": 0.8, "rate": 1, "nu": 1}
+    runs = [run(tmp_path / f"{number:03d}", optimizer=one) for number, one in enumerate(optimizers)]
+    header, *_ = table(write_many(runs, tmp_path / "page.html"))
+    assert header[-3:] == ["optimizer.kind", "optimizer.b1", "optimizer.rate"]
 
 
 def test_losses_of_other_rows_are_said(tmp_path):

@@ -31,7 +31,7 @@ class FakeTracker:
 
     def __init__(self, fails=(), error=REFUSED, blocks=None):
         self.fails, self.error, self.blocks = fails, error, blocks
-        self.ids, self.rows, self.texts, self.ended = [], [], [], []
+        self.ids, self.rows, self.texts, self.ended, self.last_step = [], [], [], [], None
 
     def check(self, name):
         if self.blocks is not None:
@@ -42,7 +42,7 @@ class FakeTracker:
     def open(self, known_id):
         self.check("open")
         self.ids.append(known_id)
-        return Tracker(known_id or "id1", "somewhere", self.take_rows, self.take_text, self.end)
+        return Tracker(known_id or "id1", "somewhere", self.take_rows, self.take_text, self.end, self.last_step)
 
     def take_rows(self, rows):
         self.check("rows")
@@ -111,6 +111,28 @@ def test_a_resumed_run_sends_what_a_kill_kept_from_the_tracker(tmp_path):
     tracker.scalars(3, {"loss": 0.8})
     ended(tracker)
     assert (fake.rows, fake.texts) == ([(2, {"loss": 0.9}), (3, {"loss": 0.8})], [(2, "sample", "text")])
+
+
+@pytest.mark.parametrize(
+    ("arrived", "sent"),
+    [
+        pytest.param(None, [3, 4], id="cannot-tell"),
+        pytest.param({"loss": 2}, [3, 4], id="all"),
+        pytest.param({"loss": 1}, [2, 3, 4], id="a-part"),
+        pytest.param({}, [2, 3, 4], id="nothing"),
+    ],
+)
+def test_what_was_being_sent_at_a_kill_is_asked_of_the_tracker(tmp_path, arrived, sent):
+    (tmp_path / "trackers").mkdir()
+    noted = {"id": "a", "last_steps": {"loss": 1}, "sending": {"loss": 2}}
+    (tmp_path / "trackers" / "fake.json").write_text(json.dumps(noted))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3)))
+    fake, lines = FakeTracker(), []
+    fake.last_step = None if arrived is None else arrived.get
+    tracker = started(fake, tmp_path, lines, is_resumed=True)
+    tracker.scalars(4, {"loss": 1.0})
+    ended(tracker)
+    assert [step for step, _ in fake.rows] == sent
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"id": "a"}', '{"id": "a", "last_steps": [1]}'])
@@ -264,4 +286,4 @@ def test_the_record_holds_the_id_and_the_last_steps(tmp_path):
     tracker.scalars(3, {"loss": 1.0})
     ended(tracker)
     found = json.loads((tmp_path / "trackers" / "fake.json").read_text())
-    assert found == {"id": "id1", "last_steps": {"loss": 3}}
+    assert found == {"id": "id1", "last_steps": {"loss": 3}, "sending": {}}

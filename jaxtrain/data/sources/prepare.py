@@ -20,6 +20,7 @@ import numpy as np
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.formats.opened import DataFile
+from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import NAMED, skipped_records
 from jaxtrain.data.sources.blocks import BLOCK_BYTES, Encoded, blocks_of, source_files
 from jaxtrain.data.sources.shards import METADATA, TOKENIZER, Shard, ShardMetadata
@@ -89,6 +90,7 @@ def prepare_tokens(
     for name, value in (("tokens_per_shard", tokens_per_shard), ("workers", 1 if workers is None else workers)):
         if value < 1:
             raise DataError(f"{name} is {value}; give at least 1")
+    config = with_local_paths(config)
     files = source_files(config)
     total = sum(file.state.num_bytes for file in files)
     if workers is None:
@@ -176,7 +178,7 @@ def _identity(config: TextSource, files: tuple[DataFile, ...], tokens_per_shard:
     file = Path(chosen.path).expanduser() if chosen.kind == "file" and chosen.path is not None else None
     return {
         "version": [_VERSION, BLOCK_BYTES],
-        "config": config.model_dump(mode="json", exclude={"path", "sequence_length", "validation_fraction"}),
+        "config": config.model_dump(mode="json", exclude={"path", "cache", "sequence_length", "validation_fraction"}),
         "files": [[one.name, one.state.num_bytes, one.state.modified_ns] for one in files],
         "tokens_per_shard": tokens_per_shard,
         "tokenizer": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None,

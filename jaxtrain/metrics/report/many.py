@@ -109,26 +109,27 @@ def _table(runs: Sequence[RunFiles], names: Sequence[str], metric: str) -> str:
     keys = _differing([found for run, found in zip(runs, settings, strict=True) if run.info])
     shown = keys[:_MOST_SETTINGS]
     with_accuracy = any("eval_accuracy" in run.series for run in runs)
-    header = ["run", "status", *shown, f"best {_label(metric)}", "at step"]
+    header = ["run", "status", f"best {_label(metric)}", "at step"]
     header += ["held-out loss"] if metric == "eval_loss" else []
     header += ["held-out accuracy"] if with_accuracy else []
     header += ["training loss", "steps", "wall time"]
+    numbers = range(2, len(header) - 1)
+    header += shown
     rows = []
     for run, name, found in zip(runs, names, settings, strict=True):
         best, status = run.best(metric), _status(run)
         row: list[object] = [
             name,
             Markup(f'<span class="status {status_kind(status)}">{text(status)}</span>'),
-            *(shown_value(found.get(key)) for key in shown),
             "-" if best is None else rounded(best[1]),
             "-" if best is None else f"{best[0]:,}",
         ]
         row += [_last(run, "eval_loss")] if metric == "eval_loss" else []
         row += [_last(run, "eval_accuracy")] if with_accuracy else []
         row += [_last(run, "loss"), "-" if run.last_step is None else f"{run.last_step:,}", wall_time(run) or "-"]
-        rows.append(row)
+        rows.append([*row, *(shown_value(found.get(key)) for key in shown)])
     left_out = f'<p class="soft">Not shown: {text(", ".join(keys[_MOST_SETTINGS:]))}, which differ too.</p>'
-    table = grid(header, rows, numbers=range(2 + len(shown), len(header) - 1))
+    table = grid(header, rows, numbers=numbers)
     return section(f"Sorted by {_label(metric)}", table + (left_out if len(keys) > _MOST_SETTINGS else ""))
 
 
@@ -148,5 +149,12 @@ def _settings(run: RunFiles) -> Mapping[str, Any]:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = dict.fromkeys(key for found in settings for key in found if key not in _NAMING)
-    return [key for key in keys if len({shown_value(found.get(key)) for found in settings}) > 1]
+    """Keys with different values, but for those that only follow from another kind of model, optimizer and so on."""
+    found = []
+    for key in dict.fromkeys(key for one in settings for key in one if key not in _NAMING):
+        if len({shown_value(one.get(key)) for one in settings}) > 1:
+            kinds = {shown_value(one.get(f"{key.rpartition('.')[0]}.kind")) for one in settings}
+            given = {shown_value(one[key]) for one in settings if key in one}
+            if len(given) > 1 or len(kinds) == 1:
+                found.append(key)
+    return found

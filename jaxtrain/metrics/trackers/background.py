@@ -1,7 +1,7 @@
 """A tracker behind a bounded queue and a thread of its own: one that is down or slow never stops or slows a run.
 
-A row is noted in the run directory before it is sent. So a run that goes on from an earlier step sends no step of a
-metric twice, and one that is killed loses at most what was waiting. No jax here.
+What was sent, and what is being sent, is noted in the run directory. So a run that goes on from an earlier step sends
+no step of a metric twice, and what a kill kept from the tracker is sent from metrics.jsonl. No jax here.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jaxtrain.runtime.files import write_json_atomic
 _MOST_WAITING = 10_000
 # Rows of this long are sent together.
 _COLLECTED_SECONDS = 1.0
-_MOST_TOGETHER = 500
+_MOST_TOGETHER = 200
 # Seconds between tries: 1, 2, 4, and so on up to this.
 _LONGEST_PAUSE = 60.0
 # An artifact store may be out of reach while numbers are taken: a text must not keep them waiting.
@@ -58,7 +58,8 @@ class BackgroundTracker:
         self._earlier = earlier
         # What this process appends to the file comes through the queue.
         self._earlier_bytes = earlier.stat().st_size if earlier is not None and earlier.is_file() else 0
-        self._run_id, self._last = (None, {}) if earlier is None else _recorded(record)
+        # The last step of each metric that was sent, and of those that are being sent.
+        self._run_id, self._sent, self._sending = (None, {}, {}) if earlier is None else _recorded(record)
         self._waiting: deque[Row | Text] = deque()
         self._lock = threading.Lock()
         self._said: deque[str] = deque()
@@ -126,7 +127,7 @@ class BackgroundTracker:
         try:
             tracker = self._insist(lambda: self._open(self._run_id))
             self._run_id = tracker.run_id
-            self._note()
+            self._insist(lambda: self._settle(tracker))
             self._said.append(f"{self._name}: {tracker.place}")
             self._send_earlier(tracker)
             is_last = False
@@ -141,6 +142,15 @@ class BackgroundTracker:
         except BaseException as error:  # a tracker may also raise what ends a thread, such as SystemExit
             self._reason = _line(error)
             self._warn()
+
+    def _settle(self, tracker: Tracker) -> None:
+        """Find out how much of what an earlier process was sending when it was killed has arrived."""
+        for name, step in self._sending.items():
+            found = step if tracker.last_step is None else tracker.last_step(name)
+            if found is not None:
+                self._sent[name] = max(found, self._sent.get(name, -1))
+        self._sending = {}
+        self._note()
 
     def _send_earlier(self, tracker: Tracker) -> None:
         """Send what metrics.jsonl holds from earlier processes and the tracker lacks."""
@@ -182,11 +192,13 @@ class BackgroundTracker:
                 self._insist(lambda: tracker.rows(rows))
             for text in texts:
                 self._insist(lambda text=text: tracker.text(text), tries=_TRIES_OF_A_TEXT)
+            with self._lock:
+                self._taken += len(items)
         except RefusedError as error:
             self._reason = _line(error)
-            return
-        with self._lock:
-            self._taken += len(items)
+        self._sent, self._sending = {**self._sent, **self._sending}, {}
+        if rows or texts:
+            self._note()
 
     def _unsent(self, row: Row) -> Row:
         """The row without the metrics whose step was sent before."""
@@ -195,16 +207,16 @@ class BackgroundTracker:
         return Row(row.step, row.seconds, values)
 
     def _is_unsent(self, name: str, step: int) -> bool:
-        if step <= self._last.get(name, -1):
+        if step <= max(self._sent.get(name, -1), self._sending.get(name, -1)):
             return False
-        self._last[name] = step
+        self._sending[name] = step
         return True
 
     def _note(self) -> None:
         # A disk that is full is the matter of whoever writes metrics.jsonl.
         with contextlib.suppress(OSError):
             self._record.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(self._record, {"id": self._run_id, "last_steps": self._last})
+            write_json_atomic(self._record, {"id": self._run_id, "last_steps": self._sent, "sending": self._sending})
 
     def _warn(self) -> None:
         """Have it reported, once, that rows are not taken; at the end of the run they are counted."""
@@ -238,13 +250,14 @@ class BackgroundTracker:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _recorded(path: Path) -> tuple[str | None, dict[str, int]]:
-    """What a tracker called the run, and the last step of each metric; nothing where that is not known."""
+def _recorded(path: Path) -> tuple[str | None, dict[str, int], dict[str, int]]:
+    """What a tracker called the run, and the last steps that were sent and were being sent; None where not known."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return str(found["id"]), {str(name): int(step) for name, step in found["last_steps"].items()}
+        sent, sending = ({str(k): int(step) for k, step in found[key].items()} for key in ("last_steps", "sending"))
+        return str(found["id"]), sent, sending
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None, {}
+        return None, {}, {}
 
 
 def _read_items(path: Path, num_bytes: int) -> Iterator[Row | Text]:

@@ -98,7 +98,11 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         for file in files:
             client.log_artifact(run_id, str(file))
 
-    return Tracker(run_id, f"run {run_id} of experiment {run.project} in {address}", log_rows, log_text, end)
+    def last_step(name: str) -> int | None:
+        return max((metric.step for metric in client.get_metric_history(run_id, _allowed(name))), default=None)
+
+    place = f"run {run_id} of experiment {run.project} in {address}"
+    return Tracker(run_id, place, log_rows, log_text, end, last_step)
 
 
 def open_wandb(run: TrackedRun) -> Tracker:

@@ -71,6 +71,8 @@ class Tracker:
             tracker can tell.
         text: records a text.
         end: ends the run. It takes the status of the run (None: not known) and files to keep with it.
+        last_step: the last step of a metric that the tracker has, None where it has none; asked where a process was
+            killed while it sent. None: the tracker cannot tell, and has what was being sent.
     """
 
     run_id: str
@@ -78,3 +80,4 @@ class Tracker:
     rows: Callable[[Sequence[Row]], None]
     text: Callable[[Text], None]
     end: Callable[[str | None, Sequence[Path]], None]
+    last_step: Callable[[str], int | None] | None = None
