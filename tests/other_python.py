@@ -5,7 +5,9 @@ run only if the first passed it (what was skipped there, for lack of a compiler 
 one of two rules says that one Python is enough:
 
 - its folder or file stands in `ONE_PYTHON`: text, configs, wrong input, published tables, rows of data, HTTP,
-  schedules of stages as tables, the planner's arithmetic;
+  schedules of stages as tables, the planner's arithmetic, files of runs and checkpoints (Orbax is the same on both),
+  what commands print and refuse, and how a text is chosen, row by row, from logits. Steps, layouts, optimizers,
+  operations, models, resumed runs and processes run on both;
 - it is a plain row of a table whose further rows are marked `long`: those run the same code in the second run.
 """
 
@@ -15,9 +17,21 @@ from pathlib import Path
 
 # Below tests/: what no version of jax changes.
 ONE_PYTHON = (
+    "checkpoint/test_damage.py",
+    "checkpoint/test_going_back.py",
+    "checkpoint/test_policy.py",
+    "checkpoint/test_upkeep.py",
+    "cli/test_called_parts.py",
+    "cli/test_chats.py",
+    "cli/test_ckpt.py",
     "cli/test_config_command.py",
+    "cli/test_data_prepare.py",
+    "cli/test_eval.py",
     "cli/test_plan.py",
     "cli/test_report_command.py",
+    "cli/test_sample.py",
+    "cli/test_sample_folder.py",
+    "cli/test_sample_stream.py",
     "cli/test_usage.py",
     "config/",
     "data/test_chat_ends.py",
@@ -35,6 +49,12 @@ ONE_PYTHON = (
     "faults/test_hostile_inputs.py",
     "faults/test_maintenance.py",
     "faults/test_too_large.py",
+    "finetune/test_adapters_kept_apart.py",
+    "finetune/test_adapters_that_travel.py",
+    "inference/test_asked.py",
+    "inference/test_beam.py",
+    "inference/test_choose.py",
+    "inference/test_rows.py",
     "inference/test_server.py",
     "inference/test_server_bodies.py",
     "inference/test_text_stream.py",
@@ -48,6 +68,7 @@ ONE_PYTHON = (
     "metrics/",
     "models/test_sizes.py",
     "parallel/test_pipeline_schedules.py",
+    "parallel/test_refusals.py",
     "plan/test_context_way.py",
     "plan/test_cost.py",
     "plan/test_families_planned.py",
@@ -62,17 +83,28 @@ ONE_PYTHON = (
     "plan/test_search_limits.py",
     "plan/test_show.py",
     "plan/test_traffic.py",
+    "preferences/test_preference_runs.py",
+    "run/test_given_batches.py",
     "run/test_kept_tokenizer.py",
     "run/test_lock.py",
+    "run/test_mistakes.py",
+    "run/test_open_run.py",
+    "run/test_predict_file.py",
+    "run/test_run_as_config.py",
+    "run/test_run_callbacks.py",
+    "run/test_session.py",
+    "run/test_set_aside.py",
+    "run/test_shown.py",
     "run/test_stalls.py",
     "runtime/test_heartbeats.py",
+    "train/test_wrong_parts.py",
+    "wrong_inputs/",
     "test_docs.py",
     "test_house.py",
     "test_package.py",
     "test_page_examples.py",
     "test_readme.py",
     "test_reference.py",
-    "wrong_inputs/",
 )
 
 

@@ -1,4 +1,4 @@
-"""Copies remote files (s3://, gs://, https://) into a local folder once, and checks the copies later. No jax here."""
+"""Copies remote files (s3://, gs://, https://) into a local folder once, and checks the copies later."""
 
 import contextlib
 import fcntl

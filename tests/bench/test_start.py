@@ -17,6 +17,7 @@ TINY = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.
 TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num_rows=64", "train.steps=5"]
 
 
+@pytest.mark.long
 def test_a_warm_start_reads_what_the_cold_one_compiled():
     cold, warm = cold_and_warm("bench_cpu", TINY_RUN, emulate=1)
     assert any("cached next time" in line for line in cold.said)

@@ -130,6 +130,7 @@ def own_run(tmp_path_factory):
     return folder / "run", result
 
 
+@pytest.mark.long
 def test_a_task_from_python_is_not_replaced_by_that_of_the_config(cli, own_run):
     run_dir, result = own_run
     assert json.loads((run_dir / "run.json").read_text())["from_python"] == {

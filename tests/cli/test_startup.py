@@ -88,6 +88,7 @@ def test_a_reader_that_leaves_is_no_error():
     assert process.wait(60) == 141
 
 
+@pytest.mark.long
 def test_evaluates_and_samples_on_other_devices_through_pipes(text_run, tmp_path):
     done = run(*JAXTRAIN, "eval", str(text_run), "--emulate", "3", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -113,9 +113,8 @@ SHRUNK = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2_124m", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3_8b", "resnet50_imagenet"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2_124m", "llama3_8b", "resnet50_imagenet"])
 def test_shrunk_copy_of_a_big_config_learns(name, tmp_path):
     short = ["optimizer.schedule.warmup_steps=2", "train.steps=8", "logging.report=false"]
     loaded = load_config(name, overrides=["data.kind=synthetic", "data.num_rows=256", *SHRUNK[name], *short])

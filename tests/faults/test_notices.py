@@ -84,9 +84,7 @@ PROCESSES: dict[str, tuple[str, list[signal.Signals], int, int | None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "compiling, SIGUSR1" else pytest.mark.long) for name in PROCESSES]
-)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.long) for name in PROCESSES])
 def test_a_process_that_is_stuck_ends_and_goes_on(case: str, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     fault, signals, code, saved = PROCESSES[case]
     run_dir, marks = tmp_path / "run", tmp_path / "marks"

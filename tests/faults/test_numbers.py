@@ -51,7 +51,11 @@ def test_a_step_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "killed", [pytest.param(34, id="after-its-first-save"), pytest.param(25, id="before-it", marks=pytest.mark.long)]
+    "killed",
+    [
+        pytest.param(34, id="after-its-first-save", marks=pytest.mark.long),
+        pytest.param(25, id="before-it", marks=pytest.mark.long),
+    ],
 )
 def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: Path, killed: int) -> None:
     """The run is killed in the steps after the roll back; resumed, it ends with the bits of one that was not."""

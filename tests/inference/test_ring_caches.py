@@ -114,9 +114,8 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [name if name.startswith("local") else pytest.param(name, marks=pytest.mark.long) for name in ENGINES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ENGINES)
 def test_slots_with_drafts_and_prefixes_write_what_full_passes_write(kind):
     """Rings are handed on from text to text, and are reused only as far as they still hold the window."""
     sharded, params = drawn(**KINDS[kind])

@@ -68,8 +68,8 @@ def test_it_knows_where_the_step_puts_its_parameters() -> None:
 @pytest.mark.parametrize(
     "degrees",
     [
-        *(pytest.param(one, marks=pytest.mark.long) for one in (dict(data=1), dict(data=2, fsdp=2))),
-        dict(pipe=2, data=2),
+        dict(data=2, fsdp=2),
+        *(pytest.param(one, marks=pytest.mark.long) for one in (dict(data=1), dict(pipe=2, data=2))),
     ],
     ids=str,
 )

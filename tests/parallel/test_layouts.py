@@ -92,7 +92,7 @@ def test_bf16(row: str) -> None:
     np.testing.assert_allclose(outcome.losses, alone.losses, rtol=2.0**-10)
 
 
-@pytest.mark.parametrize("name", ["transformer", pytest.param("mlp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [pytest.param("transformer", marks=pytest.mark.long), "mlp"])
 def test_accumulation_gives_the_numbers_of_the_whole_batch(name: str) -> None:
     """Without statistics over the batch, four microbatches are one batch; a ResNet's statistics are per microbatch."""
     whole, split = reference(name, 1), reference(name, 4)

@@ -162,6 +162,7 @@ def simpo(apply, batch, key):
     return -jax.nn.log_sigmoid(2.0 * (logs[:, 0] - logs[:, 1]) - 0.5), {}
 
 
+@pytest.mark.long
 def test_a_loss_of_ones_own_with_microbatches_is_that_of_the_batch():
     task = jt.Task.calling("simpo", simpo)
     steps = [step_of(transformer(), task, accumulation_steps=count) for count in (1, 2)]

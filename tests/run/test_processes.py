@@ -87,6 +87,7 @@ def test_one_process_then_two(tmp_path: Path) -> None:
         np.testing.assert_allclose(a[name], b[name], atol=2e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_sigterm_to_one_of_two_processes_saves_on_both(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__steps=100000)
     processes = start_two(config, tmp_path / "run")
@@ -178,6 +179,7 @@ def test_kill_loses_at_most_the_work_since_the_last_save(tmp_path: Path) -> None
     assert list(losses(tmp_path / "run")) == list(range(1, reached + 6))
 
 
+@pytest.mark.long
 def test_a_second_process_is_kept_off_the_run_directory(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__steps=100000)
     process = subprocess.Popen(

@@ -74,6 +74,7 @@ def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str, 
     assert evaluated[0] == evaluated[1]
 
 
+@pytest.mark.long
 def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, train__steps=4)
     assert "resuming" not in capfd.readouterr().err
@@ -191,6 +192,7 @@ class StopAt(Progress):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_a_stop_where_an_evaluation_is_due_loses_none(tmp_path: Path) -> None:
     def run(name: str, progress: Progress | None = None) -> None:
         changes = {
@@ -283,6 +285,7 @@ def test_a_setting_that_changes_the_state_is_named(
         assert named == {f"optimizer.{key}" for key in after if before.get(key) != after[key]}
 
 
+@pytest.mark.long
 def test_weight_decay_may_be_switched_on_at_a_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, train__steps=2, optimizer__weight_decay=0.0)
     result = train(tmp_path, train__steps=3, optimizer__weight_decay=0.1)
@@ -328,6 +331,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_eight_devices_then_four_then_one(tmp_path: Path) -> None:
     """The same global run on a shrinking machine as on one that stays: other sums, the same batches."""
     config = write_config(tmp_path, train__steps=12)

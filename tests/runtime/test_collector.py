@@ -33,6 +33,7 @@ def test_who_turned_it_off_keeps_it_off(collecting):
     assert not gc.isenabled()
 
 
+@pytest.mark.long
 def test_a_command_trains_with_it(tmp_path):
     script = (
         "import gc, sys; sys.argv = ['jaxtrain', *sys.argv[1:]]; from jaxtrain import cli;"

@@ -139,6 +139,7 @@ def test_a_task_that_reads_no_weights_does_not_see_the_filling(layout):
     np.testing.assert_allclose(found["eval_columns"], [inputs.sum(1).mean()] * 2, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_task_that_reads_no_weights_does_not_see_the_filling_on_a_pipeline():
     columns = token_rows(5)
 
@@ -213,7 +214,11 @@ def test_packed_rows_train_on_a_mesh_as_on_one_device():
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("layout", "accumulation"), [({}, 1), ({"data": 2}, 2), ({"data": 2, "pipe": 2}, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "accumulation"),
+    [({}, 1), ({"data": 2}, 2), pytest.param({"data": 2, "pipe": 2}, 2, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_a_scalar_of_a_batch_reaches_every_microbatch(layout, accumulation):
     def loss(outputs, batch):
         rows = batch["targets"].shape[0]
