@@ -1,11 +1,12 @@
 """Signals at random moments of a run, until it is done; then what it left beside what an undisturbed run left.
 
-    python scripts/signal_moments.py --moments 25 --seed 0 [--kill] [--processes 2]
+    python scripts/signal_moments.py --moments 25 --seed 0 [--kill] [--processes 2] [--store s3://bucket/moments]
 
 Each start of the run gets one signal (TERM, INT, USR1, USR2 or HUP) after a time drawn from the length of an
 undisturbed start, and must end with exit code 75, or 0 where it was done before. With `--kill` it is killed (KILL), or
 with `--processes` one of its processes is, and the others must end by themselves. It prints a line for each, with the
-seconds from the signal to the end, and ends with exit code 1 where anything differs.
+seconds from the signal to the end, and ends with exit code 1 where anything differs. With `--store` the checkpoints are
+in an object store, each run's in a folder of its own.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.where import checkpoint_folder
 
+STORE = "JAXTRAIN_MOMENTS_STORE"  # the address that the starts read
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STEPS = 40
 CONFIG = {
@@ -38,7 +41,7 @@ CONFIG = {
 
 def outcome(run_dir: Path) -> dict[str, Any]:
     """What must not depend on the signals."""
-    with Checkpointer(run_dir / "checkpoints", read_only=True) as checkpointer:
+    with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpointer:
         info = checkpointer.verify(STEPS)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -54,6 +57,8 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 def start(config: Path, run_dir: Path, processes: int) -> subprocess.Popen[str]:
     command = ["train", str(config), "--run-dir", str(run_dir)]
+    if STORE in os.environ:
+        command += [f"checkpoint.directory={os.environ[STORE]}/{run_dir.parent.name}/{run_dir.name}"]
     command = command if processes == 1 else ["launch", "--processes", str(processes), "--", *command]
     command = [sys.executable, "-m", "jaxtrain", *command]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -95,7 +100,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and signals")
     parser.add_argument("--kill", action="store_true", help="KILL in place of the signals that are heard")
     parser.add_argument("--processes", type=int, default=1, help="of the run, by `jaxtrain launch`")
+    parser.add_argument("--store", metavar="ADDRESS", help="gs://bucket/name or s3://bucket/name for the checkpoints")
     options = parser.parse_args()
+    if options.store is not None:
+        os.environ[STORE] = options.store
     draw = random.Random(options.seed)
     wrong, processes = [], options.processes
     signals = (signal.SIGKILL,) if options.kill else SIGNALS
@@ -108,7 +116,10 @@ def main() -> int:
         run_dir = Path(folder) / "run-0"
         for moment in range(options.moments):
             number, after, victim = draw.choice(signals), draw.uniform(0.1, length), draw.randrange(processes)
+            began = time.monotonic()
             code, seconds, said = signalled(config, run_dir, number, after, processes, victim)
+            if code == 0:  # the machine was busier when the length was measured
+                length = min(length, time.monotonic() - began)
             last = re.sub(r"\s+", " ", said.strip().splitlines()[-1] if said.strip() else "")[:150]
             print(f"{moment:3} {number.name} after {after:.1f} s: exit code {code}, {seconds:.1f} s later; {last}")
             # Ctrl-C is Python's before the run begins, and so are all signals before Python has begun.

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cli import _find_command, _parse
+from jaxtrain.commands.sweep import draw_trials
 from jaxtrain.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").glob("*.yaml"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+    *sorted((ROOT / "configs").glob("*.yaml")),
+]
 # In a fenced or indented block (or a config's header), or in backquotes.
 LINE = re.compile(r"^(?:# |    )?(jaxtrain [a-z].*?)(?:\s+#.*)?$|`(jaxtrain [a-z][^`]*)`", re.MULTILINE)
 # A config that a page prints, under a first line with its name.
@@ -46,7 +52,11 @@ def test_printed_command_is_valid(page: str, text: str, tmp_path: Path, monkeypa
     if getattr(parsed, "config", None) is not None:
         # The keys after a run, which is not here, are those of any config.
         config = "quickstart" if parsed.config.startswith("runs/") else parsed.config
-        load_config(config, overrides=parsed.overrides)
+        overrides = parsed.overrides
+        if name == "sweep":
+            first = draw_trials(overrides, parsed.trials, parsed.random)[0]
+            overrides = [f"{key}={value}" for key, value in first.items()]
+        load_config(config, overrides=overrides)
 
 
 def test_every_command_is_in_the_docs() -> None:

@@ -35,6 +35,7 @@ ORDER = (
     "plan",
     "run",
     "bench",
+    "submit",
     "commands",
     "cli",
 )

@@ -23,11 +23,14 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs"
 LONG = (
     ("adapters.md", "save_pretrained("),
     ("finetuning.md", "fit("),
+    ("coming_from.md", "make_train_step("),
+    ("internals.md", "step.compile("),
     ("parallelism.md", "from_stages("),
     ("precision.md", "quantize("),
     ("preferences.md", "jt.dpo("),
     ("runs.md", "run.plot("),
     ("runs.md", "run.predict("),
+    ("start.md", "run_config("),
     ("training.md", "EarlyStopping("),
 )
 

@@ -8,7 +8,6 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic as _monotonic
 
 import numpy as np
@@ -17,7 +16,8 @@ from jaxtrain.checkpoint import digest, directory
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import ReadError
 from jaxtrain.checkpoint.line import Marks
-from jaxtrain.checkpoint.mirror import Mirror, sync_folder
+from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.places import Place, sync_folder
 from jaxtrain.checkpoint.storage import read_on_host
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.errors import CheckpointError, ConfigError
@@ -52,7 +52,7 @@ class Aftercare:
         verified: steps that are known to be intact.
     """
 
-    def __init__(self, folder: Path, mirror: Mirror | None) -> None:
+    def __init__(self, folder: Place, mirror: Mirror | None) -> None:
         self.mirror = mirror
         self.verified: set[int] = set()
         self._folder = folder

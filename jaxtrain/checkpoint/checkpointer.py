@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint import arrays, checks, directory, tree
+from jaxtrain.checkpoint import arrays, checks, directory, places, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.failures import save_error
 from jaxtrain.checkpoint.line import StepLine
+from jaxtrain.checkpoint.places import Place, RemotePath
 from jaxtrain.checkpoint.space import SaveError, check_space
 from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.checkpoint.upkeep import Upkeep
 from jaxtrain.config.arguments import check_function
-from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.remarks import print_remark
 
@@ -30,7 +30,7 @@ class Checkpointer:
     complete, and reported. Restoring alone moves nothing.
 
     Args:
-        directory: folder of the steps; created by the first save.
+        directory: folder of the steps, created by the first save; or gs://bucket/name, s3://bucket/name.
         keep_last: number of the newest steps that are kept.
         keep_every: steps at multiples of this are never deleted; None: no such rule.
         keep_best: whether the step with the lowest score, or eval_loss where there are none, is kept.
@@ -52,13 +52,13 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | RemotePath,
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
         keep_best: bool = False,
         read_only: bool = False,
-        mirror: str | Path | None = None,
+        mirror: str | Path | RemotePath | None = None,
         report: Callable[[str], None] = print_remark,
     ) -> None:
         self.directory = checks.checked_directory(directory)
@@ -67,9 +67,9 @@ class Checkpointer:
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
         self._read_only = read_only
         self._storage: Storage | None = None
-        self._saving: Path | None = None
+        self._saving: Place | None = None
         self._is_begun = False
-        second = None if mirror is None or read_only else local_path(mirror, what="checkpoint mirror").absolute()
+        second = None if mirror is None or read_only else places.absolute_place(mirror, what="checkpoint mirror")
         self._upkeep = Upkeep(self.directory, self._line, mirror=second, report=report)
 
     def __enter__(self) -> Self:
@@ -353,7 +353,7 @@ class Checkpointer:
             self._upkeep.prune()
 
     def _open(self) -> Storage:
-        self._storage = self._storage or Storage()
+        self._storage = self._storage or Storage(self.directory)
         return self._storage
 
     def _candidates(self) -> list[int]:
@@ -363,7 +363,7 @@ class Checkpointer:
             raise CheckpointError(f"no checkpoint in {self.directory}: check the path, or start with --resume auto")
         return [step for step in steps if step <= newest]
 
-    def _prepare(self, path: Path, array_bytes: int) -> None:
+    def _prepare(self, path: Place, array_bytes: int) -> None:
         failure: Exception | None = None
         if arrays.is_process_0():
             try:
@@ -376,7 +376,7 @@ class Checkpointer:
         if not arrays.everyone(failure is None):
             raise failure or SaveError(f"cannot save checkpoint {path}: process 0 cannot write there")
 
-    def _failed(self, path: Path, error: BaseException) -> CheckpointError:
+    def _failed(self, path: Place, error: BaseException) -> CheckpointError:
         # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
         self._storage = None
         if arrays.is_process_0():

@@ -4,13 +4,13 @@ import operator
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import tree
 from jaxtrain.checkpoint.directory import CheckpointInfo
+from jaxtrain.checkpoint.places import Place, place_at
+from jaxtrain.checkpoint.remote import RemotePath
 from jaxtrain.config.arguments import check_kind, refusal, shown
-from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.donation import first_deleted
 
@@ -171,7 +171,7 @@ def check_like(info: CheckpointInfo, wanted: Mapping[str, Any], prefix: str | No
         raise CheckpointError(f"checkpoint {info.path} is of another {what}: {found.phrase}")
 
 
-def check_deleted(path: Path, leaves: Mapping[str, Any]) -> None:
+def check_deleted(path: Place, leaves: Mapping[str, Any]) -> None:
     """Raise where a step has taken over a state that is to be saved.
 
     Args:
@@ -205,7 +205,7 @@ def check_leaves(info: CheckpointInfo, wanted: Mapping[str, Any]) -> None:
         raise CheckpointError(f"checkpoint {info.path}: {differs.phrase}")
 
 
-def check_writable(directory: Path, *, read_only: bool) -> None:
+def check_writable(directory: Place, *, read_only: bool) -> None:
     """Raise where a Checkpointer was opened for reading only.
 
     Raises:
@@ -215,14 +215,17 @@ def check_writable(directory: Path, *, read_only: bool) -> None:
         raise CheckpointError(f"checkpoints in {directory} were opened for reading only")
 
 
-def checked_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a checkpoint directory.
+def checked_directory(directory: str | os.PathLike[str] | RemotePath) -> Place:
+    """Return the absolute path of a checkpoint directory, or its address in an object store.
 
     Raises:
         ConfigError: it is a file, or Orbax and Python would write its name in different bytes: the locale is not UTF-8
             and the path has letters beside ASCII, or it has bytes that are no UTF-8.
     """
-    path = local_path(directory, what="checkpoint directory").absolute()
+    place = place_at(directory, what="checkpoint directory")
+    if isinstance(place, RemotePath):
+        return place
+    path = place.absolute()
     try:
         is_same = os.fsencode(path) == str(path).encode("utf-8")
     except UnicodeEncodeError:
@@ -239,7 +242,7 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def none_left(directory: Path, damaged: Sequence[tuple[int, str]]) -> CheckpointError:
+def none_left(directory: Place, damaged: Sequence[tuple[int, str]]) -> CheckpointError:
     """Return the error of a directory whose steps are all damaged.
 
     Args:

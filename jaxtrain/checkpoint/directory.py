@@ -2,7 +2,7 @@
 
 A step is a directory (not a link) whose name is its number and which holds our item `jaxtrain`; everything else is
 ignored. Orbax writes into a directory with another name and renames it at the end, so a directory with the name of a
-step is complete.
+step is complete. In an object store it writes a marker at the end; `places` has what differs there.
 """
 
 import errno
@@ -10,15 +10,14 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from jaxtrain.checkpoint import places
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.files import write_text_atomic
 
 FORMAT_VERSION = 1
 RECORD_ITEM = "jaxtrain"
@@ -52,7 +51,7 @@ class CheckpointInfo:
     """
 
     step: int
-    path: Path
+    path: Place
     metadata: dict[str, Any]
     leaves: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
     digests: dict[str, tuple[int, int]] = field(repr=False)
@@ -81,26 +80,23 @@ def _itemsize(dtype: str) -> int:
     return max(1, int(bits.group()) // 8) if bits else 1
 
 
-def step_path(directory: Path, step: int) -> Path:
+def step_path(directory: Place, step: int) -> Place:
     """Return the directory of a step, which need not exist."""
     return directory / str(step)
 
 
-def list_steps(directory: Path) -> list[int]:
+def list_steps(directory: Place) -> list[int]:
     """Return the numbers of the saved steps in ascending order; a directory that does not exist has none.
 
     Raises:
         CheckpointError: the directory cannot be read.
     """
     try:
-        entries = list(directory.iterdir())
-    except FileNotFoundError:
-        return []
+        names = [name for name in places.names(directory) if name.isdecimal()]
+        steps = sorted(int(name) for name in names if name == str(int(name)))
+        return [step for step in steps if places.is_complete(step_path(directory, step), item=RECORD_ITEM)]
     except OSError as error:
         raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
-    names = [entry.name for entry in entries if entry.name.isdecimal() and not entry.is_symlink()]
-    steps = sorted(int(name) for name in names if name == str(int(name)))
-    return [step for step in steps if (step_path(directory, step) / RECORD_ITEM).is_dir()]
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +116,7 @@ def _checksum(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_info(directory: Path, step: int) -> CheckpointInfo:
+def read_info(directory: Place, step: int) -> CheckpointInfo:
     """Read the record of a step.
 
     Raises:
@@ -129,7 +125,7 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
     """
     path = step_path(directory, step)
     try:
-        sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
+        sealed = json.loads(places.read_bytes(path / RECORD_ITEM / "metadata"))
         content = sealed["content"]
         intact = sealed["sha256"] == _checksum(content)
     except OSError as error:
@@ -161,7 +157,7 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
     )
 
 
-def write_eval_loss(directory: Path, step: int, eval_loss: float, score: float | None) -> None:
+def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float | None) -> None:
     """Write the eval_loss and the score of a saved step into its record, which is replaced atomically.
 
     Raises:
@@ -169,8 +165,8 @@ def write_eval_loss(directory: Path, step: int, eval_loss: float, score: float |
     """
     path = read_info(directory, step).path / RECORD_ITEM / "metadata"
     try:
-        content = json.loads(path.read_bytes())["content"]
-        write_text_atomic(path, json.dumps(seal({**content, "eval_loss": eval_loss, "score": score})))
+        content = json.loads(places.read_bytes(path))["content"]
+        places.write_bytes(path, json.dumps(seal({**content, "eval_loss": eval_loss, "score": score})).encode())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
@@ -195,28 +191,26 @@ def steps_to_keep(
     return kept
 
 
-def remove(directory: Path, steps: Iterable[int]) -> None:
-    """Delete steps, each renamed first, so that a kill leaves no incomplete directory under the name of a step."""
+def remove(directory: Place, steps: Iterable[int]) -> None:
+    """Delete steps, so that a kill leaves no incomplete directory under the name of a step."""
     for step in steps:
-        trash = directory / f"{step}{_TRASH}"
-        shutil.rmtree(trash, ignore_errors=True)
-        try:
-            step_path(directory, step).rename(trash)
-        except FileNotFoundError:
+        places.remove_step(step_path(directory, step), trash=f"{step}{_TRASH}")
+
+
+def clear_leftovers(directory: Place) -> None:
+    """Delete what an interrupted save or removal left behind, and finish what is half moved."""
+    places.finish_moves(directory)
+    for name in places.names(directory):
+        number, dot, suffix = name.partition(".")
+        if not number.isdecimal():
             continue
-        shutil.rmtree(trash, ignore_errors=True)
+        is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH, COPYING))
+        entry = directory / name
+        if places.is_leftover(entry, is_temporary=is_temporary, items=(RECORD_ITEM, ARRAYS_ITEM)):
+            places.remove_tree(entry)
 
 
-def clear_leftovers(directory: Path) -> None:
-    """Delete the directories that an interrupted save or removal left behind."""
-    for entry in list(directory.iterdir()) if directory.is_dir() else []:
-        number, dot, suffix = entry.name.partition(".")
-        leftover = number.isdecimal() and f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH, COPYING))
-        if leftover and entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def set_aside(directory: Path, step: int, *, reason: str) -> Path:
+def set_aside(directory: Place, step: int, *, reason: str) -> Place:
     """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that.
 
     Raises:
@@ -225,7 +219,7 @@ def set_aside(directory: Path, step: int, *, reason: str) -> Path:
     source = step_path(directory, step)
     target = directory / f"{step}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
     try:
-        source.rename(target)
+        places.move(source, target)
     except OSError as error:
         raise CheckpointError(f"cannot rename {source} to {target.name}: {error.strerror}") from error
     return target

@@ -18,9 +18,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.space import SaveError
 
 Found = TypeVar("Found")
@@ -42,8 +42,15 @@ _TEXTS_OF_THIS_MACHINE = (
     "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED",
     "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "UNAUTHENTICATED",
+    "ABORTED",
+    "CURL error",
     *(os.strerror(number) for number in _OF_THIS_MACHINE),
 )
+
+# Clients of object stores: what they raise is of the network, the service or the credentials, not of the content.
+_CLIENTS = {"aiohttp", "botocore", "aiobotocore", "gcsfs", "google", "requests", "urllib3"}
 
 # What a file system says in the middle of a long text.
 _REASONS = (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
@@ -135,7 +142,7 @@ def read_in_background(read: Callable[[], Found]) -> Found:
     raise failure
 
 
-def save_error(path: Path, error: BaseException) -> SaveError:
+def save_error(path: Place, error: BaseException) -> SaveError:
     """Turn whatever a save raised into one line, and free what it left pending."""
     failure = SaveError(f"cannot save checkpoint {path}: {cause(error)}")
     with _reports_held_back():
@@ -174,6 +181,7 @@ def _is_of_this_machine(error: BaseException) -> bool:
         isinstance(link, PermissionError | MemoryError)
         or (isinstance(link, OSError) and link.errno in _OF_THIS_MACHINE)
         or any(text in str(link) for text in _TEXTS_OF_THIS_MACHINE)
+        or type(link).__module__.partition(".")[0] in _CLIENTS
         for link in _chain(error)
     )
 

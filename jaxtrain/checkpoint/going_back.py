@@ -9,13 +9,13 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from jaxtrain.checkpoint import places
 from jaxtrain.checkpoint.directory import list_steps, step_path
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.files import write_json_atomic
 
-_NOTE = "going_back.json"
+NOTE = "going_back.json"
 _ABANDONED = "abandoned-"
 
 
@@ -36,7 +36,7 @@ class GoingBack:
     replaces: bool
 
 
-def live_steps(directory: Path) -> list[int]:
+def live_steps(directory: Place) -> list[int]:
     """Return the steps of the valid line in ascending order, without those that a new line has abandoned.
 
     Raises:
@@ -50,7 +50,7 @@ def live_steps(directory: Path) -> list[int]:
     return [step for step in steps if step <= noted.after or step == noted.step]
 
 
-def begin(directory: Path, *, after: int, step: int) -> None:
+def begin(directory: Place, *, after: int, step: int) -> None:
     """Write the note that the save of `step` abandons every step above `after`, and move away a step of that number.
 
     Raises:
@@ -60,14 +60,14 @@ def begin(directory: Path, *, after: int, step: int) -> None:
     replaces = step in list_steps(directory)
     noted = GoingBack(after, step, folder, replaces)
     try:
-        write_json_atomic(directory / _NOTE, asdict(noted))
+        places.write_json(directory / NOTE, asdict(noted))
         if replaces:
             _move(directory, [step], folder)
     except OSError as error:
         raise CheckpointError(f"cannot go back to step {after} in {directory}: {error.strerror}") from error
 
 
-def settle(directory: Path, report: Callable[[str], None]) -> list[int]:
+def settle(directory: Place, report: Callable[[str], None]) -> list[int]:
     """Carry out a note: move the abandoned steps away where the new step is complete, else undo the note.
 
     Args:
@@ -83,19 +83,20 @@ def settle(directory: Path, report: Callable[[str], None]) -> list[int]:
     noted = _read_note(directory)
     if noted is None:
         return []
-    steps = list_steps(directory)
     folder = directory / noted.folder
     try:
+        places.finish_moves(directory)
+        steps = list_steps(directory)
         if not _is_complete(directory, noted, steps):
-            if noted.replaces and (folder / str(noted.step)).is_dir() and not step_path(directory, noted.step).exists():
-                (folder / str(noted.step)).rename(step_path(directory, noted.step))
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-            (directory / _NOTE).unlink(missing_ok=True)
+            old, place = folder / str(noted.step), step_path(directory, noted.step)
+            if noted.replaces and old.is_dir() and places.make_free(place):
+                places.move(old, place)
+            places.remove_if_empty(folder)
+            places.delete_file(directory / NOTE)
             return []
         _move(directory, [step for step in steps if step > noted.after and step != noted.step], noted.folder)
         abandoned = list_steps(folder)
-        (directory / _NOTE).unlink(missing_ok=True)
+        places.delete_file(directory / NOTE)
     except OSError as error:
         raise CheckpointError(f"cannot move abandoned steps to {folder}: {error.strerror}") from error
     report(
@@ -105,34 +106,35 @@ def settle(directory: Path, report: Callable[[str], None]) -> list[int]:
     return abandoned
 
 
-def abandoned_folders(directory: Path) -> list[Path]:
+def abandoned_folders(directory: Place) -> list[Place]:
     """Return the directories of abandoned steps, oldest first; each can be opened as a checkpoint directory."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if path.name.startswith(_ABANDONED) and path.is_dir()]
-    return sorted(found, key=lambda path: path.name)
+    try:
+        found = sorted(name for name in places.names(directory) if name.startswith(_ABANDONED))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
+    return [directory / name for name in found if (directory / name).is_dir()]
 
 
-def _is_complete(directory: Path, noted: GoingBack, steps: Iterable[int]) -> bool:
+def _is_complete(directory: Place, noted: GoingBack, steps: Iterable[int]) -> bool:
     # Where the old line has a step of that number too, the new one is complete only if the old one was moved away.
     return noted.step in steps and (not noted.replaces or (directory / noted.folder / str(noted.step)).is_dir())
 
 
-def _move(directory: Path, steps: Iterable[int], folder: str) -> None:
+def _move(directory: Place, steps: Iterable[int], folder: str) -> None:
     target = directory / folder
-    target.mkdir(mode=0o750, exist_ok=True)
+    places.make_folder(target)
     for step in steps:
-        step_path(directory, step).rename(target / str(step))
+        places.move(step_path(directory, step), target / str(step))
 
 
-def _read_note(directory: Path) -> GoingBack | None:
+def _read_note(directory: Place) -> GoingBack | None:
     try:
-        return GoingBack(**json.loads((directory / _NOTE).read_bytes()))
+        return GoingBack(**json.loads(places.read_bytes(directory / NOTE)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {directory / _NOTE}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {directory / NOTE}: {error.strerror}") from error
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{directory / _NOTE} is damaged: move the steps that you do not want to another folder, then delete it"
+            f"{directory / NOTE} is damaged: move the steps that you do not want to another folder, then delete it"
         ) from error

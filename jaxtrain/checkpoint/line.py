@@ -7,11 +7,11 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint import directory, going_back
+from jaxtrain.checkpoint import directory, going_back, places
 from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.errors import CheckpointError
 
@@ -34,7 +34,7 @@ class StepLine:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         *,
         keep_last: int,
         keep_every: int | None,
@@ -89,8 +89,8 @@ class StepLine:
             OSError: it cannot be made.
         """
         path = directory.step_path(self._folder, step)
-        self._folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        if not os.access(self._folder, os.W_OK | os.X_OK):
+        places.make_folder(self._folder)
+        if not places.is_writable(self._folder):
             raise SaveError(f"cannot save checkpoint {path}: {os.strerror(errno.EACCES)}")
         if not self._is_cleared:
             directory.clear_leftovers(self._folder)
@@ -175,7 +175,7 @@ class StepLine:
             self._report(f"{reason}{moved}; step {instead} is used instead")
 
 
-def recorded_marks(folder: Path, step: int) -> tuple[float | None, float | None]:
+def recorded_marks(folder: Place, step: int) -> tuple[float | None, float | None]:
     """Return the eval_loss and the score in the record of a step; (None, None) where it is damaged."""
     try:
         info = directory.read_info(folder, step)

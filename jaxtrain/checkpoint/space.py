@@ -2,8 +2,9 @@
 
 import errno
 import os
-from pathlib import Path
 
+from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.remote import RemotePath
 from jaxtrain.errors import CheckpointError
 
 # What a step takes beside its arrays: the record, the tables of Orbax, blocks that are not full.
@@ -23,8 +24,10 @@ def needed_bytes(array_bytes: int) -> int:
     return int(array_bytes * (1 + _BESIDE_FRACTION)) + _BESIDE_BYTES
 
 
-def free_bytes(folder: Path) -> int | None:
-    """Returns the bytes that this user may write where a folder is, or would be; None: the file system does not say."""
+def free_bytes(folder: Place) -> int | None:
+    """Returns the bytes that this user may write where a folder is, or would be; None: the place does not say."""
+    if isinstance(folder, RemotePath):
+        return None
     for place in (folder, *folder.parents):
         try:
             found = os.statvfs(place)
@@ -37,7 +40,7 @@ def free_bytes(folder: Path) -> int | None:
     return None
 
 
-def check_space(folder: Path, array_bytes: int, *, what: str) -> None:
+def check_space(folder: Place, array_bytes: int, *, what: str) -> None:
     """Raises where a step does not fit.
 
     Args:

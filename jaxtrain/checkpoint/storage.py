@@ -5,19 +5,24 @@ step, so that with an empty `77/` it silently refuses to save step 50, and it wo
 """
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint import failures
+from jaxtrain.checkpoint import failures, s3_orbax
 from jaxtrain.checkpoint.directory import ARRAYS_ITEM, RECORD_ITEM
+from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.remote import RemotePath, forget_listings
 
 _SAVE_TIMEOUT_SECONDS = 1200
 
 
 class Storage:
-    """Writes arrays and record of one step at a time in the background, and reads them."""
+    """Writes arrays and record of one step at a time in the background, and reads them.
 
-    def __init__(self) -> None:
+    Args:
+        folder: of the steps; None: on this machine.
+    """
+
+    def __init__(self, folder: Place | None = None) -> None:
         import orbax.checkpoint as ocp
 
         failures.silence_log()
@@ -28,10 +33,12 @@ class Storage:
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(**handlers),
             async_options=ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT_SECONDS),
-            file_options=ocp.options.FileOptions(path_permission_mode=0o750),
+            file_options=ocp.options.FileOptions(
+                path_permission_mode=None if isinstance(folder, RemotePath) else 0o750
+            ),
         )
 
-    def write(self, path: Path, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    def write(self, path: Place, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Start to write a step; return when the arrays are copied and may be donated.
 
         Args:
@@ -44,9 +51,9 @@ class Storage:
         items: dict[str, Any] = {RECORD_ITEM: ocp.args.JsonSave(dict(record))}
         if arrays:
             items[ARRAYS_ITEM] = ocp.args.PyTreeSave(dict(arrays))
-        self._checkpointer.save(path, args=ocp.args.Composite(**items))
+        self._checkpointer.save(_orbax_path(path), args=ocp.args.Composite(**items))
 
-    def read(self, path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, path: Place, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Read the named arrays, and only those, each directly into its sharding.
 
         Args:
@@ -77,7 +84,8 @@ class Storage:
             partial_restore=True,
         )
         composite = ocp.args.Composite(**{ARRAYS_ITEM: arguments})
-        return failures.read_or_reason(lambda: self._checkpointer.restore(path, args=composite)[ARRAYS_ITEM])
+        place = _orbax_path(path)
+        return failures.read_or_reason(lambda: self._checkpointer.restore(place, args=composite)[ARRAYS_ITEM])
 
     def wait(self) -> None:
         """Wait until the last write is complete; raise its error if it failed."""
@@ -92,7 +100,19 @@ class Storage:
         self._checkpointer.close()
 
 
-def read_on_host(path: Path, names: Iterable[str]) -> dict[str, Any]:
+def _orbax_path(path: Place) -> Any:
+    """The path as Orbax takes it: for this machine any path class, for a store one of its own."""
+    if not isinstance(path, RemotePath):
+        return path
+    from etils import epath
+
+    if path.scheme == "s3":
+        s3_orbax.enable()
+    forget_listings(path.scheme)
+    return epath.Path(str(path))
+
+
+def read_on_host(path: Place, names: Iterable[str]) -> dict[str, Any]:
     """Read the named arrays of a step into host memory; no device, process or open `Storage` takes part.
 
     Args:
@@ -115,5 +135,5 @@ def read_on_host(path: Path, names: Iterable[str]) -> dict[str, Any]:
         restore_args={name: ocp.RestoreArgs(restore_type=numpy.ndarray) for name in wanted},
         partial_restore=True,
     )
-    folder: Any = path / ARRAYS_ITEM  # Orbax asks for a path class of its own and takes this one
+    folder = _orbax_path(path / ARRAYS_ITEM)
     return failures.read_in_background(lambda: ocp.PyTreeCheckpointHandler().restore(folder, args=arguments))

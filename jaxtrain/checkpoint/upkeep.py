@@ -4,12 +4,12 @@ Only the deciding process (process 0) calls what is here.
 """
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 
-from jaxtrain.checkpoint import directory
+from jaxtrain.checkpoint import directory, places
 from jaxtrain.checkpoint.aftercare import Aftercare
 from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.errors import CheckpointError, ConfigError
 
@@ -27,10 +27,11 @@ class Upkeep:
         ConfigError: the mirror is the directory itself or the one that it is in, or holds the copies of another one.
     """
 
-    def __init__(self, folder: Path, line: StepLine, *, mirror: Path | None, report: Callable[[str], None]) -> None:
+    def __init__(self, folder: Place, line: StepLine, *, mirror: Place | None, report: Callable[[str], None]) -> None:
         self._folder, self._line, self._report = folder, line, report
         self._mirror = None if mirror is None else Mirror(mirror, folder)
         self._care = Aftercare(folder, self._mirror)
+        self._seen = places.SeenComplete()
         self._began: int | None = None
         self._has_begun = False
         if mirror is not None and folder.resolve() in (mirror.resolve(), *mirror.resolve().parents):
@@ -54,9 +55,9 @@ class Upkeep:
         """Delete the steps that the rules do not keep, unless a verified one would be the price."""
         self._line.prune(self._care.verified)
 
-    def watch(self, path: Path) -> None:
+    def watch(self, path: Place) -> None:
         """Begin to look after a step that is being written as soon as it is complete, and report; see `look`."""
-        if self._began != int(path.name) and (path / directory.RECORD_ITEM).is_dir():
+        if self._began != int(path.name) and self._seen(path, item=directory.RECORD_ITEM):
             self.begin(int(path.name))
         self.look()
 
@@ -94,6 +95,7 @@ class Upkeep:
     def forget(self, step: int) -> None:
         """Note that a step is written again under its number."""
         self._care.verified.discard(step)
+        self._seen = places.SeenComplete()
         self._began = None
 
     def recover(self, *, damaged: Collection[int] = ()) -> int:
@@ -120,7 +122,7 @@ class Upkeep:
         moved = directory.set_aside(self._folder, step, reason="corrupt")
         if self._bring_back(step, f"{reason} (renamed to {moved.name})"):
             return True
-        moved.rename(directory.step_path(self._folder, step))
+        places.move(moved, directory.step_path(self._folder, step))
         return False
 
     def set_mirror_aside(self) -> None:

@@ -7,6 +7,7 @@ from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.going_back import abandoned_folders
 from jaxtrain.checkpoint.tree import shown_name
+from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.commands.output import print_json, print_table, print_text
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import CheckpointError
@@ -16,11 +17,9 @@ from jaxtrain.runtime.remarks import print_remark
 
 
 def _open(run_dir: str) -> Checkpointer:
-    from pathlib import Path
-
     mend_run(run_dir)
     read_run(run_dir)
-    return Checkpointer(Path(run_dir) / "checkpoints", read_only=True)
+    return Checkpointer(checkpoint_folder(run_dir), read_only=True)
 
 
 def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:

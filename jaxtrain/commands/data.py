@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 
+from jaxtrain.commands.data_progress import prepare_progress
 from jaxtrain.commands.output import print_text
 from jaxtrain.config import load_config
-from jaxtrain.config.data import JsonlData, TextData
+from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 
 
-def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, tokens_per_shard: int) -> int:
+def run_data_prepare(
+    config: str, overrides: Sequence[str], *, output: str, tokens_per_shard: int, workers: int | None
+) -> int:
     """Encode the text of a config, and print how to train on the result.
 
     Args:
@@ -19,6 +22,7 @@ def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, toke
         overrides: `key=value` settings that replace those of the config.
         output: folder for the token shards, which is created.
         tokens_per_shard: tokens in each file except the last.
+        workers: processes that encode; None: as many as there are cores, where there is enough text.
 
     Returns:
         The exit code 0.
@@ -29,15 +33,18 @@ def run_data_prepare(config: str, overrides: Sequence[str], *, output: str, toke
     loaded = load_config(config, overrides=overrides)
     loaded.check_described(given=["model", "task"])
     source = loaded.config.data
-    if not isinstance(source, TextData | JsonlData):
+    if not isinstance(source, TextData | JsonlData | DocumentsData):
         raise ConfigError(
-            f"data.kind={source.kind}: only text and jsonl are encoded; set data.kind=text data.path=FILE"
+            f"data.kind={source.kind}: only text and jsonl are encoded, and documents of other formats; set "
+            "data.kind=text data.path=FILE"
         )
     for note in loaded.notes:
         print_remark(note)
     from jaxtrain.data import prepare_tokens
 
-    made = prepare_tokens(source, local_path(output, what="--output"), tokens_per_shard=tokens_per_shard)
+    folder = local_path(output, what="--output")
+    with prepare_progress() as progress:
+        made = prepare_tokens(source, folder, tokens_per_shard=tokens_per_shard, workers=workers, progress=progress)
     print_remark(
         f"{_counted(made['num_documents'], 'document')}, {made['num_tokens']:,} tokens of {made['vocab_size']:,} ids "
         f"({made['dtype']}) in {_counted(len(made['shards']), 'file')} in {made['output']}"

@@ -13,6 +13,12 @@ def prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-shard", type=count, default=2**27, metavar="N", help="tokens per file; default: 2**27"
     )
+    parser.add_argument(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="processes that encode; default: the cores, where there is enough text",
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> int:
@@ -20,7 +26,11 @@ def prepare(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.data import run_data_prepare
 
     return run_data_prepare(
-        arguments.config, arguments.overrides, output=arguments.output, tokens_per_shard=arguments.tokens_per_shard
+        arguments.config,
+        arguments.overrides,
+        output=arguments.output,
+        tokens_per_shard=arguments.tokens_per_shard,
+        workers=arguments.workers,
     )
 
 

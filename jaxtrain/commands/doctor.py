@@ -14,7 +14,7 @@ from jaxtrain.metrics.runinfo import PACKAGES, package_versions
 from jaxtrain.runtime import accelerators, distributed
 from jaxtrain.runtime.compilation_cache import cache_folder
 
-_OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio"}
+_OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio", "mlflow-skinny": "mlflow"}
 _LITTLE_DISK = 2 * 2**30
 _CANNOT_WORK = 2
 

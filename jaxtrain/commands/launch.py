@@ -17,6 +17,7 @@ from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, 
 from jaxtrain.errors import ConfigError, PreemptedError
 from jaxtrain.run.supervise import Policy, keeps_old_run, resumed_words, supervise
 from jaxtrain.runtime.attempt import ATTEMPT
+from jaxtrain.runtime.machine_gpus import gpu_shares, visible_gpus
 from jaxtrain.runtime.remarks import print_remark
 
 # Time for the processes to end after one of them failed: each can write its own files, but they can no longer agree on
@@ -37,7 +38,7 @@ def run_launch(
 
     The first process writes to the terminal. The standard error of the others is printed with the number of the
     process before each line (`[1] `); their standard output is not shown. Each process finds the others by
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and sees its share of the GPUs of this machine.
 
     Args:
         words: the command and its arguments, the same for every process.
@@ -50,10 +51,11 @@ def run_launch(
         the processes saved and stopped, else 0.
 
     Raises:
-        ConfigError: a process cannot be started.
+        ConfigError: a process cannot be started, or the GPUs of this machine do not divide among them.
     """
+    shares = gpu_shares(_gpus(words, emulate), num_processes)
     with Signals() as signals:
-        return _launch_once([*program, *words], signals, num_processes=num_processes, shared=_emulated(emulate))
+        return _launch_once([*program, *words], signals, shares=shares, shared=_emulated(emulate))
 
 
 def run_restarted_launch(
@@ -79,9 +81,10 @@ def run_restarted_launch(
         The exit code of the last start.
 
     Raises:
-        ConfigError: a process cannot be started.
+        ConfigError: a process cannot be started, or the GPUs of this machine do not divide among them.
     """
-    count = num_processes
+    count, gpus = num_processes, _gpus(words, emulate)
+    gpu_shares(gpus, num_processes)
 
     def with_less() -> str | None:
         nonlocal count
@@ -96,7 +99,9 @@ def run_restarted_launch(
         def start(number: int) -> int:
             chosen = resumed_words(words) if number and run_dir is not None and not holds_old_run() else words
             shared = {**_emulated(emulate), ATTEMPT: str(number)}
-            return _launch_once([*program, *chosen], signals, num_processes=count, shared=shared)
+            # With a process less, some GPUs may be left over.
+            shares = gpu_shares(gpus, count, must_divide=False)
+            return _launch_once([*program, *chosen], signals, shares=shares, shared=shared)
 
         policy = Policy(restarts, run_dir, signals.asked, how_ended, with_less)
         return supervise(start, policy)
@@ -106,8 +111,28 @@ def _emulated(emulate: int | None) -> dict[str, str]:
     return {} if emulate is None else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(emulate)}
 
 
-def _launch_once(command: Sequence[str], signals: Signals, *, num_processes: int, shared: Mapping[str, str]) -> int:
-    """Start the processes once, and wait for all of them; returns the exit code of `run_launch`."""
+def _gpus(words: Sequence[str], emulate: int | None) -> list[str]:
+    """The GPUs that the processes share; none where they emulate devices."""
+    if emulate is not None or any(word.partition("=")[0] == "--emulate" for word in words):
+        return []
+    return visible_gpus() or []
+
+
+def _launch_once(
+    command: Sequence[str], signals: Signals, *, shares: Sequence[Mapping[str, str]], shared: Mapping[str, str]
+) -> int:
+    """Start the processes once, and wait for all of them.
+
+    Args:
+        command: program and words.
+        signals: passes signals on to them.
+        shares: environment of each process, one entry per process.
+        shared: environment of all.
+
+    Returns:
+        The exit code of `run_launch`.
+    """
+    num_processes = len(shares)
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     readers: list[threading.Thread] = []
     meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(num_processes)}
@@ -117,7 +142,7 @@ def _launch_once(command: Sequence[str], signals: Signals, *, num_processes: int
         # All processes start before the first thread, because code between fork and exec could wait forever for a lock
         # that another thread held.
         for index in range(num_processes):
-            environment = {**shared, **meeting, "JAX_PROCESS_ID": str(index)}
+            environment = {**shared, **meeting, **shares[index], "JAX_PROCESS_ID": str(index)}
             try:
                 signals.add(start_child(command, environment=environment, shown=index == 0))
             except OSError as error:

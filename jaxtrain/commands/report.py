@@ -1,4 +1,4 @@
-"""`jaxtrain report`: draws the page of a run again, or one page that compares several runs. It starts no jax."""
+"""`jaxtrain report`: draws the page of a run again, or one page about several. It starts no jax."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +14,26 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
     """Write the page of one run, or the comparison of several.
 
     Args:
-        run_dirs: one directory of a run, or two to eight.
-        output: path of the page; None: `report.html` in the directory of one run, `compare.html` here for several.
+        run_dirs: directories of runs, or one folder with runs, such as that of a sweep. Two to eight runs are compared;
+            of more, or of a folder, the page is a table with the best first.
+        output: path of the page; None: `report.html` in the directory of one run or in the folder of runs,
+            `compare.html` here for several.
 
     Returns:
         The exit code 0.
 
     Raises:
-        ConfigError: not the directory of a run, the same run twice, too many runs, or no such folder for the page.
+        ConfigError: not the directory of a run, the same run twice, or no such folder for the page.
     """
     from jaxtrain.metrics.report.compare import MOST_RUNS, write_comparison
+    from jaxtrain.metrics.report.many import runs_below, write_many
     from jaxtrain.metrics.report.page import write_report
 
     folders = [local_path(run_dir, what="run directory") for run_dir in run_dirs]
+    below = runs_below(folders[0]) if len(folders) == 1 and not (folders[0] / "run.json").exists() else []
+    if below:
+        print_text(f"report: {write_many(below, _page_path(output) or folders[0] / 'report.html')}")
+        return 0
     for folder in folders:
         mend_run(folder)
         read_run(folder)
@@ -35,16 +42,12 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
         if folder.resolve() in seen:
             raise ConfigError(f"{folder} is given twice; give each run once, as in jaxtrain report runs/a runs/b")
         seen[folder.resolve()] = folder
-    if len(folders) > MOST_RUNS:
-        raise ConfigError(
-            f"{len(folders)} runs are too many for one page, on which {MOST_RUNS} can be told apart; give at most "
-            f"{MOST_RUNS}, and the others to another --output"
-        )
     path = _page_path(output)
     if len(folders) == 1:
         path = write_report(folders[0], path=path)
     else:
-        path = write_comparison(folders, path or Path("compare.html"))
+        write = write_comparison if len(folders) <= MOST_RUNS else write_many
+        path = write(folders, path or Path("compare.html"))
     print_text(f"report: {path}")
     return 0
 

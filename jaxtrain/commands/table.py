@@ -17,6 +17,7 @@ from jaxtrain.commands.shared_arguments import (
     add_run,
     add_step,
 )
+from jaxtrain.commands.sweep_arguments import sweep, sweep_arguments
 from jaxtrain.commands.train_arguments import launch, launch_arguments, train, train_arguments
 
 
@@ -212,8 +213,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
 
 
+def _submit_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.submit import slurm_arguments
+
+    slurm_arguments(parser)
+
+
+def _submit_slurm(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.submit import submit_slurm
+
+    return submit_slurm(arguments)
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, as in runs/quickstart")
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
 
 
@@ -221,6 +234,24 @@ def _report(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.report import run_report
 
     return run_report(arguments.run_dirs, output=arguments.output)
+
+
+def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.submit_kubernetes import kubernetes_arguments
+
+    kubernetes_arguments(parser)
+
+
+def _submit_job(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.submit_kubernetes import submit_job
+
+    return submit_job(arguments)
+
+
+def _submit_jobset(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.submit_kubernetes import submit_jobset
+
+    return submit_jobset(arguments)
 
 
 COMMANDS: dict[str, Command] = {
@@ -267,10 +298,16 @@ COMMANDS: dict[str, Command] = {
         export_published,
     ),
     "report": Command(
-        "draw the page of a run again, or one page that compares several runs",
+        "draw the page of a run again, or one page about several runs or a sweep",
         "jaxtrain report runs/first runs/second --output compare.html",
         _report_arguments,
         _report,
+    ),
+    "sweep": Command(
+        "train a config with several values of its settings, and compare the trials",
+        "jaxtrain sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates",
+        sweep_arguments,
+        sweep,
     ),
     "launch": Command(
         "run a command or program in several processes on this machine, as a cluster would",
@@ -278,6 +315,24 @@ COMMANDS: dict[str, Command] = {
         launch_arguments,
         launch,
         takes_command=True,
+    ),
+    "submit slurm": Command(
+        "write the batch script with which Slurm trains a config, or submit it",
+        "jaxtrain submit slurm llama3_8b --nodes 4 --gpus-per-node 8 --time 2-0",
+        _submit_slurm_arguments,
+        _submit_slurm,
+    ),
+    "submit job": Command(
+        "write a training as a Kubernetes Job",
+        "jaxtrain submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 8 --volume runs:/runs",
+        _kubernetes_arguments,
+        _submit_job,
+    ),
+    "submit jobset": Command(
+        "write a training as a JobSet of Kubernetes, whose hosts start again together",
+        "jaxtrain submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/4x4 --volume runs:/runs",
+        _kubernetes_arguments,
+        _submit_jobset,
     ),
     "plan": Command(
         "estimate memory, time and cost on hardware that you do not need to have",

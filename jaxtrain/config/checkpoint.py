@@ -2,14 +2,16 @@
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from jaxtrain.config.base import Group, mistakes_told_by_pydantic
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.numbers import PositiveInt
+from jaxtrain.config.store_address import is_store_address, store_address
 
 # A week, in minutes: a longer interval is a mistake in the unit.
 _LONGEST_MINUTES = 10_080.0
+_PLACES = "use a local folder, gs://bucket/name or s3://bucket/name"
 
 
 class CheckpointConfig(Group):
@@ -25,17 +27,23 @@ class CheckpointConfig(Group):
     """Checkpoints at multiples of this step are never deleted; null: no such rule."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
+    directory: str | None = None
+    """Where checkpoints are: a folder, gs://bucket/name or s3://bucket/name; null: in the run directory."""
     mirror: str | None = None
-    """Folder for a second copy of each checkpoint, in a subfolder named as the run directory; null: no copy."""
+    """Folder (or gs://, s3://) for a second copy, in a subfolder named as the run directory; null: no copy."""
     max_failed_in_a_row: PositiveInt = 3
     """Stop (exit code 1) after this many saves in a row that failed, for lack of space or another reason."""
 
-    @field_validator("mirror")
+    @field_validator("directory", "mirror")
     @classmethod
-    def _is_local(cls, mirror: str | None) -> str | None:
-        if mirror is not None:
-            if not mirror.strip():
-                raise ValueError("it is empty; name a folder on another disk, or write null")
+    def _is_a_place(cls, place: str | None, info: ValidationInfo) -> str | None:
+        if place is not None:
+            if not place.strip():
+                on = "on another disk" if info.field_name == "mirror" else "for the checkpoints"
+                raise ValueError(f"it is empty; name a folder {on}, or write null")
+            if is_store_address(place):
+                store_address(place)
+                return place
             with mistakes_told_by_pydantic():
-                local_path(mirror, what="checkpoint.mirror")
-        return mirror
+                local_path(place, what=f"checkpoint.{info.field_name}", instead=_PLACES)
+        return place

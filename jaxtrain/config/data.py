@@ -8,6 +8,7 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.chat import ChatData
 from jaxtrain.config.numbers import Fraction, Ids, Length, PositiveShare, Rows, Scale, Share, TokenId, Units, Width
+from jaxtrain.config.stored import Stored
 from jaxtrain.config.tokenizer import TokenizerConfig
 
 
@@ -47,7 +48,7 @@ class SpanCorruption(Group):
 Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
 
 
-class _TokenData(Group):
+class _TokenData(Stored):
     """The settings that all sources of tokens share."""
 
     sequence_length: Length | None = None
@@ -93,6 +94,27 @@ class JsonlData(_TokenData, _RecordData):
     """How text becomes tokens."""
 
 
+class DocumentsData(_TokenData, _RecordData):
+    """Texts in a column of files of any format: Parquet, Arrow, ArrayRecord, tar, JSON lines."""
+
+    kind: Literal["documents"] = "documents"
+    """Which source this group describes."""
+    path: str
+    """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
+    field: str = "text"
+    """Column of the text; of tar files the ending of its members, such as txt."""
+    rows: Literal["stream", "document"] = "stream"
+    """What a row is: stream: tokens of all texts, encoded at the start; document: one text, encoded when it is read."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """How text becomes tokens."""
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> "DocumentsData":
+        if self.rows == "document" and self.corruption is not None:
+            raise ValueError("corruption takes rows=stream; leave one of them out")
+        return self
+
+
 class TokenData(_TokenData):
     """Memory-mapped files of token ids, as `jaxtrain data prepare` writes them."""
 
@@ -102,7 +124,7 @@ class TokenData(_TokenData):
     """Folder of the files."""
 
 
-class _LabelledData(Group):
+class _LabelledData(Stored):
     """The settings that all tables of texts share."""
 
     path: str | None = None
@@ -188,15 +210,38 @@ class ImageFolderData(_RecordData):
     """Crop and flip training images at random."""
 
 
-class TableData(_RecordData):
-    """Rows of numbers from a .csv (with header) or .npz (arrays inputs and targets) file."""
+class ImageRecordsData(Stored, _RecordData):
+    """Images with a class each, in tar shards or in columns of Parquet, Arrow or ArrayRecord files."""
+
+    kind: Literal["images"] = "images"
+    """Which source this group describes."""
+    path: str
+    """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
+    validation_path: str | None = None
+    """The same for the images for evaluation; null: validation_fraction of path."""
+    image: str | None = None
+    """Column of the encoded image, or ending of the members of tar files; null: the first that is called like one."""
+    label: str | None = None
+    """Column of the class; null: label, labels, cls or class, whichever there is."""
+    image_size: Units = 224
+    """Side of the square that images are cropped to, in pixels."""
+    validation_fraction: Fraction = 0.1
+    """Fraction of the images that is kept for evaluation where there is no validation_path."""
+    augment: bool = True
+    """Crop and flip training images at random."""
+
+
+class TableData(Stored, _RecordData):
+    """Rows of numbers from a .csv (with header), .npz (arrays inputs and targets), .parquet, .arrow or .jsonl file."""
 
     kind: Literal["table"] = "table"
     """Which source this group describes."""
     path: str
     """Path of the file, or a table of scikit-learn: builtin:breast_cancer, builtin:wine or builtin:diabetes."""
     target: str | None = None
-    """Column to predict, for .csv files; null: the last column."""
+    """Column to predict, of files with named columns; null: the last column."""
+    columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """Columns that are inputs, in this order, of files with named columns; null: all but the target."""
     validation_fraction: Fraction = 0.2
     """Fraction of the rows that is kept for evaluation."""
     task: Literal["classification", "regression"] | None = None
@@ -233,7 +278,7 @@ class SyntheticData(Group):
 class Component(Group):
     """One source of a mixture."""
 
-    source: Annotated[TextData | JsonlData | TokenData, Field(discriminator="kind")]
+    source: Annotated[TextData | JsonlData | DocumentsData | TokenData, Field(discriminator="kind")]
     """The source; all sources of a mixture use the tokenizer of the mixture."""
     weight: Scale = 1.0
     """Share of the training rows, relative to the weights of the other components."""
@@ -242,6 +287,8 @@ class Component(Group):
     def _check_corruption(self) -> "Component":
         if self.source.corruption is not None:
             raise ValueError("corruption of a component has no effect; set data.corruption of the mixture")
+        if isinstance(self.source, DocumentsData) and self.source.rows == "document":
+            raise ValueError("rows=document cannot be mixed with streams of tokens; leave it out")
         return self
 
 
@@ -270,6 +317,7 @@ class CalledData(Call):
 DataConfig = Annotated[
     TextData
     | JsonlData
+    | DocumentsData
     | TokenData
     | LabelledTextData
     | TaggedTextData
@@ -277,6 +325,7 @@ DataConfig = Annotated[
     | ChatData
     | DigitsData
     | ImageFolderData
+    | ImageRecordsData
     | TableData
     | SyntheticData
     | MixtureData

@@ -4,6 +4,7 @@ from jaxtrain.config.call import Call
 from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     CalledData,
+    DocumentsData,
     JsonlData,
     LabelledTextData,
     MaskCorruption,
@@ -109,7 +110,7 @@ def row_form(config: Config) -> str:
             return "pairs of texts"
         case ChatData():
             return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
-        case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData(task="tokens"):
+        case TextData() | JsonlData() | DocumentsData() | TokenData() | MixtureData() | SyntheticData(task="tokens"):
             if data.corruption is None:
                 return "tokens"
             return "masked tokens" if isinstance(data.corruption, MaskCorruption) else "pairs of texts"

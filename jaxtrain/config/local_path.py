@@ -15,13 +15,19 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _MOST_BYTES_OF_A_NAME, _MOST_BYTES = 255, 4096
 
 
-def local_path(path: str | os.PathLike[str], *, what: str, error: type[UserError] = ConfigError) -> Path:
+_INSTEAD = "use a local folder, or mount the store and give its folder"
+
+
+def local_path(
+    path: str | os.PathLike[str], *, what: str, error: type[UserError] = ConfigError, instead: str = _INSTEAD
+) -> Path:
     """Returns the path of a file or folder on this machine.
 
     Args:
         path: What the user gave.
         what: Name of the path in the message, such as "run directory".
         error: Type of the error.
+        instead: What to do where it is the address of a store, for the message.
 
     Returns:
         The path, unchanged.
@@ -40,10 +46,7 @@ def local_path(path: str | os.PathLike[str], *, what: str, error: type[UserError
         scheme, rest = found[1].lower(), text[found.end() :].lstrip("/")
         if scheme == "file":
             raise error(f"{what} file:///{rest} is an address; write it as a path: /{rest}")
-        raise error(
-            f"{what} {scheme}://{rest} is not a path on this machine; use a local folder, or mount the store and give "
-            "its folder"
-        )
+        raise error(f"{what} {scheme}://{rest} is not a path on this machine; {instead}")
     return Path(path)
 
 

@@ -26,6 +26,8 @@ from jaxtrain.errors import ConfigError
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
+TagName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")]
+TagText = Annotated[str, Field(max_length=500)]
 Degree = Annotated[int, Field(gt=0, le=2**20)] | Literal["auto"]
 TaskName = Literal[
     "language_modeling",
@@ -219,8 +221,12 @@ class LoggingConfig(Group):
     """Log to Weights & Biases (extra: wandb)."""
     trackio: bool = False
     """Log to trackio (extra: trackio)."""
+    mlflow: bool = False
+    """Log to MLflow at MLFLOW_TRACKING_URI, or in ./mlflow.db (extra: mlflow)."""
     project: str = "jaxtrain"
-    """Project name for wandb and trackio."""
+    """Project of wandb and trackio, experiment of MLflow."""
+    tags: dict[TagName, TagText] = {}  # noqa: RUF012  pydantic copies it
+    """Tags of the run on trackers, as in {team: vision}."""
     report: bool = True
     """Write report.html at the end."""
 

@@ -57,7 +57,7 @@ def open_documents(config: TextData | JsonlData) -> Documents:
     if config.path is not None:
         files = find_files(config.path, suffix=".txt")
         states = [file_state(path) for _, path in files]
-        return Documents(config.path, _sizes(files), lambda: map(_read_text, states))
+        return Documents(config.path, _sizes(files), lambda: map(read_document, states))
     if config.builtin == "python_prose":
         return Documents("built-in python_prose", (), _read_prose)
     if config.builtin == "python_source":
@@ -69,7 +69,8 @@ def _sizes(files: tuple[tuple[str, Path], ...]) -> tuple[tuple[str, int], ...]:
     return tuple((name, path.stat().st_size) for name, path in files)
 
 
-def _read_text(state: FileState) -> str:
+def read_document(state: FileState) -> str:
+    """Returns the text of a file."""
     content = read_file(state.path)
     state.check()
     return decode_utf8(content, path=state.path).removeprefix(BYTE_ORDER_MARK)
@@ -83,7 +84,7 @@ def _read_jsonl(states: list[FileState], *, field: str, skipped: SkippedRecords 
         offset = 0
         for number, line in enumerate(read_lines(state.path), start=1):
             try:
-                text = _document(line, field=field, path=state.path, number=number, offset=offset)
+                text = line_document(line, field=field, path=state.path, number=number, offset=offset)
             except BadRecordError as error:
                 if skipped is None:
                     raise
@@ -100,8 +101,17 @@ def _read_jsonl(states: list[FileState], *, field: str, skipped: SkippedRecords 
         skipped.set(named, num_bad, of=num_lines)
 
 
-def _document(line: bytes, *, field: str, path: Path, number: int, offset: int) -> str | None:
-    """Returns the text of a line; None where it is empty."""
+def line_document(line: bytes, *, field: str, path: Path, number: int, offset: int) -> str | None:
+    """Returns the text of a line of JSON; None where it is empty.
+
+    Args:
+        line: As it stands in the file.
+        field: Key of the text.
+        path, number, offset: File, number of the line from 1, and its first byte, for messages.
+
+    Raises:
+        BadRecordError: It is no object of JSON, or holds no text there.
+    """
     text = decode_utf8(line, path=path, offset=offset).strip()
     if number == 1:
         text = text.removeprefix(BYTE_ORDER_MARK).strip()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config.local_path import local_path
+from jaxtrain.data.compression import UNPACKING_ERRORS, damaged, is_packed, open_unpacked, plain_suffix, read_unpacked
 from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.errors import DataError
 
@@ -27,7 +28,7 @@ _NOT_TEXT = {
 BYTE_ORDER_MARK = "\ufeff"
 
 # A line is held in memory as a whole; a file without line ends would be one line.
-_MAX_LINE_BYTES = 2**28
+MAX_LINE_BYTES = 2**28
 
 COMPRESSED_SUFFIXES = (".zst", ".gz", ".xz", ".bz2", ".lz4", ".zip")
 
@@ -75,13 +76,13 @@ def file_state(path: Path) -> FileState:
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the content of a file.
+    """Returns the content of a file, decompressed where its name ends in .gz or .zst.
 
     Raises:
         DataError: It cannot be read, or does not fit into memory.
     """
     try:
-        return path.read_bytes()
+        return read_unpacked(path) if is_packed(path) else path.read_bytes()
     except MemoryError:
         raise DataError(f"{path} has {path.stat().st_size:,} bytes, which memory cannot hold; split it") from None
     except OSError as error:
@@ -89,23 +90,23 @@ def read_file(path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Reads a file line by line, in bounded memory.
+    """Reads a file line by line, in bounded memory; decompressed where its name ends in .gz or .zst.
 
     Raises:
         DataError: It cannot be read, or a line is longer than 256 MiB.
     """
     try:
-        with path.open("rb") as file:
+        with open_unpacked(path) as (file, _):
             number = 0
-            while line := file.readline(_MAX_LINE_BYTES + 1):
+            while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                if len(line) > _MAX_LINE_BYTES:
+                if len(line) > MAX_LINE_BYTES:
                     raise DataError(
-                        f"{path}:{number} is a line of more than {_MAX_LINE_BYTES:,} bytes; write one record per line"
+                        f"{path}:{number} is a line of more than {MAX_LINE_BYTES:,} bytes; write one record per line"
                     )
                 yield line
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    except UNPACKING_ERRORS as error:
+        raise damaged(path, error) from None
 
 
 def missing(path: Path, *, what: str) -> DataError:
@@ -160,7 +161,8 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
 
     Args:
         path: What the user wrote.
-        suffix: Ending of the files taken from a folder, such as ".txt".
+        suffix: Ending of the files taken from a folder, such as ".txt"; compressed ones (.txt.gz, .txt.zst) too, but
+            where the same file lies decompressed beside it.
         what: Where it was written, for messages.
 
     Returns:
@@ -172,7 +174,9 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     if root.is_dir():
-        files = [p for p in root.rglob("*") if p.is_file() and p.suffix == suffix]
+        files = [p for p in root.rglob("*") if plain_suffix(p) == suffix and p.is_file()]
+        there = set(files)
+        files = [p for p in files if not (is_packed(p) and p.with_suffix("") in there)]
         if not files:
             packed = sorted(p.name for p in root.rglob(f"*{suffix}.*") if p.suffix in COMPRESSED_SUFFIXES)
             if packed:

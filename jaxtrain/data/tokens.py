@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.data import JsonlData, TextData
+from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.special_tokens import added_tokens
-from jaxtrain.data.documents import Documents, open_documents
+from jaxtrain.data.documents import Documents
 from jaxtrain.data.files import FileState
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
@@ -82,17 +82,19 @@ def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
         yield chunk
 
 
-def text_source(config: TextData | JsonlData, *, tokenizer: Tokenizer | None = None) -> TokenSource:
+def encoded_source(
+    config: TextData | JsonlData | DocumentsData, documents: Documents, *, tokenizer: Tokenizer | None = None
+) -> TokenSource:
     """Encodes a text source into memory.
 
     Args:
         config: Which text.
+        documents: Its texts.
         tokenizer: Used in place of the tokenizer of `config`.
 
     Raises:
         DataError: The text cannot be read, or is empty.
     """
-    documents = open_documents(config)
     if tokenizer is None:
         tokenizer = build_tokenizer(config.tokenizer, documents.read(), special=added_tokens(config))
     encoded: list[np.ndarray] = []
@@ -119,7 +121,9 @@ def text_source(config: TextData | JsonlData, *, tokenizer: Tokenizer | None = N
     )
 
 
-def _identity(config: TextData | JsonlData, documents: Documents, content: str, tokenizer: Tokenizer) -> dict[str, Any]:
+def _identity(
+    config: TextData | JsonlData | DocumentsData, documents: Documents, content: str, tokenizer: Tokenizer
+) -> dict[str, Any]:
     return {
         "kind": config.kind,
         "files": [list(file) for file in documents.files],

@@ -1,4 +1,4 @@
-"""Where metrics are written: one small protocol, a file that is always written, and dashboards by choice."""
+"""Where metrics are written: one small protocol, a file that is always written, and TensorBoard events by choice."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.event_files import TensorBoardWriter
 from jaxtrain.metrics.row_file import RowFile
-from jaxtrain.runtime.files import plain_number, put_aside, write_lines_atomic, write_text_atomic
+from jaxtrain.runtime.files import plain_number, put_aside, write_lines_atomic
 
 Scalars = Mapping[str, float | int | None]
 
@@ -153,70 +153,6 @@ def _checked_step(step: Any) -> int:
     return check_whole(step, what="JsonlWriter: step", least=0, write="int(state.step)")
 
 
-class WandbWriter:
-    """Writes to Weights & Biases. A resumed run continues the same W&B run, whose id is kept in the run directory.
-
-    Args:
-        run_dir: an existing directory.
-        project: the W&B project.
-        run_name: name of the run on the dashboard.
-        resumed_step: steps done before this process; 0 begins a new W&B run.
-
-    Raises:
-        ConfigError: the package wandb is not installed.
-    """
-
-    def __init__(self, run_dir: Path, *, project: str, run_name: str, resumed_step: int = 0):
-        wandb = _import_extra("wandb")
-        id_path = Path(run_dir) / "wandb_id"
-        known_id = id_path.read_text(encoding="utf-8").strip() if resumed_step and id_path.exists() else None
-        self._run = wandb.init(project=project, name=run_name, dir=str(run_dir), id=known_id, resume="allow")
-        write_text_atomic(id_path, f"{self._run.id}\n")
-        # W&B drops rows whose W&B step is lower than an earlier one, as after a resume: our step is a plain value.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-        self._open = True
-
-    def scalars(self, step: int, values: Scalars) -> None:
-        self._run.log({"step": step} | _known(values))
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._run.log({"step": step, name: text})
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._run.finish()
-
-
-class TrackioWriter:
-    """Writes to trackio, a local dashboard with W&B's interface.
-
-    Args:
-        project: the trackio project.
-        run_name: name of the run on the dashboard.
-
-    Raises:
-        ConfigError: the package trackio is not installed.
-    """
-
-    def __init__(self, *, project: str, run_name: str):
-        self._trackio = _import_extra("trackio")
-        self._trackio.init(project=project, name=run_name, resume="allow")
-        self._open = True
-
-    def scalars(self, step: int, values: Scalars) -> None:
-        self._trackio.log(_known(values), step=step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._trackio.log({name: text}, step=step)
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._trackio.finish()
-
-
 class MultiWriter:
     """Gives every row to each of several writers.
 
@@ -247,41 +183,26 @@ class MultiWriter:
             raise failures[0]
 
 
-def open_writers(run_dir: Path, config: LoggingConfig, *, run_name: str, resumed_step: int) -> MultiWriter:
-    """Open the writers that a config asks for; rows after the resumed step are dropped first.
+def open_writers(run_dir: Path, config: LoggingConfig, *, resumed_step: int) -> MultiWriter:
+    """Open the writers of files that a config asks for; rows after the resumed step are dropped first.
 
     Only the process that holds the lock of the run directory should call it.
 
     Args:
         run_dir: an existing directory; it gets `metrics.jsonl` and `tensorboard/`.
-        config: says which writers there are besides metrics.jsonl.
-        run_name: name of the run on dashboards.
+        config: says whether there are TensorBoard events besides metrics.jsonl.
         resumed_step: steps done before this process; 0 for a fresh run.
 
     Returns:
-        One writer that gives every row to all of them.
-
-    Raises:
-        ConfigError: the config asks for a dashboard whose package is not installed.
+        One writer that gives every row to all of them, that of metrics.jsonl first.
     """
     run_dir = Path(run_dir)
-    writers: list[Writer] = []
-    # Dashboards first, so that a missing package is found before a file is changed.
-    if config.wandb:
-        writers.append(WandbWriter(run_dir, project=config.project, run_name=run_name, resumed_step=resumed_step))
-    if config.trackio:
-        writers.append(TrackioWriter(project=config.project, run_name=run_name))
     jsonl = JsonlWriter(run_dir / "metrics.jsonl")
     jsonl.truncate_after(resumed_step)
-    writers.insert(0, jsonl)
+    writers: list[Writer] = [jsonl]
     if config.tensorboard:
         writers.append(TensorBoardWriter(run_dir / "tensorboard", resumed_step=resumed_step))
     return MultiWriter(writers)
-
-
-def _known(values: Scalars) -> dict[str, float | int]:
-    numbers = {name: plain_number(value) for name, value in values.items() if name != "step"}
-    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _is_kept(line: str, last_step: int) -> bool:
@@ -292,15 +213,3 @@ def _is_kept(line: str, last_step: int) -> bool:
         return False
     step = row.get("step") if isinstance(row, dict) else None
     return isinstance(step, int) and step <= last_step
-
-
-def _import_extra(package: str) -> Any:
-    """Import the package of a dashboard, which is an optional dependency."""
-    import importlib
-
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(
-            f"logging.{package}=true needs the package {package}: pip install 'jaxtrain[{package}]'"
-        ) from error

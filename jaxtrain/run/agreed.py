@@ -27,7 +27,9 @@ MAY_DIFFER = (
     "logging.tensorboard",
     "logging.wandb",
     "logging.trackio",
+    "logging.mlflow",
     "logging.project",
+    "logging.tags",
 )
 _JAX_SETTINGS = (
     "jax_enable_x64",

@@ -7,7 +7,9 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError, read_info
 from jaxtrain.checkpoint.find import find_checkpoint
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.config.published import published_from
+from jaxtrain.config.store_address import is_store_address
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.interop.weights import is_published
 from jaxtrain.train.assemble import Run
@@ -48,7 +50,7 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
     return given
 
 
-def _newest_intact(path: str | Path) -> Path:
+def _newest_intact(path: str | Path) -> Place:
     found = find_checkpoint(path)
     if found.step is not None:
         return found.directory / str(found.step)
@@ -78,7 +80,7 @@ def describe_start(run: Run, state: TrainState, given: dict[str, Any]) -> BaseRe
         return describe_base(state.params, trains, format="drawn", path=None, seed=seed)
     if not isinstance(path, str | Path):
         return describe_base(state.params, trains, format="kept", path=None, seed=seed)
-    place = str(Path(path).absolute())
+    place = str(path) if is_store_address(str(path)) else str(Path(path).absolute())
     if is_published(path):
         return describe_base(state.params, trains, format="published", path=place, seed=seed, skip=skip)
     found = find_checkpoint(path)

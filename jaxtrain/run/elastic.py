@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.schema import ParallelConfig
 from jaxtrain.errors import CheckpointError, ConfigError
@@ -43,6 +44,6 @@ def with_fitting_layout(loaded: Loaded, run_dir: Path) -> Loaded:
 
 def _has_checkpoint(run_dir: Path) -> bool:
     try:
-        return bool(live_steps(run_dir / "checkpoints"))
+        return bool(live_steps(checkpoint_folder(run_dir)))
     except CheckpointError:
         return False

@@ -7,6 +7,9 @@ from jaxtrain.config.local_path import local_path
 from jaxtrain.config.run_name import check_run_name
 from jaxtrain.errors import ConfigError
 
+# Of the checkpoints alone: the lock and files that grow are what no object store has.
+_INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
+
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
     """The directory of a run: the one that was given, or runs/<name>.
@@ -15,8 +18,8 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
         ConfigError: the name cannot be that of a folder.
     """
     if run_dir is not None:
-        return local_path(run_dir, what="run directory")
-    folder = local_path(name, what="name")
+        return local_path(run_dir, what="run directory", instead=_INSTEAD)
+    folder = local_path(name, what="name", instead=_INSTEAD)
     try:
         check_run_name(name)
     except ValueError as error:

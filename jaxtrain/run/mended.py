@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxtrain.checkpoint.directory import DamagedError, read_info
 from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.config.saved_run import RUN_FILE
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.files import put_aside, write_json_atomic
@@ -42,7 +43,7 @@ def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_r
     if reason is None:
         return
     try:
-        found = _rebuilt(folder, live_steps(folder / "checkpoints"))
+        found = _rebuilt(folder, live_steps(checkpoint_folder(folder)))
         if found is None:
             return
         step, info = found
@@ -72,7 +73,7 @@ def _rebuilt(folder: Path, steps: Iterable[int]) -> tuple[int, dict[str, Any]] |
     """The newest step whose record says what the run is, and a run.json made of it."""
     for step in sorted(steps, reverse=True):
         try:
-            metadata = read_info(folder / "checkpoints", step).metadata
+            metadata = read_info(checkpoint_folder(folder), step).metadata
         except DamagedError:
             continue
         config = metadata.get("config")

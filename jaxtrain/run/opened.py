@@ -101,8 +101,9 @@ class OpenedRun:
     def checkpoints(self) -> list[int]:
         """The steps of the saved checkpoints, in ascending order."""
         from jaxtrain.checkpoint.directory import list_steps
+        from jaxtrain.checkpoint.where import checkpoint_folder
 
-        return list_steps(self.run_dir / "checkpoints")
+        return list_steps(checkpoint_folder(self.run_dir))
 
     @property
     def classes(self) -> tuple[str, ...] | None:

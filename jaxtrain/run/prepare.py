@@ -10,6 +10,7 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.mirror import mirror_folder
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.spikes import check_roll_back
@@ -29,6 +30,7 @@ from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
+from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
@@ -108,7 +110,9 @@ def prepare_session(
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
     metadata = run_metadata(run, own)
-    checkpointer = _checkpointer(run, run_dir, progress)
+    keep = run.config.checkpoint
+    folder, owner = take_folder(keep, run_dir, name=run.name, resume=resume, main=main, report=progress.message)
+    checkpointer = _checkpointer(run, folder, run_dir, progress)
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, run_dir, resume)
         notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
@@ -120,7 +124,7 @@ def prepare_session(
             target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
-            notes.append(f"resuming step {resumed} from {run_dir / 'checkpoints'}: {same}")
+            notes.append(f"resuming step {resumed} from {checkpointer.directory}: {same}")
             notes += source_changes(checkpointer.metadata(), metadata["called"])
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
@@ -158,6 +162,7 @@ def prepare_session(
             previous = set_aside(run_dir)
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
+            begin_there(checkpointer, keep, run_dir, progress.message)
         if resumed is None:
             checkpointer.begin_anew()
             keep_base(base, run, state, run_dir)
@@ -187,7 +192,7 @@ def prepare_session(
             state=state,
             metadata=metadata,
             checkpointer=checkpointer,
-            saves=RunSaves(checkpointer, run_dir, run.config.checkpoint, report=progress.message),
+            saves=RunSaves(checkpointer, run_dir, keep, report=progress.message, owner=owner),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
             held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt, activity=activity),
@@ -244,10 +249,10 @@ def _assembled(
     return run
 
 
-def _checkpointer(run: Run, run_dir: Path, progress: Progress) -> Checkpointer:
+def _checkpointer(run: Run, folder: Place, run_dir: Path, progress: Progress) -> Checkpointer:
     keep = run.config.checkpoint
     return Checkpointer(
-        run_dir / "checkpoints",
+        folder,
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         keep_best=keep.keep_best,

@@ -19,6 +19,7 @@ from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
+from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.in_place import InPlace
@@ -50,6 +51,7 @@ class RunRecord:
         place: notices that files are gone; None: nobody does.
         report: called with one line for people.
         reopened: step -> writers, and that of the rows, where a run goes on from an earlier step; drops later rows.
+        trackers: dashboards that show the run; None: none do.
 
     Attributes:
         spent: as given; who spends time on the run adds it there.
@@ -68,8 +70,9 @@ class RunRecord:
         place: InPlace | None = None,
         report: Callable[[str], None] = print_remark,
         reopened: Callable[[int], tuple[MultiWriter, LastingWriter]] | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
-        self._run_dir = run_dir
+        self._run_dir, self._trackers = run_dir, trackers or Trackers(run_dir)
         self._writers, self._reopened = writers, reopened
         self._info = None if was_done else info
         self._is_main = info is not None
@@ -193,14 +196,16 @@ class RunRecord:
         if not self._was_done:
             self.look()
             self._writers.scalars(step, values)
+            self._trackers.scalars(step, values)
 
     def sample(self, step: int, text: str) -> None:
-        """Write a generated text to sample.txt and to the dashboards."""
+        """Write a generated text to sample.txt, metrics.jsonl and the trackers."""
         if self._is_main:
             with contextlib.suppress(OSError):  # as with the report
                 write_text_atomic(self._run_dir / "sample.txt", text)
             if not self._was_done:
                 self._writers.text(step, "sample", text)
+                self._trackers.text(step, "sample", text)
 
     def close(self, status: str, final: Scalars, progress: Progress) -> None:
         """Close the writers, write the end into run.json, draw the report; a second call does nothing.
@@ -211,6 +216,12 @@ class RunRecord:
             final: the last metrics.
             progress: shows that the report is drawn.
         """
+        try:
+            self._close_files(status, final, progress)
+        finally:
+            self._trackers.end(status)
+
+    def _close_files(self, status: str, final: Scalars, progress: Progress) -> None:
         self.look()
         writers, self._writers = self._writers, MultiWriter(())
         if self._info is None:
@@ -280,18 +291,13 @@ def open_record(
         report: called with one line for people.
 
     Raises:
-        ConfigError: a dashboard is asked for and its package is missing.
+        ConfigError: a tracker is asked for and its package is missing.
     """
-    config, draws_report = run.config, run.config.logging.report
+    config, draws = run.config, run.config.logging.report
     if not main:
-        return RunRecord(
-            run_dir,
-            writers=MultiWriter(()),
-            info=None,
-            was_done=False,
-            spent=spent,
-            draws_report=draws_report,
-        )
+        nothing = MultiWriter(())
+        return RunRecord(run_dir, writers=nothing, info=None, was_done=False, spent=spent, draws_report=draws)
+    check_trackers(config.logging)
     info = _info(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
     # Before the rows of lost steps are dropped, which changes when the file was last written.
@@ -306,16 +312,21 @@ def open_record(
     info["seconds"] = earlier
     info["saves"] = [save_entry(start, earlier, at=spent.began_at)]
     spent.after(earlier)
+    was_done = has_ended and before.get("status") in ("done", EARLY_STOPPED)
+    trackers = (
+        None if was_done else open_trackers(run_dir, config.logging, info=info, is_resumed=start > 0, report=report)
+    )
     return RunRecord(
         run_dir,
         writers=writers,
         place=InPlace(run_dir, metrics=metrics, report=report),
         report=report,
         info=info,
-        was_done=has_ended and before.get("status") in ("done", EARLY_STOPPED),
+        was_done=was_done,
         spent=spent,
-        draws_report=draws_report,
+        draws_report=draws,
         reopened=reopened,
+        trackers=trackers,
     )
 
 
@@ -323,11 +334,10 @@ def _opened(
     run_dir: Path, loaded: Loaded, report: Callable[[str], None], step: int
 ) -> tuple[MultiWriter, LastingWriter]:
     """The writers of a run that goes on from a step, and the one of its rows."""
-    opened = open_writers(run_dir, loaded.config.logging, run_name=loaded.name, resumed_step=step)
-    jsonl, *dashboards = opened.writers
+    jsonl, *others = open_writers(run_dir, loaded.config.logging, resumed_step=step).writers
     assert isinstance(jsonl, JsonlWriter)
     metrics = LastingWriter(jsonl, report)
-    return MultiWriter([metrics, *dashboards]), metrics
+    return MultiWriter([metrics, *others]), metrics
 
 
 def _resumes(before: Mapping[str, Any], start: int) -> list[int]:

@@ -11,7 +11,9 @@ from jaxtrain.checkpoint.directory import DamagedError, list_steps
 from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.mirror import Mirror, mirror_folder
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.tree import is_inside, stored_name
+from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree_path import path_name
@@ -86,9 +88,9 @@ def restore_for_evaluation(
     raise CheckpointError(first if step is not None else f"no intact checkpoint is left in {run_dir}: {first}")
 
 
-def _folder(run_dir: Path, report: Callable[[str], None]) -> Path:
+def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
     """The checkpoints of a run, or their second copies where there are none."""
-    folder = run_dir / "checkpoints"
+    folder = checkpoint_folder(run_dir)
     copies = None if live_steps(folder) else _copies(run_dir)
     if copies is None or not list_steps(copies):
         return folder
@@ -96,7 +98,7 @@ def _folder(run_dir: Path, report: Callable[[str], None]) -> Path:
     return copies
 
 
-def _copies(run_dir: Path) -> Path | None:
+def _copies(run_dir: Path) -> Place | None:
     """Where the second copies of a run's checkpoints are; None: it has none."""
     settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
     return mirror_folder(settings.get("mirror") if isinstance(settings, dict) else None, run_dir)

@@ -64,7 +64,7 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
     found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
     latest = None if found < 0 else found
     if resume == "must" and latest is None:
-        raise CheckpointError(f"--resume must, but there is no checkpoint in {run_dir / 'checkpoints'}; use auto")
+        raise CheckpointError(f"--resume must, but there is no checkpoint in {checkpointer.directory}; use auto")
     return None if resume == "never" else latest
 
 
@@ -113,7 +113,17 @@ def set_aside(run_dir: Path) -> Path | None:
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
     # Rows of this supervisor's are of this run, whose first start did not live to its first save.
     restarts = () if attempt() else (RESTARTS_FILE,)
-    more = ("held_out.json", "rows.json", "reference.npz", "profile", "nonfinite", COPY_FILE, KEPT, *restarts)
+    more = (
+        "held_out.json",
+        "rows.json",
+        "reference.npz",
+        "profile",
+        "nonfinite",
+        "trackers",
+        COPY_FILE,
+        KEPT,
+        *restarts,
+    )
     old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
     if not old:
         return None

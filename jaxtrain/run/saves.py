@@ -9,6 +9,9 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import everyone
+from jaxtrain.checkpoint.directory import RECORD_ITEM
+from jaxtrain.checkpoint.owner import Owner
+from jaxtrain.checkpoint.places import SeenComplete, is_remote
 from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.errors import StorageError
@@ -33,6 +36,8 @@ class RunSaves:
         config: when a save is due, and how many may fail.
         report: called with one line for people.
         clock: for `every_minutes`.
+        owner: of `checkpoint.directory`, in the process that writes; None: the checkpoints are in the run directory,
+            whose lock is held.
     """
 
     def __init__(
@@ -43,8 +48,9 @@ class RunSaves:
         *,
         report: Callable[[str], None],
         clock: SaveClock | None = None,
+        owner: Owner | None = None,
     ) -> None:
-        self._checkpointer, self._run_dir = checkpointer, run_dir
+        self._checkpointer, self._run_dir, self._owner = checkpointer, run_dir, owner
         self._config, self._report = config, report
         self._clock = clock or SaveClock(config.every_minutes)
         self._several = jax.process_count() > 1
@@ -55,6 +61,7 @@ class RunSaves:
         self._complete = checkpointer.latest_step()
         self._place = identity(run_dir)
         self._is_wanted = False
+        self._seen = SeenComplete()
 
     @property
     def is_writing(self) -> bool:
@@ -100,6 +107,7 @@ class RunSaves:
             StorageError: as many saves in a row failed as may.
         """
         self._settle(hurry=True)
+        self._check_owner()
         failure, began = None, False
         try:
             began = self._checkpointer.save(number, state, metadata=metadata, eval_loss=eval_loss, score=score)
@@ -108,7 +116,7 @@ class RunSaves:
         self._agree(failure)
         self._clock.saved()
         if failure is None:
-            self._pending, self._failure = number, None
+            self._pending, self._failure, self._seen = number, None, SeenComplete()
         return began
 
     def settle(self) -> bool:
@@ -182,17 +190,33 @@ class RunSaves:
         more = most - self._failed_in_a_row
         self._report(f"{failure}; training goes on, {self._left()}, and stops after {more} more such saves in a row")
 
+    def _check_owner(self) -> None:
+        """Raise in every process where another start has taken the checkpoints over: two runs must not mix.
+
+        Raises:
+            StorageError: it has.
+        """
+        if self._config.directory is None:
+            return
+        other = None if self._owner is None else self._owner.other()
+        if not everyone(other is None):
+            raise StorageError(
+                f"{other or 'another start'} has taken over {self._checkpointer.directory}: this run stops and saves "
+                f"nothing more there; {self._left()}"
+            )
+
     def _left(self) -> str:
         return "no step is saved" if self._complete is None else f"step {self._complete} is saved"
 
     def _look_for_steps(self) -> None:
         """Want a save at once where the directory of the run, or its last checkpoint, is gone."""
         folder = self._checkpointer.directory
-        if self._pending is not None and (folder / str(self._pending)).is_dir():
+        if self._pending is not None and self._seen(folder / str(self._pending), item=RECORD_ITEM):
             self._complete = self._pending
         place = identity(self._run_dir)
         is_gone = self._complete is not None and self._complete != self._pending
-        is_gone = is_gone and not (folder / str(self._complete)).is_dir()
+        # A store is not asked after every step, and loses no folder as a disk does that is taken away.
+        is_gone = is_gone and not is_remote(folder) and not (folder / str(self._complete)).is_dir()
         if not is_gone and place == self._place:
             return
         if is_gone:

@@ -137,7 +137,7 @@ def _stop_beside(session: Session, number: int, state: TrainState) -> str:
 def _stopped_line(session: Session, number: int, seconds: float) -> str:
     return (
         f"stopped after step {number} of {session.run.config.train.steps}; saved in "
-        f"{session.run_dir / 'checkpoints'} in {seconds:.1f} s{session.interrupt.seconds_since()}: run again to go on"
+        f"{session.checkpointer.directory} in {seconds:.1f} s{session.interrupt.seconds_since()}: run again to go on"
     )
 
 

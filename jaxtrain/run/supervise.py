@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.where import checkpoint_folder, identity_of_steps
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.runtime.remarks import print_remark
@@ -57,7 +58,7 @@ def read_position(run_dir: Path) -> Position:
     """How far the run of a directory is; damaged or missing files count as nothing done."""
     saved = 0
     with contextlib.suppress(CheckpointError):
-        saved = max(live_steps(run_dir / "checkpoints"), default=0)
+        saved = max(live_steps(checkpoint_folder(run_dir)), default=0)
     return Position(max(_last_row(run_dir / "metrics.jsonl"), saved), saved)
 
 
@@ -184,8 +185,8 @@ def keeps_old_run(run_dir: Path | None) -> Callable[[], bool]:
     """
 
     def identity() -> int | None:
-        with contextlib.suppress(OSError):
-            return None if run_dir is None else (run_dir / "checkpoints").stat().st_ino
+        with contextlib.suppress(OSError, CheckpointError):
+            return None if run_dir is None else identity_of_steps(checkpoint_folder(run_dir))
         return None
 
     first = identity()

@@ -212,7 +212,7 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
         if isinstance(error, StoppedWaiting):
             stop_run(session, number, state)
         if saved_on_failure(session, number, state):
-            where = f"step {number} is saved in {session.run_dir / 'checkpoints'}"
+            where = f"step {number} is saved in {session.checkpointer.directory}"
             raise DataError(f"{error}; {where}: run again with such data to go on") from error
 
     def stop_requested(number: int) -> bool:

@@ -12,6 +12,7 @@ from jaxtrain.config.schema import EarlyStoppingConfig
 from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.trackers.opened import check_trackers
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
 from jaxtrain.run.folder import folder_of
@@ -140,6 +141,8 @@ def train_loaded(
     Raises:
         ConfigError, DataError, CheckpointError, DivergedError, PreemptedError: see `run_config`.
     """
+    import jax
+
     functions, stopping = sorted_callbacks(callbacks)
     loaded = _with_early_stopping(loaded, stopping)
     from jaxtrain.run.agreed import agree_on_start
@@ -149,6 +152,8 @@ def train_loaded(
 
     agree_on_start(loaded, folder, resume=resume)
     main = distributed.is_main_process()
+    if jax.process_count() == 1:  # of several only the main one needs the packages, and it says so with its rows
+        check_trackers(loaded.config.logging)
     shown = progress or Progress(process_index=0 if main else 1)
     with (
         files_for_the_group(),

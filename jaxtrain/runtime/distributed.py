@@ -98,10 +98,12 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     timeout = environment_number("JAXTRAIN_JOIN_TIMEOUT_SECONDS") or 300
 
     def failure(reason: str, waited: str = "") -> str:
-        return (
-            f"could not join the cluster found through {cluster.source}{waited}: {reason}; check that all "
-            "processes started, and the address"
-        )
+        check = "all processes started, and the address"
+        if cluster.source == "Kubernetes":
+            check = (
+                "all pods started, and that their service account may read pods and jobs ('jaxtrain submit' writes one)"
+            )
+        return f"could not join the cluster found through {cluster.source}{waited}: {reason}; check that {check}"
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""

@@ -145,7 +145,12 @@ def describe_base(
 
 def run_of(path: str | Path) -> Path:
     """The directory of the run that a path of a run, of its checkpoints or of one of them belongs to."""
-    return find_checkpoint(path).directory.parent
+    found = find_checkpoint(path).run_dir
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds adapters, whose base is kept in the directory of their run: give that directory"
+        )
+    return found
 
 
 def without_base(state: TrainState, trains: Callable[[str], bool] | None) -> TrainState:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.find import find_checkpoint
+from jaxtrain.config.store_address import is_store_address
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.peft import OpenedAdapter, open_adapter
 from jaxtrain.interop.settings import settings_in
@@ -225,7 +226,7 @@ def restore_base(
     asked, sharded_model = paths_of(sharded_model.abstract_params), _stored_as(sharded_model, record)
     start = Start()
     if source is not None:
-        if not Path(source).exists():
+        if not is_store_address(str(source)) and not Path(source).exists():
             raise CheckpointError(
                 f"the base of {run_dir} is gone: {source} is not there, and a checkpoint of adapters does not hold it; "
                 "put it back, or name where it is with model.from=PATH"

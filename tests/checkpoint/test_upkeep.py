@@ -230,7 +230,15 @@ def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("checkpoint.mirror=gs://bucket/x", "gs://bucket/x is not a path on this machine"),
+        ("checkpoint.mirror=hf://bucket/x", "hf://bucket/x is not a path on this machine; use a local folder, gs://"),
+        ("checkpoint.mirror=gs://", "names no bucket"),
+        (
+            "checkpoint.directory=http://host/x",
+            "http://host/x is not a path on this machine; use a local folder, gs://",
+        ),
+        ("checkpoint.directory=s3://B", "s3://B can be no bucket"),
+        ("checkpoint.directory=s3://bucket/../x", "is no name"),
+        ("checkpoint.directory=''", "it is empty"),
         ("checkpoint.mirror=''", "it is empty"),
         ("checkpoint.every_minutes=0", "every_minutes"),
         ("checkpoint.max_failed_in_a_row=0", "max_failed_in_a_row"),

@@ -76,15 +76,21 @@ CASES = {
         lambda d: text(d / "a.txt"),
         "{dir}/a.txt is compressed with gzip, not text; decompress it first: gunzip -k a.txt",
     ),
-    "JSON lines compressed with zstd": (
+    "JSON lines compressed with xz": (
+        {"a.jsonl.xz": lzma.compress(b"{}")},
+        lambda d: JsonlData(path=str(d / "a.jsonl.xz")),
+        "{dir}/a.jsonl.xz is compressed with xz, not text; decompress it first: unxz -k a.jsonl.xz",
+    ),
+    "JSON lines damaged within zstd": (
         {"a.jsonl.zst": ZSTD},
         lambda d: JsonlData(path=str(d / "a.jsonl.zst")),
-        "{dir}/a.jsonl.zst is compressed with zstd, not text; decompress it first: zstd -d a.jsonl.zst",
+        "{dir}/a.jsonl.zst is damaged or truncated (ZSTD decompress failed: Restored data doesn't match checksum); "
+        "check it with zstd -t a.jsonl.zst, and fetch it again",
     ),
-    "folder of compressed JSON lines": (
-        {"sub/b.jsonl.zst": ZSTD, "c.jsonl.gz": gzip.compress(b"{}")},
+    "folder of JSON lines compressed with what is not read": (
+        {"sub/b.jsonl.xz": lzma.compress(b"{}")},
         lambda d: JsonlData(path=str(d)),
-        "data.path {dir} holds no .jsonl file but compressed ones (b.jsonl.zst); decompress them first",
+        "data.path {dir} holds no .jsonl file but compressed ones (b.jsonl.xz); decompress them first",
     ),
     "compressed JSON lines as text": (
         {"a.jsonl.zst": ZSTD},

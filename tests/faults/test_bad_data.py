@@ -20,7 +20,7 @@ from jaxtrain.data import files as data_files
 from jaxtrain.data.documents import open_documents
 from jaxtrain.data.files import find_files
 from jaxtrain.data.row_names import row_name
-from jaxtrain.data.sources.shards import prepare_tokens
+from jaxtrain.data.sources.prepare import prepare_tokens
 from jaxtrain.errors import DataError
 
 PIL = pytest.importorskip("PIL.Image")

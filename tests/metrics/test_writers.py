@@ -1,14 +1,12 @@
-"""Metric files: strict JSON lines, what a resume drops, and dashboards that may be missing."""
+"""Metric files: strict JSON lines, what a resume drops, and TensorBoard events."""
 
 import json
-import sys
 import types
 
 import numpy as np
 import pytest
 
 from jaxtrain.config.schema import LoggingConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, TensorBoardWriter, open_writers
 
 
@@ -104,7 +102,7 @@ def test_tensorboard_holds_numbers_and_purges_on_resume(tmp_path):
 
 def test_open_writers_drops_later_rows_and_writes_both(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(_ROW % 10 + _ROW % 20)
-    writer = open_writers(tmp_path, LoggingConfig(), run_name="r", resumed_step=10)
+    writer = open_writers(tmp_path, LoggingConfig(), resumed_step=10)
     writer.scalars(20, {"loss": 0.5})
     writer.close()
     assert [row["loss"] for row in _rows(tmp_path / "metrics.jsonl")] == [1.0, 0.5]
@@ -112,67 +110,10 @@ def test_open_writers_drops_later_rows_and_writes_both(tmp_path):
 
 
 def test_without_tensorboard_nothing_else_is_written(tmp_path):
-    writer = open_writers(tmp_path, LoggingConfig(tensorboard=False), run_name="r", resumed_step=0)
+    writer = open_writers(tmp_path, LoggingConfig(tensorboard=False), resumed_step=0)
     writer.scalars(1, {"loss": 0.5})
     writer.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_missing_dashboard_is_one_line_and_touches_nothing(tmp_path, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / "metrics.jsonl").write_text(_ROW % 10)
-    with pytest.raises(ConfigError, match=rf"pip install 'jaxtrain\[{package}\]'") as caught:
-        open_writers(tmp_path, LoggingConfig(**{package: True}), run_name="r", resumed_step=0)
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "metrics.jsonl").read_text() == _ROW % 10
-
-
-class _FakeRun:
-    def __init__(self, log, **settings):
-        self.id, self.calls, self.settings = settings.get("id") or "id1", log, settings
-
-    def define_metric(self, *names, **more):
-        pass
-
-    def log(self, values):
-        self.calls.append(values)
-
-    def finish(self):
-        self.calls.append("finish")
-
-
-def test_wandb_resumes_its_own_run(tmp_path, monkeypatch):
-    calls, runs = [], []
-
-    def init(**settings):
-        runs.append(_FakeRun(calls, **settings))
-        return runs[-1]
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    for resumed_step in (0, 4):
-        config = LoggingConfig(wandb=True, tensorboard=False)
-        writer = open_writers(tmp_path, config, run_name="r", resumed_step=resumed_step)
-        writer.scalars(resumed_step + 1, {"loss": 0.5, "model_flops_utilization": None})
-        writer.close()
-        writer.close()
-    assert [run.settings["id"] for run in runs] == [None, "id1"]
-    assert calls == [{"step": 1, "loss": 0.5}, "finish", {"step": 5, "loss": 0.5}, "finish"]
-
-
-def test_trackio_gets_numbers_with_their_step(tmp_path, monkeypatch):
-    calls = []
-    fake = types.SimpleNamespace(
-        init=lambda **settings: calls.append(settings),
-        log=lambda values, step: calls.append((step, values)),
-        finish=lambda: calls.append("finish"),
-    )
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    config = LoggingConfig(trackio=True, tensorboard=False, project="p")
-    writer = open_writers(tmp_path, config, run_name="r", resumed_step=0)
-    writer.scalars(1, {"loss": float("nan"), "tokens": 8})
-    writer.close()
-    assert calls == [{"project": "p", "name": "r", "resume": "allow"}, (1, {"tokens": 8}), "finish"]
 
 
 def test_every_writer_is_closed_although_one_fails():

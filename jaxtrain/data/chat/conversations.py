@@ -2,21 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.chat import PYTHON_DOCS, ChatData
-from jaxtrain.config.local_path import local_path
 from jaxtrain.data.chat.python_docs import documented
-from jaxtrain.data.files import find_files
-from jaxtrain.data.text.records import json_objects, parquet_objects
+from jaxtrain.data.formats.opened import find_rows, pass_over_file
 from jaxtrain.errors import DataError
 
 # What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
 Message = Mapping[str, Any]
 
 ANSWERS = "assistant"
-_SUFFIXES = (".jsonl", ".parquet")
 _FORMS = "messages, prompt and completion, or prompt, chosen and rejected"
 
 
@@ -114,23 +110,12 @@ def _rows(path: str | Sequence[str], key: str) -> Iterator[tuple[str, dict[str, 
     """Yields (file and line, object) of all files that paths name."""
     count = 0
     for one in [path] if isinstance(path, str) else path:
-        for file in _files(one, key):
-            read = {".jsonl": json_objects, ".parquet": parquet_objects}.get(file.suffix)
-            if read is None:
-                raise DataError(f"{key} {file} is no .jsonl or .parquet file; convert it, or rename it")
-            for row in read(file):
+        for file in find_rows(one, what=key, one_format=False):
+            for row in pass_over_file(file, None):
                 count += 1
                 yield row
     if not count:
         raise DataError(f"{key} {path} has no rows; give a file with at least one")
-
-
-def _files(path: str, key: str) -> list[Path]:
-    root = local_path(path, what=key, error=DataError).expanduser()
-    if not root.is_dir():
-        return [file for _, file in find_files(path, suffix=".jsonl", what=key)]
-    there = [suffix for suffix in _SUFFIXES if any(root.rglob(f"*{suffix}"))]
-    return [file for suffix in there or [".jsonl"] for _, file in find_files(path, suffix=suffix, what=key)]
 
 
 def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:

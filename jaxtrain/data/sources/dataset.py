@@ -12,7 +12,9 @@ from jaxtrain.config.data import (
     CalledData,
     DataConfig,
     DigitsData,
+    DocumentsData,
     ImageFolderData,
+    ImageRecordsData,
     JsonlData,
     LabelledTextData,
     MixtureData,
@@ -26,12 +28,14 @@ from jaxtrain.config.data import (
 from jaxtrain.config.schema import TaskName
 from jaxtrain.data.batches import check_rows
 from jaxtrain.data.examples import Examples
+from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_kind
+from jaxtrain.data.sources.texts import text_source
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.text.corrupt import SpanNoise, corrupted, noise_identity, noise_of
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.data.tokens import Span, TokenSource, text_source
+from jaxtrain.data.tokens import Span, TokenSource
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.call import call_function
 from jaxtrain.runtime.card import card
@@ -143,8 +147,11 @@ def open_data(
     if isinstance(config, Mapping) and config:
         config = load_config({"data": config}).config.data
     _check_call(config, sequence_length, seed, task, reading)
+    config = with_local_paths(config)
     match config:
-        case TextData() | JsonlData():
+        case DocumentsData(rows="document"):
+            return _document_data(config, row_length(config.sequence_length, sequence_length))
+        case TextData() | JsonlData() | DocumentsData():
             rows = row_form(config, text_source(config), sequence_length, seed)
             return _token_data([split(rows.source, rows, config.validation_fraction)], rows, weights=None)
         case TokenData():
@@ -180,6 +187,10 @@ def open_data(
             from jaxtrain.data.sources.images import open_image_folder
 
             return _example_data(open_image_folder(config, seed=seed, reading=reading))
+        case ImageRecordsData():
+            from jaxtrain.data.sources.image_records import open_image_records
+
+            return _example_data(open_image_records(config, seed=seed, reading=reading))
         case TableData():
             from jaxtrain.data.sources.tables import open_table
 
@@ -292,6 +303,26 @@ def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float
         description=tuple(lines),
         decoder_length=decoder_length,
         skipped=tuple(part.source.skipped for part in parts if part.source.skipped is not None),
+    )
+
+
+def _document_data(config: DocumentsData, sequence_length: int) -> Data:
+    """The data of texts that are read by row."""
+    from jaxtrain.data.sources.document_rows import open_document_rows
+
+    found = open_document_rows(config, sequence_length=sequence_length)
+    return Data(
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.identity,
+        vocab_size=found.tokenizer.vocab_size,
+        num_outputs=None,
+        input_shape=(sequence_length,),
+        unit="tokens",
+        units_per_row=sequence_length,
+        tokenizer=found.tokenizer,
+        description=found.description,
+        skipped=() if found.skipped is None else (found.skipped,),
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -177,7 +178,7 @@ def _list(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool) -
     unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
     unknown = [name for name in unknown if not name.startswith(".")]
     if unknown:
-        raise DataError(f"{folder / unknown[0]} is a class that {owner} does not have; its classes are {_few(classes)}")
+        raise DataError(f"{folder / unknown[0]} is a class that {owner} does not have; its classes are {few(classes)}")
     listed: list[tuple[FileState, int]] = []
     for label, name in enumerate(classes):
         if (folder / name).is_symlink() and folder.resolve().is_relative_to((folder / name).resolve()):
@@ -191,7 +192,8 @@ def _list(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool) -
     return listed
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Returns the first names of a list, as text."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
@@ -217,7 +219,7 @@ class _Reader:
             found = self._images[(image.place + offset) % len(self._images)]
             found.state.check()
             try:
-                return _read(found.path, choose_box, size=self._size), found.label
+                return read_part(found.path, choose_box, size=self._size), found.label
             except BadRecordError as error:
                 if self._skipped is None:
                     raise
@@ -232,7 +234,7 @@ class _Centered(grain.transforms.Map):
         self._reader = reader
 
     def map(self, element: _Image) -> dict[str, np.ndarray]:
-        return _row(*self._reader.read(element, _center_box))
+        return image_row(*self._reader.read(element, center_box))
 
 
 class _Augmented(grain.transforms.RandomMap):
@@ -242,16 +244,28 @@ class _Augmented(grain.transforms.RandomMap):
         self._reader = reader
 
     def random_map(self, element: _Image, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        image, label = self._reader.read(element, functools.partial(_random_box, rng=rng))
-        return _row(_flip(image) if rng.random() < 0.5 else image, label)
+        image, label = self._reader.read(element, functools.partial(random_box, rng=rng))
+        return image_row(flipped(image) if rng.random() < 0.5 else image, label)
 
 
-def _read(path: Path, choose_box: Callable[[int, int], Box], *, size: int) -> "Image.Image":
-    """Reads the part of an image that `choose_box(width, height)` returns, scaled to a square."""
+def read_part(
+    path: Path | str, choose_box: Callable[[int, int], Box], *, size: int, content: bytes | None = None
+) -> "Image.Image":
+    """Reads a part of an image, scaled to a square.
+
+    Args:
+        path: The file, or what an image in `content` is called in messages.
+        choose_box: (width, height) -> the part to read.
+        size: Side of the square.
+        content: The encoded image; None: that of the file.
+
+    Raises:
+        DataError: It cannot be decoded: a BadRecordError where its content is at fault.
+    """
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path if content is None else io.BytesIO(content)) as image:
             width, height = image.size
             _check_pixels(image, path)
             left, top, right, bottom = choose_box(width, height)
@@ -278,11 +292,11 @@ def decoded_image(path: Path) -> "Image.Image":
         with Image.open(path) as image:
             _check_pixels(image, path)
             return _eight_bits(image, path).convert("RGB")
-    except Exception as error:  # as in _read
+    except Exception as error:  # as in read_part
         raise _undecodable(path, error) from None
 
 
-def _check_pixels(image: "Image.Image", path: Path) -> None:
+def _check_pixels(image: "Image.Image", path: Path | str) -> None:
     """Raises a BadRecordError where the header claims more pixels than are decoded; nothing is allocated yet."""
     if image.width * image.height > _MAX_PIXELS:
         raise BadRecordError(
@@ -291,7 +305,7 @@ def _check_pixels(image: "Image.Image", path: Path) -> None:
         )
 
 
-def _undecodable(path: Path, error: Exception) -> DataError:
+def _undecodable(path: Path | str, error: Exception) -> DataError:
     """Returns the error for an image: a BadRecordError only where its content is at fault, in every process alike."""
     if isinstance(error, DataError):
         return error
@@ -303,7 +317,7 @@ def _undecodable(path: Path, error: Exception) -> DataError:
     return BadRecordError(f"image {path} cannot be decoded ({reason}); repair or remove it")
 
 
-def _eight_bits(image: "Image.Image", path: Path) -> "Image.Image":
+def _eight_bits(image: "Image.Image", path: Path | str) -> "Image.Image":
     """Returns a gray image of 16 bits per pixel in 8 bits, and any other image as it is.
 
     Raises:
@@ -321,13 +335,14 @@ def _eight_bits(image: "Image.Image", path: Path) -> "Image.Image":
     return image
 
 
-def _flip(image: "Image.Image") -> "Image.Image":
+def flipped(image: "Image.Image") -> "Image.Image":
+    """Returns an image mirrored left to right."""
     from PIL import Image
 
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
-def _row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
+def image_row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
     """Returns a row with the image's pixels, normalised by mean and deviation of each channel."""
     return {"inputs": normalized(np.asarray(image)), "targets": np.array(label, np.int32)}
 
@@ -342,13 +357,15 @@ def normalized(pixels: np.ndarray) -> np.ndarray:
     return inputs.reshape(pixels.shape)
 
 
-def _center_box(width: int, height: int) -> Box:
+def center_box(width: int, height: int) -> Box:
+    """Returns the square in the middle of an image that evaluation reads."""
     side = min(width, height) * _CENTER
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
-def _random_box(width: int, height: int, rng: np.random.Generator) -> Box:
+def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
+    """Returns a random part of an image that training reads."""
     for _ in range(_CROP_ATTEMPTS):
         area = width * height * rng.uniform(*_CROP_AREA)
         ratio = math.exp(rng.uniform(math.log(_CROP_RATIO[0]), math.log(_CROP_RATIO[1])))
@@ -357,4 +374,4 @@ def _random_box(width: int, height: int, rng: np.random.Generator) -> Box:
             left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)
             return left, top, left + crop_width, top + crop_height
     # Very long images rarely have a crop of these ratios.
-    return _center_box(width, height)
+    return center_box(width, height)

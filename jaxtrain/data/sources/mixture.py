@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Iterator
 
-from jaxtrain.config.data import JsonlData, MixtureData, TextData, TokenData
+from jaxtrain.config.data import MixtureData, TokenData
 from jaxtrain.config.special_tokens import added_tokens
-from jaxtrain.data.documents import open_documents
+from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.sources.shards import shard_source
+from jaxtrain.data.sources.texts import TextSource, documents_of, text_source
 from jaxtrain.data.tokenizer import build_tokenizer, tokenizer_sha256
-from jaxtrain.data.tokens import TokenSource, text_source
+from jaxtrain.data.tokens import TokenSource
 from jaxtrain.errors import DataError
 
 
@@ -26,8 +27,8 @@ def open_mixture(config: MixtureData) -> list[TokenSource]:
     Raises:
         DataError: A source cannot be read, or shards were made with another tokenizer than the rest.
     """
-    sources = [component.source for component in config.components]
-    texts = [source for source in sources if isinstance(source, TextData | JsonlData)]
+    sources = [with_local_paths(component.source) for component in config.components]
+    texts = [source for source in sources if not isinstance(source, TokenData)]
     shards = {i: shard_source(source) for i, source in enumerate(sources) if isinstance(source, TokenData)}
     tokenizer = build_tokenizer(config.tokenizer, _read(texts), special=added_tokens(config)) if texts else None
     expected = tokenizer_sha256(tokenizer) if tokenizer else None
@@ -45,5 +46,5 @@ def open_mixture(config: MixtureData) -> list[TokenSource]:
     ]
 
 
-def _read(texts: list[TextData | JsonlData]) -> Iterator[str]:
-    return itertools.chain.from_iterable(open_documents(text).read() for text in texts)
+def _read(texts: list[TextSource]) -> Iterator[str]:
+    return itertools.chain.from_iterable(documents_of(text).read() for text in texts)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxtrain.config.data import Corruption, JsonlData, MixtureData, TextData, TokenData
+from jaxtrain.config.data import Corruption, DocumentsData, JsonlData, MixtureData, TextData, TokenData
 from jaxtrain.data.text.corrupt import Noise, noise_of, stream_length
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens
@@ -45,7 +45,10 @@ class RowForm:
 
 
 def row_form(
-    config: TextData | JsonlData | TokenData | MixtureData, source: TokenSource, default: int | None, seed: int
+    config: TextData | JsonlData | DocumentsData | TokenData | MixtureData,
+    source: TokenSource,
+    default: int | None,
+    seed: int,
 ) -> RowForm:
     """Finds what rows are made of a stream.
 

@@ -32,24 +32,29 @@ class CsvRows:
     numbers: np.ndarray
 
 
-def read_csv(path: Path, *, target: str | None, skipped: SkippedRecords | None) -> CsvRows:
+def read_csv(
+    path: Path, *, target: str | None, columns: Sequence[str] | None = None, skipped: SkippedRecords | None
+) -> CsvRows:
     """Reads a CSV file with a header.
 
     Args:
         path: The file.
         target: Column to predict; None: the last one.
+        columns: Those that are inputs; None: all others.
         skipped: Counts the bad rows, which are left out; None: a bad row is an error.
 
     Raises:
         DataError: The file is no CSV of numbers, or has too many bad rows.
     """
     try:
-        return _parse_csv(path, target=target, skipped=skipped)
+        return _parse_csv(path, target=target, columns=columns, skipped=skipped)
     except csv.Error as error:
         raise DataError(f"{path} is not CSV ({error}); write it with a header and commas") from None
 
 
-def _parse_csv(path: Path, *, target: str | None, skipped: SkippedRecords | None) -> CsvRows:
+def _parse_csv(
+    path: Path, *, target: str | None, columns: Sequence[str] | None, skipped: SkippedRecords | None
+) -> CsvRows:
     values = array("d")
     targets: list[str] = []
     kept: list[int] = []
@@ -58,12 +63,14 @@ def _parse_csv(path: Path, *, target: str | None, skipped: SkippedRecords | None
     reader = csv.reader(io.StringIO(_text(path, keeps_bytes=skipped is not None), newline=""))
     header = next(reader, [])
     chosen = _target_column(header, target=target, path=path)
+    names = input_columns(header, header[chosen], columns, where=f"{path}:1")
+    places = [header.index(name) for name in names]
     for row in reader:
         if not row:
             continue
         num_rows += 1
         try:
-            numbers, value = _parsed(row, header, chosen, where=f"{path}:{reader.line_num}")
+            numbers, value = _parsed(row, header, chosen, places, where=f"{path}:{reader.line_num}")
         except BadRecordError as error:
             if skipped is None:
                 raise
@@ -73,8 +80,7 @@ def _parse_csv(path: Path, *, target: str | None, skipped: SkippedRecords | None
         values.extend(numbers)
         targets.append(value)
         kept.append(num_rows - 1)
-    inputs = np.array(values, np.float64).reshape(len(targets), len(header) - 1)
-    names = tuple(name for name in header if name != header[chosen])
+    inputs = np.array(values, np.float64).reshape(len(targets), len(places))
     if skipped is not None:
         skipped.set(bad, num_rows - len(kept), of=num_rows)
         skipped.tell()
@@ -91,7 +97,30 @@ def _text(path: Path, *, keeps_bytes: bool) -> str:
     return header + content[end:].decode("utf-8", errors="surrogateescape")
 
 
-def _parsed(row: Sequence[str], header: Sequence[str], chosen: int, *, where: str) -> tuple[list[float], str]:
+def input_columns(there: Sequence[str], target: str, columns: Sequence[str] | None, *, where: str) -> tuple[str, ...]:
+    """Returns the columns of a table that are inputs.
+
+    Args:
+        there: All columns.
+        target: The one to predict.
+        columns: Those that the user chose; None: all but the target.
+        where: The file, for messages.
+
+    Raises:
+        DataError: One is missing, is the target, or was chosen twice.
+    """
+    for number, name in enumerate(columns or ()):
+        if name not in there:
+            raise DataError(f"{where} has no column '{name}' (it has: {', '.join(there)}); set data.columns to some")
+        if name == target or name in (columns or ())[:number]:
+            why = "is the target" if name == target else "stands there twice"
+            raise DataError(f"data.columns names '{name}', which {why}; leave it out")
+    return tuple(name for name in there if name != target) if columns is None else tuple(columns)
+
+
+def _parsed(
+    row: Sequence[str], header: Sequence[str], chosen: int, places: Sequence[int], *, where: str
+) -> tuple[list[float], str]:
     """Returns the inputs of a line, and its target.
 
     Raises:
@@ -99,7 +128,7 @@ def _parsed(row: Sequence[str], header: Sequence[str], chosen: int, *, where: st
     """
     if len(row) != len(header):
         raise BadRecordError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
-    numbers = [_number(cell, where, name) for name, cell in zip(header, row, strict=True) if name != header[chosen]]
+    numbers = [_number(row[place], where, header[place]) for place in places]
     value = row[chosen].strip()
     if not value or (_is_number(value) and not math.isfinite(float(value))):
         raise BadRecordError(f"{where} column '{header[chosen]}' has no value; fill it or remove the line")

@@ -16,6 +16,8 @@ from jaxtrain.data.row_names import NamedRows
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.skipped import SkippedRecords, skipped_records
 from jaxtrain.data.sources.table_csv import read_csv
+from jaxtrain.data.sources.table_records import read_table_rows
+from jaxtrain.data.text.records import row_files
 from jaxtrain.errors import DataError
 
 _BUILTIN = "builtin:"
@@ -250,6 +252,13 @@ def _are_class_numbers(values: np.ndarray, label: str) -> bool:
 def _read(config: TableData) -> _Table:
     if config.path.startswith(_BUILTIN):
         return _read_builtin(config.path.removeprefix(_BUILTIN))
+    files = row_files(config.path, what="data.path")
+    if files is not None:
+        skipped = skipped_records(
+            config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
+        )
+        found = read_table_rows(files, target=config.target, columns=config.columns, skipped=skipped)
+        return _Table(config.path, found.inputs, found.targets, None, found.columns, found.numbers, skipped)
     path = require_file(config.path, what="data.path")
     if path.suffix == ".npz":
         return _read_npz(path)
@@ -257,7 +266,7 @@ def _read(config: TableData) -> _Table:
         skipped = skipped_records(
             str(path), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
         )
-        found = read_csv(path, target=config.target, skipped=skipped)
+        found = read_csv(path, target=config.target, columns=config.columns, skipped=skipped)
         return _Table(str(path), found.inputs, found.targets, None, found.columns, found.numbers, skipped)
     if path.suffix in COMPRESSED_SUFFIXES:
         check_is_text(path)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.config.data import (
     Corruption,
+    DocumentsData,
     JsonlData,
     MaskCorruption,
     MixtureData,
@@ -80,7 +81,7 @@ Noise = Masking | SpanNoise
 
 
 def noise_of(
-    config: TextData | JsonlData | TokenData | MixtureData | SyntheticData,
+    config: TextData | JsonlData | DocumentsData | TokenData | MixtureData | SyntheticData,
     source: TokenSource,
     tokenizer: TokenizerConfig | None,
     *,

@@ -1,4 +1,4 @@
-"""Columns of a .csv, .jsonl or .parquet file, with the place of each row for messages."""
+"""Columns of a .csv file or of a file of any format of rows, with the place of each row for messages."""
 
 import csv
 import io
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.local_path import local_path
+from jaxtrain.data.compression import plain_suffix
 from jaxtrain.data.files import (
     BYTE_ORDER_MARK,
     COMPRESSED_SUFFIXES,
     check_is_text,
     decode_utf8,
     read_file,
-    read_lines,
     require_file,
 )
-from jaxtrain.data.json_line import json_object
+from jaxtrain.data.formats.opened import SUFFIXES, DataFile, find_rows, pass_over_file
+from jaxtrain.data.formats.reader import Column, missing_column
 from jaxtrain.errors import DataError
 
 
@@ -33,11 +35,12 @@ class Record:
     values: tuple[Any, ...]
 
 
-def read_records(path: str, columns: Sequence[tuple[str | None, str]], *, what: str) -> list[Record]:
+def read_records(path: str, columns: Sequence[Column], *, what: str) -> list[Record]:
     """Reads columns of a file.
 
     Args:
-        path: A .csv (with header), .jsonl or .parquet file.
+        path: A .csv (with header), .jsonl, .parquet, .arrow, .array_record or .tar file, a folder of such files but
+            .csv, or one of `save_to_disk`.
         columns: (key of the config, or None where none can name another column; name of the column) of each.
         what: Name of the path in messages, such as "data.path".
 
@@ -47,16 +50,20 @@ def read_records(path: str, columns: Sequence[tuple[str | None, str]], *, what: 
     Raises:
         DataError: The file is missing, empty or of another format, or a row lacks a column.
     """
+    files = row_files(path, what=what)
+    records = list(_csv_rows(_csv_file(path, what), columns) if files is None else _format_rows(files, columns))
+    if not records:
+        raise DataError(f"{what} {path} has no rows; give a file with at least one")
+    return records
+
+
+def _csv_file(path: str, what: str) -> Path:
     file = require_file(path, what=what)
-    read = {".csv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}.get(file.suffix)
-    if read is None:
+    if file.suffix != ".csv":
         if file.suffix in COMPRESSED_SUFFIXES:
             check_is_text(file)
         raise DataError(f"{what} {file} is no .csv, .jsonl or .parquet file; convert it, or rename it")
-    records = list(read(file, columns))
-    if not records:
-        raise DataError(f"{what} {file} has no rows; give a file with at least one")
-    return records
+    return file
 
 
 def text_of(value: Any, *, where: str, column: str) -> str:
@@ -88,7 +95,7 @@ def list_of(value: Any, *, where: str, column: str) -> list[Any]:
 
 
 def column_names(path: str, *, what: str) -> list[str]:
-    """Returns the columns of a .csv, .jsonl or .parquet file, of .jsonl those of its first row.
+    """Returns the columns of a file as `read_records` takes it; of .jsonl those of its first row.
 
     Args:
         path: The file.
@@ -97,29 +104,18 @@ def column_names(path: str, *, what: str) -> list[str]:
     Raises:
         DataError: The file is missing, empty or of another format.
     """
-    file = require_file(path, what=what)
-    match file.suffix:
-        case ".csv":
-            text = decode_utf8(read_file(file), path=file).removeprefix(BYTE_ORDER_MARK)
-            names = next(csv.reader(io.StringIO(text, newline="")), [])
-        case ".jsonl":
-            names = list(next(json_objects(file), ("", {}))[1])
-        case ".parquet":
-            names = list(next(parquet_objects(file), ("", {}))[1])
-        case _:
-            read_records(path, (), what=what)
-            names = []
+    files = row_files(path, what=what)
+    if files is None:
+        text = decode_utf8(read_file(_csv_file(path, what)), path=Path(path)).removeprefix(BYTE_ORDER_MARK)
+        names = next(csv.reader(io.StringIO(text, newline="")), [])
+    else:
+        names = list(next(pass_over_file(files[0], None), ("", {}))[1])
     if not names:
-        raise DataError(f"{what} {file} has no rows; give a file with at least one")
+        raise DataError(f"{what} {path} has no rows; give a file with at least one")
     return names
 
 
-def _missing(where: str, key: str | None, name: str, there: Sequence[str]) -> DataError:
-    advice = "give a file that has it" if key is None else f"set data.{key} to one of them"
-    return DataError(f"{where} has no column '{name}' (it has: {', '.join(there) or 'none'}); {advice}")
-
-
-def _csv_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
+def _csv_rows(file: Path, columns: Sequence[Column]) -> Iterator[Record]:
     text = decode_utf8(read_file(file), path=file).removeprefix(BYTE_ORDER_MARK)
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
@@ -129,7 +125,7 @@ def _csv_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator
             raise DataError(f"{file}:1 names column '{repeated[0]}' twice; rename one")
         for key, name in columns:
             if name not in header:
-                raise _missing(f"{file}:1", key, name, header)
+                raise missing_column(f"{file}:1", key, name, header)
         places = [header.index(name) for _, name in columns]
         for row in reader:
             if not row:
@@ -142,73 +138,24 @@ def _csv_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator
         raise DataError(f"{file} is not CSV ({error}); write it with a header and commas") from None
 
 
-def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Reads a file of JSON lines.
+def row_files(path: str, *, what: str) -> tuple[DataFile, ...] | None:
+    """Returns the files of rows that a path names: a file, a folder or a glob; None: it is none of a known format.
 
     Args:
-        file: Which one.
-
-    Yields:
-        File and line, and the object of the line; empty lines are left out.
+        path: What the user wrote.
+        what: Where it was written, for messages.
 
     Raises:
-        DataError: A line is not UTF-8, not JSON, or no object.
+        DataError: A file is missing, empty or damaged, or a folder holds none or several formats.
     """
-    offset = 0
-    for number, line in enumerate(read_lines(file), start=1):
-        text, where = decode_utf8(line, path=file, offset=offset).strip(), f"{file}:{number}"
-        offset += len(line)
-        text = text.removeprefix(BYTE_ORDER_MARK).strip()
-        if not text:
-            continue
-        yield where, json_object(text, where=where)
+    root = local_path(path, what=what, error=DataError).expanduser()
+    is_known = root.is_dir() or plain_suffix(root) in SUFFIXES
+    if not is_known or plain_suffix(root) == ".txt":
+        return None
+    return find_rows(path, what=what)
 
 
-def _jsonl_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
-    for where, found in json_objects(file):
-        for key, name in columns:
-            if name not in found:
-                raise _missing(where, key, name, list(found))
-        yield Record(where, tuple(found[name] for _, name in columns))
-
-
-def _parquet_rows(file: Path, columns: Sequence[tuple[str | None, str]]) -> Iterator[Record]:
-    for where, found in parquet_objects(file, columns):
-        yield Record(where, tuple(found[name] for _, name in columns))
-
-
-def parquet_objects(
-    file: Path, columns: Sequence[tuple[str | None, str]] | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Reads the rows of a Parquet file.
-
-    Args:
-        file: Which one.
-        columns: (key of the config, name of the column) of those that are read; None: all.
-
-    Yields:
-        File and number of the row, and its columns by name.
-
-    Raises:
-        DataError: The file is no Parquet file or lacks a column, or pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(f"{file} needs pyarrow; run: pip install 'jaxtrain[data]'") from None
-    try:
-        with parquet.ParquetFile(file) as opened:
-            there = opened.schema_arrow.names
-            for key, name in columns or ():
-                if name not in there:
-                    raise _missing(str(file), key, name, there)
-            names = there if columns is None else [name for _, name in columns]
-            number = 0
-            for batch in opened.iter_batches(columns=names):
-                lists = [batch.column(name).to_pylist() for name in names]
-                for values in zip(*lists, strict=True):
-                    number += 1
-                    yield f"{file} row {number}", dict(zip(names, values, strict=True))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} is no Parquet file ({str(error).splitlines()[0]}); write it again") from None
+def _format_rows(files: Sequence[DataFile], columns: Sequence[Column]) -> Iterator[Record]:
+    for file in files:
+        for where, found in pass_over_file(file, columns):
+            yield Record(where, tuple(found[name] for _, name in columns))

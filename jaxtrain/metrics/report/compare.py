@@ -41,13 +41,13 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
         Path of the page.
     """
     runs = [read_files(Path(run_dir)) for run_dir in run_dirs]
-    names = _names(runs)
+    names = names_of(runs)
     title = f"{len(runs)} runs: {', '.join(names)}"
     sections = [
         f"<header><h1>Comparison of {len(runs)} runs</h1></header>",
-        _listed(runs, names),
+        listed(runs, names),
         _remarks(runs, names),
-        _curves(runs, names),
+        curves_of(runs, names),
         _numbers(runs, names),
         _settings(runs, names),
     ]
@@ -55,7 +55,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     return path
 
 
-def _names(runs: Sequence[RunFiles]) -> list[str]:
+def names_of(runs: Sequence[RunFiles]) -> list[str]:
     """The names of the directories, with as many of the folders above them as tell them apart."""
     paths = [run.run_dir.resolve().parts for run in runs]
     depth = 1
@@ -64,7 +64,7 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
     return ["/".join(path[-depth:]) for path in paths]
 
 
-def _listed(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
+def listed(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Make the legend: colour and dash of each run, its name, status and model."""
     items = []
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -91,14 +91,14 @@ def _remarks(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     lines = [("", line) for line in _differences(runs, names)]
     if not any(kind for kind, _ in lines):
         scored = [(best[1], name, best[0]) for run, name in zip(runs, names, strict=True) if (best := run.best())]
-        if len(scored) > 1 and _can_rank(runs):
+        if len(scored) > 1 and can_rank(runs):
             loss, name, step = min(scored)
             lines.insert(0, ("good", f"{name} has the lowest held-out loss: {rounded(loss)}, at step {step:,}."))
     items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in lines)
     return f'<ul class="words">{items}</ul>' if items else ""
 
 
-def _can_rank(runs: Sequence[RunFiles]) -> bool:
+def can_rank(runs: Sequence[RunFiles]) -> bool:
     """Whether held-out losses are of one kind, and of the same rows."""
     kinds = {(run.task, _held_out_rows(run), _most_rows(run)) for run in runs}
     return len(kinds) == 1 and next(iter(kinds))[1] is not None
@@ -135,7 +135,7 @@ def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str
         said = ", ".join(f"{name} {task}" for name, task in tasks.items())
         yield f"The tasks differ ({said}): their losses are of different kinds and cannot be compared."
     else:
-        yield from _other_rows(runs, names)
+        yield from other_rows(runs, names)
     for run, name in zip(runs, names, strict=True):
         if not run.series:
             yield f"{name} has logged no metrics."
@@ -145,7 +145,7 @@ def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str
             yield f"{name} is {run.status}: its last row is of step {run.last_step or 0:,}."
 
 
-def _other_rows(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
+def other_rows(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
     """Say where held-out losses are of different rows, or may be."""
     rows = {name: _held_out_rows(run) for run, name in zip(runs, names, strict=True)}
     most = {name: _most_rows(run) for run, name in zip(runs, names, strict=True)}
@@ -165,7 +165,7 @@ def _other_rows(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]
         )
 
 
-def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
+def curves_of(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     own = [
         name
         for name in dict.fromkeys(name for run in runs for name in run.series)
@@ -207,7 +207,7 @@ def _plot(
     curves = []
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
         if metric in run.series:
-            curves.append((name, place, _line(*run.series[metric], is_smoothed=is_smoothed)))
+            curves.append((name, place, plain_line(*run.series[metric], is_smoothed=is_smoothed)))
     if not curves:
         return None
     is_language = all(run.is_language for run in runs)
@@ -225,7 +225,7 @@ def _plot(
     )
 
 
-def _line(steps: np.ndarray, values: np.ndarray, *, is_smoothed: bool) -> Curve:
+def plain_line(steps: np.ndarray, values: np.ndarray, *, is_smoothed: bool) -> Curve:
     """One line per run, without bands: several over one another would hide each other."""
     even = smoothed(values) if is_smoothed else None
     line = thin(steps, values if even is None else even, max_points=_POINTS)
@@ -245,13 +245,13 @@ def _numbers(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     ]
     held_out = [run.last("eval_loss") for run in runs]
     best = [run.best() for run in runs]
-    can_rank = _can_rank(runs)
+    is_ranked = can_rank(runs)
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         lowest = best[index]
         at = "-" if lowest is None else f"{rounded(lowest[1])} (step {lowest[0]:,})"
         losses = [one for one in held_out if one is not None]
-        wins = can_rank and len(losses) > 1 and held_out[index] == min(losses)
+        wins = is_ranked and len(losses) > 1 and held_out[index] == min(losses)
         rates = [f"{format_count(rate)} {label}" for unit, label in UNITS if (rate := usual_rate(run, unit))]
         memory = run.series.get("device_memory_bytes")
         devices = mapping(run.info.get("devices"))
@@ -283,19 +283,19 @@ def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Make the table of the settings and parts in which the runs differ."""
     # Digests of what parts from Python compute differ for other reasons too, unless all else is alike.
     under = {str(mapping(run.info.get("digests")).get("under")) for run in runs}
-    tables = [_comparable(run, with_digests=len(under) == 1) for run in runs]
+    tables = [comparable(run, with_digests=len(under) == 1) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [
-        [key, *(_shown(table.get(key)) for table in tables)]
+        [key, *(shown_value(table.get(key)) for table in tables)]
         for key in keys
-        if len({_shown(table.get(key)) for table in tables}) > 1
+        if len({shown_value(table.get(key)) for table in tables}) > 1
     ]
     if not rows:
         return section("Settings that differ", '<p class="soft">All settings are the same.</p>')
     return section("Settings that differ", grid(("setting", *names), rows))
 
 
-def _comparable(run: RunFiles, *, with_digests: bool) -> Mapping[str, Any]:
+def comparable(run: RunFiles, *, with_digests: bool) -> Mapping[str, Any]:
     found = dict(flat(run.config))
     for part, given in mapping(run.info.get("from_python")).items():
         if given is not None:
@@ -309,5 +309,5 @@ def _comparable(run: RunFiles, *, with_digests: bool) -> Mapping[str, Any]:
     return found
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.describe import describe, value_text
@@ -22,9 +21,10 @@ def checkpoints(run: RunFiles) -> str:
     """List the checkpoints of a run: step, size, held-out loss, and why each is kept."""
     from jaxtrain.checkpoint.directory import read_info
     from jaxtrain.checkpoint.going_back import live_steps
+    from jaxtrain.checkpoint.where import checkpoint_folder
 
-    folder = Path(run.run_dir) / "checkpoints"
     try:
+        folder = checkpoint_folder(run.run_dir)
         steps = live_steps(folder)
     except CheckpointError:
         return ""

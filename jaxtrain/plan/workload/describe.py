@@ -7,8 +7,11 @@ from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     DOCSTRING_PACKAGES,
     CalledData,
+    DataConfig,
     DigitsData,
+    DocumentsData,
     ImageFolderData,
+    ImageRecordsData,
     JsonlData,
     LabelledTextData,
     MixtureData,
@@ -94,7 +97,7 @@ def _sizes_of_config(config: Config) -> RowSizes:
             return _opened_sizes(config.model_dump_json())
         case DigitsData():
             input_shape, num_outputs = (8, 8, 1), 10
-        case ImageFolderData():
+        case ImageFolderData() | ImageRecordsData():
             input_shape = (data.image_size, data.image_size, 3)
             if isinstance(model, ResNetConfig | ViTConfig) and model.num_classes is None:
                 num_outputs = _IMAGENET_CLASSES
@@ -158,11 +161,18 @@ def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
         case ChatData() as chats:
             # Inputs, targets and weights of both answers; or those with segments and positions of packed rows.
             return None, (6 if gives_pairs(chats, config.task) else 5 if chats.packing else 3) * length
-        case TextData() | JsonlData() | TokenData() | MixtureData() | SyntheticData() as stream:
+        case DocumentsData(rows="document"):
+            return None, 3 * length
+        case TextData() | JsonlData() | DocumentsData() | TokenData() | MixtureData() | SyntheticData() as stream:
             if isinstance(stream.corruption, SpanCorruption):
                 decoder_length = span_sizes(stream.corruption, length).targets_length
                 return decoder_length, length + 2 * decoder_length
     return None, 2 * length
+
+
+def has_weights(data: DataConfig) -> bool:
+    """Whether each target of a row has a weight: in conversations, and where a row is filled up after one text."""
+    return isinstance(data, ChatData) or (isinstance(data, DocumentsData) and data.rows == "document")
 
 
 @functools.lru_cache(maxsize=4)
@@ -191,7 +201,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
             to set.
     """
     source = f"data.kind={config.data.kind}" if sizes is None else "the data given"
-    weighted = sizes is None and isinstance(config.data, ChatData)
+    weighted = sizes is None and has_weights(config.data)
     if isinstance(config.data, CalledData):
         source = f"data.call={config.data.call}"
         sizes = sizes or _sizes_of_config(config)

@@ -1,0 +1,1 @@
+"""File formats: rows by number, as columns of plain Python values, whatever they mean."""

@@ -1,0 +1,70 @@
+"""The command that every process of a job runs, checked before a scheduler sees it. No jax here."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.shipped import is_shipped
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.degrees import config_degrees, resolve_degrees
+from jaxtrain.run.folder import folder_of
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training whose config was checked.
+
+    Attributes:
+        words: `train` and what follows it; the same for every process and at every start.
+        loaded: the config.
+        run_dir: directory of the run, absolute: the same at every start, so that a start goes on from the last.
+    """
+
+    words: tuple[str, ...]
+    loaded: Loaded
+    run_dir: Path
+
+
+def checked_training(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    run_dir: str | None = None,
+    emulate: int | None = None,
+    num_devices: int | None = None,
+) -> Training:
+    """Check a config for the devices that a job will have.
+
+    Args:
+        config: a shipped name, a YAML file or the directory of a run.
+        overrides: `key=value` settings that replace those of the config.
+        run_dir: directory of the run; None: runs/<name>, or the run that the config is of.
+        emulate: number of CPU devices that each process emulates; None: the devices of the machine.
+        num_devices: devices of all processes together; None: not known, and degrees are not compared with it.
+
+    Returns:
+        The command, with absolute paths in place of relative ones for config and run directory. Paths inside the config
+        stay as they are: they are relative to the folder in which the command runs.
+
+    Raises:
+        ConfigError: the config is wrong, or its degrees do not fit the devices.
+    """
+    loaded = load_config(config, overrides=overrides)
+    if num_devices is not None and not loaded.config.parallel.auto:
+        resolve_degrees(config_degrees(loaded.config.parallel), num_devices)
+    folder = folder_of(loaded, run_dir).absolute()
+    place = config if is_shipped(config) else os.path.abspath(config)
+    options = [] if emulate is None else ["--emulate", str(emulate)]
+    return Training(("train", place, *overrides, *options, "--run-dir", str(folder)), loaded, folder)
+
+
+def check_text(text: str | None, *, option: str) -> None:
+    """Check a value that stands on one line of a script.
+
+    Raises:
+        ConfigError: it is empty, or holds a line break or another control character.
+    """
+    if text is not None and (not text.strip() or not text.isprintable()):
+        raise ConfigError(f"{option} {text!r} is empty or holds a line break; write it on one line, or leave it out")

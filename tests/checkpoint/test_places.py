@@ -1,0 +1,82 @@
+"""Addresses of object stores without any store: how they are written, and what is said where a client is missing."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.checkpoint import Checkpointer, places
+from jaxtrain.checkpoint.remote import EXTRAS, RemotePath, reason_of
+from jaxtrain.checkpoint.where import NOTE, checkpoint_folder, configured_folder, write_note
+from jaxtrain.errors import CheckpointError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("written", "means"),
+    [
+        ("s3://bucket/a//b/", "s3://bucket/a/b"),
+        ("gs://bucket", "gs://bucket"),
+        ("gs:/bucket/a", "gs://bucket/a"),  # a `Path` drops the second slash
+    ],
+)
+def test_an_address_has_one_form(written, means):
+    path = RemotePath(written)
+    assert str(path) == means
+    assert (path / "7").name == "7"
+    assert (path / "7").parent == path
+    assert str((path / "7").parents[-1]).count("/") == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("s3://", "names no bucket"),
+        ("s3://Bucket/a", "can be no bucket"),
+        ("gs://ab", "can be no bucket"),
+        ("gs://bucket/../a", "is no name"),
+        ("gs://bucket/a*", "is no name"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(written, said):
+    with pytest.raises(ConfigError, match=f"^[^\n]*{said}[^\n]*$"):
+        RemotePath(written)
+
+
+@pytest.mark.parametrize("scheme", EXTRAS)
+def test_a_missing_client_names_the_extra(monkeypatch, scheme):
+    package, extra = EXTRAS[scheme]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(ConfigError, match=rf"^checkpoint directory: {scheme}://bucket/a needs the package {package}: "):
+        Checkpointer(f"{scheme}://bucket/a")
+    with pytest.raises(ConfigError, match=rf"pip install 'jaxtrain\[{extra}\]'$"):
+        places.place_at(f"{scheme}://bucket/a", what="checkpoint.mirror")
+
+
+def test_a_run_notes_where_its_checkpoints_are(tmp_path: Path):
+    assert checkpoint_folder(tmp_path) == configured_folder(None, tmp_path) == tmp_path / "checkpoints"
+    write_note(tmp_path, tmp_path / "elsewhere", "an identity")
+    assert checkpoint_folder(tmp_path) == tmp_path / "elsewhere"
+    (tmp_path / NOTE).write_text("{")
+    with pytest.raises(CheckpointError, match=r"^[^\n]*checkpoints.json is damaged[^\n]*$"):
+        checkpoint_folder(tmp_path)
+
+
+class NoCredentialsError(Exception):
+    """As botocore calls it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NoCredentialsError("Unable to locate credentials"), "no credentials for s3://"),
+        (PermissionError("Forbidden"), "access denied by s3://bucket"),
+        (RuntimeError("an answer\nof two lines"), "an answer of two lines"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_a_client_raises_is_one_reason(error, said):
+    _, reason = reason_of(RemotePath("s3://bucket/a"), error)
+    assert said in reason
+    assert "\n" not in reason

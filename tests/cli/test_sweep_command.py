@@ -1,0 +1,174 @@
+"""`jaxtrain sweep`: which trials there are, what becomes of each, and every mistake as one line.
+
+The trials of the plain tests are processes of a small script that ends as it is told to; the last test trains.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.commands import sweep
+from jaxtrain.commands.sweep import draw_trials
+from jaxtrain.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Takes the words of `jaxtrain train`; seed=N says how it ends.
+TRIAL = """
+import json, pathlib, sys
+words = sys.argv[1:]
+folder = pathlib.Path(words[words.index("--run-dir") + 1])
+keys = dict(word.split("=", 1) for word in words if "=" in word)
+code = {"5": 5, "75": 75, "9": 1}.get(keys["seed"], 0)
+status = {0: "done", 5: "diverged", 75: "preempted", 1: "running"}[code]
+with (folder / "starts").open("a") as file:
+    file.write("x")
+(folder / "run.json").write_text(json.dumps({"name": keys["name"], "status": status, "config": {"seed": keys["seed"]}}))
+(folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": float(keys["seed"])}) + "\\n")
+print("a line of the trial", file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def trials(tmp_path, monkeypatch):
+    """Replaces `jaxtrain` by the script, and works in a folder of its own."""
+    script = tmp_path / "trial.py"
+    script.write_text(TRIAL)
+    monkeypatch.setattr(sweep, "JAXTRAIN", (sys.executable, "-S", str(script)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs" / "s"
+
+
+def test_combinations_are_in_the_order_of_the_words():
+    found = draw_trials(["seed=0,1", "train.steps=10", "model.dropout=0.0,0.1"], None, None)
+    assert [(trial["seed"], trial["model.dropout"]) for trial in found] == [
+        *(("0", "0.0"), ("0", "0.1")),
+        *(("1", "0.0"), ("1", "0.1")),
+    ]
+    assert {trial["train.steps"] for trial in found} == {"10"}
+    assert draw_trials(["seed=0,1,2"], 2, None) == [{"seed": "0"}, {"seed": "1"}]
+
+
+@pytest.mark.parametrize("word", ["a=[1,2]", "a={b: 1, c: 2}", "a='x,y'", 'a="x,y"', "a=../data/x.txt", "a=1"])
+def test_one_value_is_one_trial(word):
+    assert draw_trials([word], None, None) == [{"a": word[2:]}]
+
+
+def test_drawn_values_depend_on_seed_and_number_alone():
+    words = ["a=1..4", "b=1e-4..1e-1:log", "c=x,y", "d=-1..1.0", "e=16..1024:log"]
+    few, many, other = draw_trials(words, 3, 0), draw_trials(words, 40, None), draw_trials(words, 40, 1)
+    assert many[:3] == few
+    assert many != other
+    assert {trial["a"] for trial in many} == {"1", "2", "3", "4"}
+    assert {trial["c"] for trial in many} == {"x", "y"}
+    assert all(1e-4 <= float(trial["b"]) <= 1e-1 and -1 <= float(trial["d"]) <= 1 for trial in many)
+    # Half of the logarithmic range: of 40 draws, fewer than 8 on one side have a probability of 1e-5.
+    assert 8 <= sum(float(trial["b"]) < 10**-2.5 for trial in many) <= 32
+    assert all(trial["e"].isdigit() and 16 <= int(trial["e"]) <= 1024 for trial in many)
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "seed", "said"),
+    [
+        pytest.param(["a"], None, None, "cannot read 'a'; write key=value", id="no-value"),
+        pytest.param(["a="], None, None, "cannot read 'a='", id="empty"),
+        pytest.param(["a=1..2"], None, None, "values of a are drawn; say how many: --trials 20", id="range-uncounted"),
+        pytest.param(["a=1,2"], None, 0, "values are drawn; say how many", id="random-uncounted"),
+        pytest.param(["a=2..1"], 3, None, "a=2..1 is no range", id="turned-round"),
+        pytest.param(["a=0..1:log"], 3, None, "a=0..1:log is no range", id="log-of-zero"),
+        pytest.param(["a=1..2:lin"], 3, None, "a=1..2:lin is no range", id="scale"),
+        pytest.param(["a=1..inf"], 3, None, "a=1..inf is no range", id="infinite"),
+        pytest.param([f"{key}=1,2,3,4" for key in "abcdefgh"], None, None, "65536 trials are too many", id="too-many"),
+    ],
+)
+def test_settings_that_cannot_be_read(words, number, seed, said):
+    with pytest.raises(ConfigError) as caught:
+        draw_trials(words, number, seed)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["quickstart", "train.stepps=1,2"], "train.stepps"),
+        (["quickstart", "optimizer.learning_rate=1e-3,fast"], "optimizer.learning_rate"),
+        (["optimizer.learning_rate=1e-3", "seed=1,2"], "CONFIG is missing"),
+        (["quickstart"], "key=value is missing"),
+        (["quickstart", "seed=1", "--jobs", "0"], "'0' is not a whole number of 1 or more"),
+        (["quickstart", "seed=1", "--run-dir", "gs://bucket/sweep"], "gs://bucket/sweep"),
+    ],
+    ids=["key", "value-of-the-second-trial", "no-config", "no-setting", "no-jobs", "address"],
+)
+def test_mistakes_are_one_line_before_anything_starts(cli, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    answer = cli("sweep", *words)
+    assert answer.code == 2
+    assert said in answer.err
+    assert len(answer.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trials_end_in_their_ways_and_only_the_unfinished_run_again(cli, trials):
+    words = ["sweep", "quickstart", "seed=3,5,75,9,2", "--run-dir", str(trials), "--jobs", "2"]
+    for starts in (1, 2):
+        answer = cli(*words)
+        assert (answer.code, answer.out) == (0, f"report: {trials / 'report.html'}\n")
+        codes = [json.loads((trials / f"{number:03d}" / "trial.json").read_text())["exit_code"] for number in range(5)]
+        assert codes == [0, 5, 75, 1, 0]
+        started = [len((trials / f"{number:03d}" / "starts").read_text()) for number in range(5)]
+        assert started == [1, 1, starts, starts, 1]
+    assert (trials / "000" / "trial.log").read_text() == "a line of the trial\n"
+    assert "004: seed=2: ended with exit code 0" in answer.err
+    page = (trials / "report.html").read_text()
+    assert page.index("<td>004") < page.index("<td>000")  # the lowest loss first
+    assert "diverged" in page
+
+
+def test_another_sweep_is_not_mixed_in(cli, trials):
+    assert cli("sweep", "quickstart", "seed=3", "--run-dir", str(trials)).code == 0
+    answer = cli("sweep", "quickstart", "seed=4", "--run-dir", str(trials))
+    assert answer.code == 2
+    assert "000 holds a trial of another sweep (['seed=3']); use another --run-dir" in answer.err
+    assert cli("sweep", "quickstart", "seed=3,4", "--run-dir", str(trials)).code == 0  # the same one, made longer
+
+
+def test_without_a_trial_that_is_done_the_code_is_that_of_the_last(cli, trials):
+    assert cli("sweep", "quickstart", "seed=5", "--run-dir", str(trials)).code == 5
+
+
+SWEEP = """
+name: tiny
+model: {kind: transformer, num_layers: 1, embed_dim: 32, num_heads: 4, max_sequence_length: 32}
+data: {kind: text, tokenizer: {kind: byte}}
+train: {steps: 20, global_batch_size: 8, max_skipped_in_a_row: 2}
+evaluation: {max_batches: 2, sample_prompt: null}
+checkpoint: {every: 10}
+logging: {every: 5, tensorboard: false, report: false}
+"""
+
+
+@pytest.mark.long
+def test_a_sweep_trains_is_stopped_and_goes_on(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(SWEEP)
+    command = [sys.executable, "-m", "jaxtrain", "sweep", "tiny.yaml", "optimizer.learning_rate=1e-2,1e-3"]
+    command += ["train.steps=20,60000", "--run-dir", "sweep"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 240
+        rows = tmp_path / "sweep" / "001" / "metrics.jsonl"
+        while process.poll() is None and not rows.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=240)[1]
+    assert process.returncode == 75, said
+    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/trial.json"))]
+    assert [record["exit_code"] for record in records] == [0, 75, None, None]
+    assert "not started" in (tmp_path / "sweep" / "report.html").read_text()

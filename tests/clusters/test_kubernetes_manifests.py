@@ -1,0 +1,354 @@
+"""What `jaxtrain submit job` and `submit jobset` write: the texts that schemas do not check, and what is refused."""
+
+import os
+import stat
+import sys
+
+import pytest
+import yaml
+
+from jaxtrain.submit.names import as_name, moving_image
+from jaxtrain.submit.tpu_slices import KINDS, tpu_slice
+
+IMAGE = ("--image", "example.com/jaxtrain:0.1.0")
+RUNS = ("--volume", "runs:/runs")
+COMMON = (*IMAGE, *RUNS)
+# What a stand-in for kubectl says of objects that are asked for: they are there.
+THERE = "if sys.argv[1] == 'get': sys.exit()\n"
+
+
+@pytest.fixture
+def submit(cli):
+    """Runs `jaxtrain submit KIND quickstart ...`; returns the manifests by kind."""
+
+    def call(kind, *words, config="quickstart"):
+        answer = cli("submit", kind, config, *words)
+        assert (answer.code, answer.err) == (0, "")
+        documents = list(yaml.safe_load_all(answer.out))
+        assert len({one["kind"] for one in documents}) == len(documents)
+        return {one["kind"]: one for one in documents}
+
+    return call
+
+
+def pod_of(manifests):
+    job = manifests["Job"] if "Job" in manifests else job_of(manifests["JobSet"])
+    return job["spec"]["template"]["spec"]
+
+
+def job_of(jobset):
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return replicated["template"]
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_one_job_has_all_hosts_as_its_pods(submit, kind):
+    manifests = submit(kind, *COMMON, "--hosts", "4", "--gpus", "8")
+    if kind == "jobset":
+        assert manifests["JobSet"]["spec"]["replicatedJobs"][0]["replicas"] == 1
+        # jax reads the name of the JobSet as the subdomain.
+        assert "subdomain" not in manifests["JobSet"]["spec"]["network"]
+        assert manifests["JobSet"]["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    else:
+        service = manifests["Service"]["spec"]
+        assert service == {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": "quickstart"},
+        }
+        assert pod_of(manifests)["subdomain"] == manifests["Service"]["metadata"]["name"]
+    spec = manifests["Job"]["spec"] if kind == "job" else job_of(manifests["JobSet"])["spec"]
+    assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (4, 4, "Indexed")
+    pod = spec["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert pod["serviceAccountName"] == manifests["ServiceAccount"]["metadata"]["name"]
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_what_an_end_of_a_pod_means(submit, kind):
+    manifests = submit(kind, *COMMON, "--hosts", "4", "--restarts", "5", "--grace", "90")
+    spec = manifests["Job"]["spec"] if kind == "job" else job_of(manifests["JobSet"])["spec"]
+    rules = spec["podFailurePolicy"]["rules"]
+    codes = {"containerName": "train", "operator": "In"}
+    assert rules == [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": {**codes, "values": [75]}},
+        {"action": "FailJob", "onExitCodes": {**codes, "values": [2, 3, 5]}},
+    ]
+    pod = pod_of(manifests)
+    # A pod failure policy takes no other.
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] == 90
+    if kind == "job":
+        # Where one host is lost, all four pods fail.
+        assert spec["backoffLimit"] == 20
+        return
+    assert spec["backoffLimit"] == 0
+    failures = manifests["JobSet"]["spec"]["failurePolicy"]
+    assert failures["maxRestarts"] == 5
+    assert failures["rules"] == [
+        {"name": "lasting", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+
+
+def test_rights_are_those_that_jax_asks_for(submit):
+    manifests = submit("job", *COMMON, "--hosts", "2", "--namespace", "research", "--name", "mine")
+    assert manifests["Role"]["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]},
+    ]
+    binding = manifests["RoleBinding"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "mine", "namespace": "research"}]
+    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "mine"}
+    assert {one["metadata"]["namespace"] for one in manifests.values()} == {"research"}
+    given = submit("job", *COMMON, "--hosts", "2", "--service-account", "buckets")
+    assert "ServiceAccount" not in given
+    assert given["RoleBinding"]["subjects"][0]["name"] == pod_of(given)["serviceAccountName"] == "buckets"
+
+
+def test_a_single_pod_has_no_rights_and_looks_for_nobody(submit):
+    manifests = submit("job", *COMMON, "--gpus", "1")
+    assert set(manifests) == {"Job"}
+    assert manifests["Job"]["spec"]["completionMode"] == "NonIndexed"
+    assert pod_of(manifests)["automountServiceAccountToken"] is False
+
+
+def test_a_slice_of_tpus(submit):
+    manifests = submit("jobset", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
+    pod = pod_of(manifests)
+    assert job_of(manifests["JobSet"])["spec"]["parallelism"] == 4
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
+        "cloud.google.com/gke-tpu-topology": "4x4",
+    }
+    assert pod["containers"][0]["resources"] == {"requests": {"google.com/tpu": 4}, "limits": {"google.com/tpu": 4}}
+    about = manifests["JobSet"]["metadata"]
+    assert about["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
+    assert about["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "found"),
+    [
+        # (hosts, chips per host, devices), as in the sources of tpu_slices.py
+        ("v4/2x2x2", None, (2, 4, 8)),
+        ("v5e/1x1", None, (1, 1, 1)),
+        ("v5e/2x4", None, (1, 8, 8)),
+        ("v5e/2x4", 2, (2, 4, 8)),
+        ("v5e/4x4", 4, (4, 4, 16)),
+        ("v5e/8x8", None, (16, 4, 64)),
+        ("v5p/2x2x1", None, (1, 4, 4)),
+        ("v5p/8x8x8", None, (128, 4, 512)),
+        ("v6e/16x16", None, (64, 4, 256)),
+        ("v7x/2x2x1", None, (1, 4, 8)),
+        ("v7x/4x4x4", None, (16, 4, 128)),
+    ],
+    ids=str,
+)
+def test_hosts_of_a_topology(text, hosts, found):
+    one = tpu_slice(text, hosts=hosts)
+    assert (one.hosts, one.chips_per_host, one.num_devices) == found
+    assert one.accelerator == KINDS[text.partition("/")[0]].label
+
+
+def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tmp_path):
+    file = tmp_path / "my run.yaml"
+    file.write_text("model: {kind: mlp}\ndata: {kind: digits}\ntrain: {steps: 3, global_batch_size: 8}\n")
+    words = ("train.steps=4",)
+    manifests = submit("job", *words, *COMMON, "--env", "GREETING=$(HOME) $HOME", "--secret", "wandb", config=str(file))
+    container = pod_of(manifests)["containers"][0]
+    assert container["command"] == ["jaxtrain"]
+    assert container["args"] == ["train", "/etc/jaxtrain/my-run.yaml", *words, "--run-dir", "/runs/my run"]
+    assert manifests["ConfigMap"]["data"] == {"my-run.yaml": file.read_text()}
+    assert {"name": "config", "configMap": {"name": "my-run"}} in pod_of(manifests)["volumes"]
+    # Two dollars are one: Kubernetes replaces $(NAME) and nothing else.
+    assert {"name": "GREETING", "value": "$$(HOME) $HOME"} in container["env"]
+    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+
+
+@pytest.mark.parametrize(
+    ("words", "platforms"),
+    [((), "cpu"), (("--gpus", "1"), "cuda,cpu"), (("--tpu", "v6e/1x1"), "tpu,cpu")],
+    ids=["cpu", "gpu", "tpu"],
+)
+def test_an_accelerator_that_does_not_start_is_no_slow_run(submit, words, platforms):
+    assert {"name": "JAX_PLATFORMS", "value": platforms} in pod_of(submit("job", *COMMON, *words))["containers"][0][
+        "env"
+    ]
+
+
+# id: (words after `submit job quickstart`, line)
+REFUSED = {
+    "no image": ((), "--image is missing"),
+    "image with spaces": (("--image", "my image"), "--image takes a reference such as registry/path:tag"),
+    "two clusters": ((*COMMON, "--replicas", "2"), "each replica would be a cluster of its own"),
+    "hosts of no number": ((*COMMON, "--hosts", "two"), "--hosts: 'two' is not a whole number of 1 or more"),
+    "hosts of another slice": ((*COMMON, "--tpu", "v5e/4x4", "--hosts", "2"), "16 chips are 4 hosts of 4 chips"),
+    "hosts of a small slice": ((*COMMON, "--tpu", "v6e/2x4", "--hosts", "4"), "1 host of 8 chips or 2 hosts of 4"),
+    "gpus and tpus": ((*COMMON, "--tpu", "v5e/4x4", "--gpus", "8"), "not allowed with argument --tpu"),
+    "no such tpu": ((*COMMON, "--tpu", "v9/4x4"), "--tpu takes TYPE/TOPOLOGY with a type of v4, v5e, v5p, v6e, v7x"),
+    "no such topology": ((*COMMON, "--tpu", "v5e/3x3"), "TPU v5e has no such topology; it has 1x1, 2x2, 2x4, 4x4"),
+    "topology of cubes": ((*COMMON, "--tpu", "v5p/4x4x6"), "multiples of 4x4x4 with ascending sides"),
+    "topology without type": ((*COMMON, "--tpu", "4x4"), "--tpu takes TYPE/TOPOLOGY"),
+    "topology of no numbers": ((*COMMON, "--tpu", "v5e/big"), "takes a topology such as 4x4"),
+    "name": ((*COMMON, "--name", "My_Run"), "not 'My_Run'; write --name my-run"),
+    "name of a digit": ((*COMMON, "--name", "7b"), "not '7b'; write --name run-7b"),
+    "name too long": ((*COMMON, "--hosts", "16", "--name", "a" * 60), "at most 54 leave room for the numbers"),
+    "namespace": ((*COMMON, "--namespace", "a.b"), "--namespace takes lower-case letters"),
+    "queue": ((*COMMON, "--queue", "GPUs"), "--queue takes lower-case letters"),
+    "secret": ((*COMMON, "--secret", "my secret"), "--secret takes lower-case letters"),
+    "account": ((*COMMON, "--service-account", "-a"), "--service-account"),
+    "volume without path": ((*IMAGE, "--volume", "runs"), "--volume takes CLAIM:PATH, not 'runs'"),
+    "volume of a relative path": ((*IMAGE, "--volume", "runs:runs"), "takes an absolute path inside the container"),
+    "volume at the root": ((*IMAGE, "--volume", "runs:/"), "takes an absolute path inside the container"),
+    "volume over another": ((*COMMON, "--volume", "more:/runs/"), "/runs is mounted already"),
+    "volume over shared memory": ((*IMAGE, "--volume", "runs:/dev/shm"), "/dev/shm is mounted already"),
+    "claim": ((*IMAGE, "--volume", "Runs:/runs"), "--volume (claim) takes lower-case letters"),
+    "memory": ((*COMMON, "--memory", "64 GB"), "--memory takes a number of bytes above 0 with a unit"),
+    "cpus": ((*COMMON, "--cpus", "0"), "--cpus takes a number of CPUs above 0"),
+    "grace": ((*COMMON, "--grace", "0"), "--grace: '0' is not a whole number of 1 or more"),
+    "variable": ((*COMMON, "--env", "A B=1"), "--env takes NAME=VALUE"),
+    "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "write --secret NAME-OF-THE-SECRET"),
+    "secret in a setting": ((*COMMON, "data.path=https://u:pw@host/x"), "the cluster, write --secret with its name"),
+    "unknown key": ((*COMMON, "train.step=5"), "did you mean 'train.steps'?"),
+    "degrees": ((*COMMON, "--hosts", "2", "--gpus", "8", "parallel.tensor=3"), "does not divide the number of devices"),
+    "output": ((*COMMON, "-o", "/none/there.yaml"), "-o /none/there.yaml: cannot be written: No such file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "line"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line(cli, words, line):
+    answer = cli("submit", "job", "quickstart", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert line in answer.err
+    assert answer.err.count("\n") == 1
+    assert "pw" not in answer.err.split("://")[-1]
+
+
+def test_the_directory_of_a_run_is_not_in_the_pods(cli, tmp_path):
+    (tmp_path / "run.json").write_text('{"config": {"model": {"kind": "mlp"}, "data": {"kind": "digits"}}}')
+    answer = cli("submit", "job", str(tmp_path), *COMMON)
+    assert answer.code == 2
+    assert "is the directory of a run on this machine" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (("--image", "example.com/jaxtrain", *RUNS), "has no fixed tag"),
+        (("--image", "example.com/jaxtrain:latest", *RUNS), "has no fixed tag"),
+        (IMAGE, "runs/quickstart lies on no volume and is lost with its pod"),
+        ((*COMMON, "--run-dir", "/tmp/x"), "/tmp/x lies on no volume"),
+        ((*IMAGE, "checkpoint.directory=gs://bucket/x"), "(gs://bucket/x then counts as that of another run)"),
+    ],
+    ids=["no tag", "latest", "no volume", "elsewhere", "checkpoints in a store"],
+)
+def test_what_would_be_lost_is_said(cli, words, note):
+    answer = cli("submit", "job", "quickstart", *words)
+    assert answer.code == 0
+    assert note in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("image", "moves"),
+    [("a:5000/b", True), ("a:5000/b:1", False), ("b:latest", True), ("b@sha256:" + "0" * 64, False)],
+    ids=["port", "port and tag", "latest", "digest"],
+)
+def test_images_that_may_change(image, moves):
+    assert moving_image(image) is moves
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), [("llama3.1_8b", "llama3-1-8b"), ("7B", "run-7b"), ("_x_", "x"), ("Ü", "run")], ids=str
+)
+def test_names_of_configs_become_names_of_jobs(name, made):
+    assert as_name(name) == made
+
+
+@pytest.fixture
+def kubectl(tmp_path, monkeypatch):
+    """A stand-in for kubectl, first on the PATH: a body of Python, which gets the arguments and the manifests."""
+
+    def install(body):
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        program = folder / "kubectl"
+        program.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
+    printed = submit("job", *COMMON, "--hosts", "2")
+    given = tmp_path / "given.yaml"
+    kubectl(f"{THERE}assert sys.argv[1:] == ['apply', '-f', '-']; open({str(given)!r}, 'w').write(sys.stdin.read())")
+    out = tmp_path / "run.yaml"
+    answer = cli("submit", "job", "quickstart", *COMMON, "--hosts", "2", "-o", str(out), "--run")
+    assert (answer.code, answer.out, answer.err) == (0, "", "")
+    assert given.read_text() == out.read_text()
+    assert {one["kind"]: one for one in yaml.safe_load_all(given.read_text())} == printed
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (
+            "sys.exit('The connection to the server was refused')",
+            "kubectl apply failed: The connection to the server was",
+        ),
+        (
+            "sys.exit('Job is invalid: spec.template: x: field is immutable')",
+            "this name is taken; delete that job first",
+        ),
+        (
+            """sys.exit('no matches for kind "JobSet" in version\\nensure CRDs are installed first')""",
+            "the cluster knows no JobSet; install its controller",
+        ),
+        ("sys.exit(3)", "kubectl apply failed: it said nothing"),
+    ],
+    ids=["no cluster", "name is taken", "no JobSet", "silent"],
+)
+def test_a_cluster_that_refuses_is_one_line(cli, kubectl, body, line):
+    kubectl(f"{THERE}{body}")
+    answer = cli("submit", "job", "quickstart", *COMMON, "--run")
+    assert answer.code == 1
+    assert line in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "missing", "line"),
+    [
+        ((), "persistentvolumeclaim runs", '--volume runs: Error from server (NotFound): "runs" not found (namespace'),
+        (("--queue", "team"), "localqueue.kueue.x-k8s.io team", "--queue team: Error from server (NotFound)"),
+        (("--secret", "wandb"), "secret wandb", "--secret wandb: Error from server (NotFound)"),
+        (("--service-account", "x"), "serviceaccount x", "--service-account x: Error from server (NotFound)"),
+    ],
+    ids=["claim", "queue", "secret", "account"],
+)
+def test_what_pods_would_wait_for_without_end_is_asked_for(cli, kubectl, words, missing, line):
+    kubectl(
+        f"if sys.argv[1] == 'apply': sys.exit('applied')\n"
+        f"if ' '.join(sys.argv[2:4]) == {missing!r}:\n"
+        """    sys.exit(f'Error from server (NotFound): "{sys.argv[3]}" not found')"""
+    )
+    answer = cli("submit", "job", "quickstart", *COMMON, *words, "--run", "--namespace", "research")
+    assert answer.code == 2
+    assert line in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_who_may_not_read_secrets_may_name_them(cli, kubectl):
+    kubectl("if 'secret' in sys.argv: sys.exit('Error from server (Forbidden): secrets is forbidden')")
+    assert cli("submit", "job", "quickstart", *COMMON, "--secret", "wandb", "--run").code == 0
+
+
+def test_without_kubectl_one_line_says_what_works(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    answer = cli("submit", "job", "quickstart", *COMMON, "--run")
+    assert answer.code == 2
+    assert "kubectl apply -f run.yaml" in answer.err

@@ -1,0 +1,317 @@
+"""What `jaxtrain submit slurm` writes, unchanged on a real Slurm of two nodes on this host, and how its jobs end.
+
+One test, because all jobs share a cluster and wait side by side. Where a job's end is decided by its script and not by
+training, a program of a few lines stands in for `jaxtrain`.
+"""
+
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "scripts" / "slurm_cluster.sh"
+# Slurm's daemons are in /usr/sbin, which is not on every path.
+INSTALLED = shutil.which("slurmctld", path=f"{os.environ.get('PATH', '')}:/usr/sbin") is not None
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not INSTALLED, reason="slurmctld is not installed: apt-get install slurm-wlm to run it"),
+]
+NODE = "zzz2"
+TINY = [
+    *("quickstart", "train.steps=1000000", "train.global_batch_size=4", "parallel.fsdp=2", "data.tokenizer.kind=byte"),
+    *("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2", "model.mlp_dim=64", "data.sequence_length=32"),
+    *("evaluation.every=null", "evaluation.sample_prompt=null", "logging.report=false"),
+    *("logging.every=5", "checkpoint.every=20"),
+]
+# Programs in place of jaxtrain: one ends at once, one at SIGTERM, one says which GPUs jax would take, had it any.
+ENDS = '#!/bin/bash\necho "words: $*"\nexit {code}\n'
+WAITS = """#!/bin/bash
+trap '' USR1
+trap 'echo "stopped by TERM"; exit 75' TERM
+echo "words: $*"
+while :; do sleep 0.2; done
+"""
+DEVICES = """#!{python}
+from jaxtrain.runtime import distributed
+
+distributed.start(emulate=1, compilation_cache=None)
+import jax
+
+chosen = jax.config.values["jax_cuda_visible_devices"]
+print("GPUs of process", jax.process_index(), "of", jax.process_count(), "are", chosen)
+"""
+
+
+class Cluster:
+    """Two nodes, and a thread that does not let jobs wait for the two minutes after which Slurm starts them again."""
+
+    def __init__(self, folder: Path, work: Path):
+        self.folder, self.work = folder, work
+        self.shows(SCRIPT, "start", folder)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._hurry, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def shows(*command: object) -> str:
+        """What a command prints."""
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def _hurry(self) -> None:
+        seen: dict[str, float] = {}
+        while not self._ended.wait(0.5):
+            told = subprocess.run(["squeue", "-h", "-t", "PD", "-o", "%i %r"], capture_output=True, text=True).stdout
+            waiting = {line.split()[0] for line in told.splitlines() if "BeginTime" in line}
+            seen = {job: seen.get(job, time.monotonic()) for job in waiting}
+            for job, since in seen.items():
+                # Earlier, Slurm would start it while it still ends, and fail.
+                if time.monotonic() - since > 4:
+                    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], capture_output=True)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.shows(SCRIPT, "stop", self.folder)
+
+    def submit(self, capsys: pytest.CaptureFixture[str], name: str, *words: str, program: str | None = None) -> str:
+        """Number of the job that `jaxtrain submit slurm --run` made; the program stands in for jaxtrain."""
+        setup: list[str] = []
+        if program is not None:
+            place = self.work / "bin" / name / "jaxtrain"
+            place.parent.mkdir(parents=True)
+            place.write_text(program)
+            place.chmod(place.stat().st_mode | stat.S_IXUSR)
+            setup = ["--setup", f'export PATH="$PWD/bin/{name}:$PATH"  # {name}']
+        capsys.readouterr()
+        code = main(["submit", "slurm", *words, "--job-name", name, "--run-dir", f"runs/{name}", *setup, "--run"])
+        told = capsys.readouterr()
+        assert code == 0, told.err
+        assert told.out.strip().isdigit()
+        return told.out.strip()
+
+    def output(self, job: str) -> str:
+        found = list(self.work.glob(f"*-{job}.out"))
+        return found[0].read_text() if found else ""
+
+    def job(self, number: str) -> dict[str, str]:
+        """State, exit code and restarts of a job, and more, as Slurm has them."""
+        words = self.shows("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, what: str, job: str, holds: Callable[[], object], *, seconds: float = 240) -> float:
+        """Wait until something holds; returns how long that took."""
+        began = time.monotonic()
+        while not holds():
+            assert time.monotonic() - began < seconds, f"{what}: {self.job(job)}\n{self.output(job)[-3000:]}"
+            time.sleep(0.3)
+        return time.monotonic() - began
+
+    def ends(self, job: str) -> tuple[str, str, str]:
+        """State, exit code and number of restarts of a job once it is over."""
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        self.wait("the end of a job", job, lambda: self.job(job)["JobState"] in over)
+        return tuple(self.job(job)[key] for key in ("JobState", "ExitCode", "Restarts"))
+
+    def is_started_again(self, job: str, restarts: int) -> float:
+        line = f"restart {restarts} of at most"
+        return self.wait(line, job, lambda: line in self.output(job))
+
+    def trains(self, job: str, *, start: int = 0) -> float:
+        """Waits until a start of a job has trained some steps; `start` counts from 0."""
+
+        def has_trained() -> bool:
+            last = self.output(job).split("restart ")[start + 1 :]
+            return bool(last) and len(re.findall(r"step \d+/1000000", last[0])) >= 3
+
+        return self.wait(f"steps of start {start}", job, has_trained)
+
+    def lose_node(self, job: str) -> None:
+        """Kill the daemon of the second node, and what it started for a job, as if the machine were gone."""
+        found = [int((self.folder / f"slurmd-{NODE}.pid").read_text())]
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (place / "environ").read_bytes().split(b"\0")
+                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={NODE}".encode()} <= set(variables):
+                found += [parent, int(place.name)]
+        assert len(found) > 2
+        for process in found:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch) -> Iterator[Cluster]:
+    # A name that a shell or sbatch would take apart.
+    work = tmp_path / "it's a $HOME, 100 % mine"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    folder = tmp_path / "slurm"
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    # The end of a lost node's job is waited for this long, not 30 s.
+    monkeypatch.setenv("SLURM_CLUSTER_LINES", "KillWait=8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    made = Cluster(folder, work)
+    yield made
+    made.close()
+    assert not folder.exists()
+
+
+def resumed_step(text: str) -> int:
+    return int(re.findall(r"resuming step (\d+)", text)[-1])
+
+
+def saved_step(text: str) -> int:
+    return int(re.findall(r"stopped after step (\d+) of", text)[-1])
+
+
+def test_events_on_a_real_cluster(cluster, capsys):
+    def submit(name, *words, program=None):
+        words = words if program is None else ("quickstart", *words)
+        return cluster.submit(capsys, name, *words, program=program)
+
+    seconds: dict[str, float] = {}
+    two = ("--nodes", "2", "--emulate", "2")
+    trained = submit("trained", *TINY, *two, "--time", "50", "--srun=--wait=8")
+    warned = submit("warned", *TINY, *two, "--time", "50", "--signal", "USR1", "--warning-seconds", "60")
+    # Two words that a shell would take apart.
+    hard = ['data.path=it\'s "$HOME" `id` \\ %j', "name=a b"]
+    limited = submit(
+        "limited", *hard, "--nodes", "2", "--time", "1", "--warning-seconds", "30", "--signal", "USR1", program=WAITS
+    )
+    soon = submit("soon", "--time", "1", "--warning-seconds", "30", program=WAITS)
+    requeued = submit("requeued", "--nodes", "2", "--time", "9", program=WAITS)
+    again = submit("again", "--max-restarts", "1", program=ENDS.format(code=75))
+    wrong = submit("wrong", "--nodes", "2", program=ENDS.format(code=3))
+    program = DEVICES.format(python=sys.executable)
+    whole = submit("whole", "--nodes", "2", "--gpus-per-node", "2", program=program)
+    shared = submit("shared", "--gpus-per-node", "2", "--tasks-per-node", "2", program=program)
+    alone = f"exec {sys.executable} -m jaxtrain train quickstart --run-dir alone"
+    words = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--output=alone-%j.out", f"--wrap={alone}"]
+    without_srun = cluster.shows(*words).strip()
+
+    # Exit code 3 is handed on; 75 starts again as often as was asked for, and then ends with 1.
+    assert cluster.ends(wrong) == ("FAILED", "3:0", "0")
+    cluster.is_started_again(requeued, 0)
+    cluster.shows("scontrol", "requeue", requeued)
+    assert cluster.ends(again) == ("FAILED", "1:0", "1")
+    assert cluster.output(again).endswith("exit code 75, and no restart is left of 1; submit again to go on\n")
+
+    # One process a node uses all of its GPUs, and two share them out.
+    assert cluster.ends(whole) == cluster.ends(shared) == ("COMPLETED", "0:0", "0")
+    told = {name: re.findall(r"GPUs of process.*", cluster.output(name)) for name in (whole, shared)}
+    assert sorted(told[whole]) == ["GPUs of process 0 of 2 are all", "GPUs of process 1 of 2 are all"]
+    assert sorted(told[shared]) == ["GPUs of process 0 of 2 are 0", "GPUs of process 1 of 2 are 1"]
+
+    assert cluster.ends(without_srun)[:2] == ("FAILED", "2:0")
+    assert re.fullmatch(
+        r"jaxtrain: this Slurm job has 2 tasks .* write 'srun' before .*\n", cluster.output(without_srun)
+    )
+
+    # A training that is told to stop saves, and its job starts again and goes on.
+    seconds["first steps"] = cluster.trains(trained)
+    cluster.shows("scancel", "--signal=TERM", trained)
+    seconds["scancel --signal=TERM"] = cluster.wait(
+        "the save", trained, lambda: "stopped after" in cluster.output(trained)
+    )
+    cluster.is_started_again(trained, 1)
+    # Slurm sends the warning up to half a minute early; a limit that is moved near sends it at the next look.
+    cluster.trains(warned)
+    minutes = int(float(cluster.job(warned)["RunTime"].split(":")[1])) + 2
+    cluster.shows("scontrol", "update", f"JobId={warned}", f"TimeLimit={minutes}")
+
+    # The administrator's requeue is one restart, though the script asks for one as well.
+    cluster.is_started_again(requeued, 1)
+    assert cluster.output(requeued).count("stopped by TERM") >= 1
+    cluster.shows("scancel", requeued)
+    # Slurm's warning comes as the job asked.
+    seconds["TERM before the limit"] = cluster.is_started_again(soon, 1)
+    assert "stopped by TERM" in cluster.output(soon)
+    cluster.shows("scancel", soon)
+    # At the limit processes that did not hear the warning get SIGTERM, and their job does not start again.
+    assert cluster.ends(limited) == ("TIMEOUT", "0:15", "0")
+    assert cluster.output(limited).count("stopped by TERM") == 2
+    line = f"words: train quickstart {' '.join(hard)} --run-dir {cluster.work}/runs/limited"
+    assert cluster.output(limited).count(line) == 2
+
+    seconds["USR1 before the limit"] = cluster.wait(
+        "the warning", warned, lambda: "stopped after" in cluster.output(warned)
+    )
+    cluster.wait("75", warned, lambda: cluster.job(warned)["Restarts"] == "1")
+    cluster.shows("scancel", warned)
+
+    seconds["steps after a restart"] = cluster.trains(trained, start=1)
+    assert resumed_step(cluster.output(trained)) == saved_step(cluster.output(trained))
+    # A node is lost: the other process ends with 70, and once the node is back the job goes on from its last save.
+    cluster.lose_node(trained)
+    seconds["a lost node is noticed"] = cluster.wait("70", trained, lambda: "was lost" in cluster.output(trained))
+    seconds["srun gives up"] = cluster.wait("requeue", trained, lambda: cluster.job(trained)["Restarts"] == "2")
+    cluster.shows(SCRIPT, "restart-node", cluster.folder, NODE)
+    with (cluster.folder / "slurm.conf").open("a") as file:
+        file.write("RequeueExit=75\n")
+    cluster.shows("scontrol", "reconfigure")
+    bounded = submit("bounded", "--max-restarts", "1", program=ENDS.format(code=75))
+    cluster.trains(trained, start=2)
+    first, last = re.findall(r"resuming step (\d+)", cluster.output(trained))
+    assert int(last) >= int(first)
+    assert int(last) % 20 == 0 or last == first
+
+    # The user cancels: it saves once more, and does not start again.
+    cluster.shows("scancel", trained)
+    assert cluster.ends(trained)[::2] == ("CANCELLED", "2")
+    assert saved_step(cluster.output(trained)) > int(last)
+    # Where the cluster itself starts jobs that end with 75 again, the bound holds too.
+    assert cluster.ends(bounded) == ("FAILED", "1:0", "1")
+    print(*(f"{name}: {value:.1f} s" for name, value in seconds.items()), sep="\n")
+
+
+# id: (options, the line)
+REFUSED = {
+    "no such partition": (
+        "--partition nope",
+        "--partition nope: this cluster has no such partition; sinfo lists main, one",
+    ),
+    "more nodes than there are": (
+        "--nodes 3",
+        "--nodes 3: partition main has 2 nodes; ask for fewer, or another --par",
+    ),
+    "more nodes than the partition has": ("--nodes 2 --partition one", "--nodes 2: partition one has 1 node; ask for"),
+    "more time than the partition gives": (
+        "--time 2-0",
+        "--time 2-0: partition main ends jobs after 01:00:00; ask for",
+    ),
+    "more GPUs than a node has": ("--gpus-per-node 4", "--gpus-per-node 4: of the 2 nodes of partition main 0 have so"),
+    "more cores than a node has": (
+        "--cpus-per-task 33",
+        "1 x 33 CPU cores (--tasks-per-node, --cpus-per-task): of the",
+    ),
+    "what sbatch refuses": ("--sbatch=--nonsense --run", "Slurm refused the job: "),
+}
+
+
+def test_what_the_cluster_cannot_run_is_one_line(cluster, capsys):
+    for name, (options, line) in REFUSED.items():
+        capsys.readouterr()
+        code = main(["submit", "slurm", "quickstart", "--cpus-per-task", "1", "--emulate", "1", *options.split()])
+        told = capsys.readouterr()
+        assert (code, told.out) == (2, ""), name
+        assert told.err.startswith(f"jaxtrain: {line}"), (name, told.err)
+        assert told.err.count("\n") == 1, name

@@ -1,0 +1,184 @@
+"""What the trackers themselves say of a run that was logged to them, without a network.
+
+Each is asked through its own API or its own file. Their packages are in the extra `dev`; where they are not installed,
+these tests say so. A run is a process, because its trackers keep threads and warn of other packages.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("mlflow", "sqlalchemy", "wandb", "trackio")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(package) for package in PACKAGES),
+        reason="trackers are not installed: pip install 'jaxtrain[mlflow,wandb,trackio]'",
+    ),
+]
+CONFIG = """
+name: tiny
+model: {kind: transformer, num_layers: 1, embed_dim: 32, num_heads: 4, max_sequence_length: 32}
+data: {kind: text, tokenizer: {kind: byte}}
+optimizer: {schedule: {kind: constant}}
+train: {steps: 40, global_batch_size: 8}
+evaluation: {max_batches: 2, every: 20, sample_prompt: "a", sample_tokens: 4}
+checkpoint: {every: 20}
+logging: {every: 5, tensorboard: false, mlflow: true, wandb: true, trackio: true, project: p, tags: {team: vision}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a run that was killed, resumed, and made longer; every process of it had all trackers."""
+    folder = tmp_path_factory.mktemp("tracked")
+    (folder / "tiny.yaml").write_text(CONFIG)
+    killed = process(folder, "train.steps=100000", "checkpoint.every=20")
+    deadline = time.monotonic() + 240
+    # Killed in the middle, once every tracker has rows of it.
+    while killed.poll() is None and time.monotonic() < deadline:
+        if all(
+            record(folder, name).get("last_steps", {}).get("loss", 0) >= 20 for name in ("mlflow", "wandb", "trackio")
+        ):
+            break
+        time.sleep(0.05)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL, (folder / "log").read_text()
+    newest = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdigit())
+    for steps in (newest + 40, newest + 60):
+        done = process(folder, f"train.steps={steps}", "--resume", "must")
+        assert done.wait(240) == 0, (folder / "log").read_text()
+    return folder
+
+
+def process(folder, *words):
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")},
+        **{"MLFLOW_TRACKING_URI": address(folder), "MLFLOW_DISABLE_TELEMETRY": "true"},
+    }
+    command = [sys.executable, "-m", "jaxtrain", "train", "tiny.yaml", *words, "--run-dir", "run"]
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+
+
+def address(folder):
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def record(folder, name):
+    try:
+        return json.loads((folder / "run" / "trackers" / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def logged(folder, name):
+    """step -> value in metrics.jsonl."""
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+def check_steps(found, wanted, *, with_gap=False):
+    """Every step that metrics.jsonl holds, once, with its value; steps that the kill undid may be there besides.
+
+    With a gap, neighbouring steps may be missing: what the tracker itself held in memory at the kill, of which
+    nobody can know whether it arrived. A second one, or a step that is there twice, would be of our making.
+    """
+    steps = [step for step, _ in found]
+    assert len(set(steps)) == len(steps)
+    places = [place for place, step in enumerate(sorted(wanted)) if step not in steps]
+    assert not places or (with_gap and places == list(range(places[0], places[-1] + 1)))
+    assert {step: value for step, value in found if step in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", ["loss", "eval_loss", "grad_norm"])
+def test_mlflow_has_every_step_once(folder, name):
+    # In a process: its imports warn.
+    code = (
+        "import json, sys; from mlflow.tracking import MlflowClient; client = MlflowClient(sys.argv[1]); "
+        "history = client.get_metric_history(sys.argv[2], sys.argv[3]); run = client.get_run(sys.argv[2]); "
+        "files = [file.path for file in client.list_artifacts(sys.argv[2])]; "
+        "history = [[metric.step, metric.value] for metric in history]; "
+        "print(json.dumps([history, run.info.status, run.data.tags, run.data.params, files]))"
+    )
+    words = [sys.executable, "-W", "ignore", "-c", code, address(folder), record(folder, "mlflow")["id"], name]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    history, status, tags, parameters, files = json.loads(done.stdout)
+    check_steps(history, logged(folder, name))
+    assert (status, tags["jaxtrain.status"], tags["team"]) == ("FINISHED", "done", "vision")
+    # A parameter is never changed: the steps that the run was made longer to are a tag.
+    assert (parameters["train.steps"], parameters["model.embed_dim"]) == ("100000", "32")
+    assert tags["changed.train.steps"] == str(max(logged(folder, "loss")))
+    assert {"run.json", "report.html", "sample"} <= set(files)
+
+
+def test_trackio_has_no_step_twice_in_one_run(folder):
+    [database] = (folder / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, run_id, step, metrics from metrics order by id").fetchall()
+    connection.close()
+    assert {row[0] for row in rows} == {record(folder, "trackio")["id"]}
+    assert len({row[1] for row in rows}) == 1
+    found = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
+    for name in ("loss", "eval_loss"):
+        check_steps(
+            [(step, metrics[name]) for step, metrics in found if name in metrics], logged(folder, name), with_gap=True
+        )
+    assert found[-1][1] == {"status": "done"}
+
+
+def test_wandb_has_no_step_twice_under_one_id(folder):
+    files = sorted((folder / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert {path.name for path in files} == {f"run-{record(folder, 'wandb')['id']}.wandb"}
+    assert len(files) == 3  # a file per process, which `wandb sync` puts together
+    found = [row for path in files for row in history(path.read_bytes())]
+    for name in ("loss", "eval_loss"):
+        check_steps([(row["step"], row[name]) for row in found if name in row], logged(folder, name), with_gap=True)
+
+
+def history(data):
+    """The rows of a file of W&B: records of protobuf in the blocks of LevelDB's log, after 7 bytes of its own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    position, parts = 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found, parts = Record.FromString(parts), b""
+            if found.WhichOneof("record_type") == "history":
+                items = found.history.item
+                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def test_servers_that_are_down_cost_rows_and_not_the_run(folder):
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_DISABLE_TELEMETRY": "true"},
+        **{"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},
+    }
+    command = [sys.executable, "-m", "jaxtrain", "train", "tiny.yaml", "logging.trackio=false", "--run-dir", "down"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "metrics.jsonl has them all" in line]
+    assert [line.split()[0] for line in lines] == ["mlflow", "wandb"]
+    assert "Traceback" not in done.stderr
+    assert json.loads((folder / "down" / "run.json").read_text())["status"] == "done"

@@ -1,0 +1,289 @@
+"""Trackers: what is sent, what a resume sends again, and that none of them stops or slows a run."""
+
+import json
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from jaxtrain.config.schema import LoggingConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.trackers import background
+from jaxtrain.metrics.trackers.background import BackgroundTracker
+from jaxtrain.metrics.trackers.opened import check_trackers, open_trackers
+from jaxtrain.metrics.trackers.table import TRACKERS
+from jaxtrain.metrics.trackers.tracker import RefusedError, Text, Tracker
+
+REFUSED = OSError("refused")
+INFO = {"name": "r", "config": {"train": {"steps": 4}, "seed": 0}, "git_commit": "abc"}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """What waits is sent at once, so that no test waits for it."""
+    monkeypatch.setattr(background, "_COLLECTED_SECONDS", 0.01)
+
+
+class FakeTracker:
+    """Remembers what it was given; fails where it is told to."""
+
+    def __init__(self, fails=(), error=REFUSED, blocks=None):
+        self.fails, self.error, self.blocks = fails, error, blocks
+        self.ids, self.rows, self.texts, self.ended, self.last_step = [], [], [], [], None
+
+    def check(self, name):
+        if self.blocks is not None:
+            self.blocks.wait()
+        if name in self.fails:
+            raise self.error
+
+    def open(self, known_id):
+        self.check("open")
+        self.ids.append(known_id)
+        return Tracker(known_id or "id1", "somewhere", self.take_rows, self.take_text, self.end, self.last_step)
+
+    def take_rows(self, rows):
+        self.check("rows")
+        self.rows += [(row.step, dict(row.values)) for row in rows]
+
+    def take_text(self, text: Text):
+        self.check("text")
+        self.texts.append((text.step, text.name, text.text))
+
+    def end(self, status, files):
+        self.check("end")
+        self.ended.append(status)
+
+
+def started(fake, tmp_path, lines, *, is_resumed=False):
+    earlier, record = tmp_path / "metrics.jsonl" if is_resumed else None, tmp_path / "trackers" / "fake.json"
+    return BackgroundTracker("fake", fake.open, record, earlier=earlier, report=lines.append)
+
+
+def ended(tracker, status="done", *, seconds=20.0):
+    tracker.begin_end(status, ())
+    tracker.wait_for_end(seconds)
+
+
+def test_everything_arrives_in_its_order(tmp_path):
+    fake, lines = FakeTracker(), []
+    tracker = started(fake, tmp_path, lines)
+    tracker.scalars(1, {"step": 1, "loss": 2.0, "model_flops_utilization": None})
+    tracker.text(1, "sample", "hello")
+    tracker.scalars(2, {"loss": float("nan")})
+    ended(tracker)
+    ended(tracker, "failed")
+    assert fake.rows[0] == (1, {"loss": 2.0})
+    assert fake.rows[1][0] == 2
+    assert fake.rows[1][1]["loss"] != fake.rows[1][1]["loss"]
+    assert (fake.texts, fake.ended, lines) == ([(1, "sample", "hello")], ["done"], ["fake: somewhere"])
+
+
+def test_a_resumed_run_sends_no_step_of_a_metric_twice(tmp_path):
+    first, second, lines = FakeTracker(), FakeTracker(), []
+    tracker = started(first, tmp_path, lines)
+    for step in (10, 20, 30):
+        tracker.scalars(step, {"loss": step})
+    tracker.scalars(20, {"eval_loss": 5.0})
+    ended(tracker)
+    tracker = started(second, tmp_path, lines, is_resumed=True)
+    for step in (20, 30, 40):
+        tracker.scalars(step, {"loss": step})
+        tracker.scalars(step, {"eval_loss": step})
+    ended(tracker)
+    assert second.ids == ["id1"]
+    assert second.rows == [(30, {"eval_loss": 30}), (40, {"loss": 40}), (40, {"eval_loss": 40})]
+    third = FakeTracker()
+    ended(started(third, tmp_path, lines))
+    assert third.ids == [None]  # a run that begins anew
+
+
+def test_a_resumed_run_sends_what_a_kill_kept_from_the_tracker(tmp_path):
+    tracker = started(FakeTracker(), tmp_path, [])
+    tracker.scalars(1, {"loss": 1.0})
+    ended(tracker)
+    lines = ['{"step": 1, "loss": 1.0}', '{"step": 2, "loss": 0.9}', '{"step": 2, "sample": "text"}', '{"step": 3, "l']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    fake = FakeTracker()
+    tracker = started(fake, tmp_path, [], is_resumed=True)
+    tracker.scalars(3, {"loss": 0.8})
+    ended(tracker)
+    assert (fake.rows, fake.texts) == ([(2, {"loss": 0.9}), (3, {"loss": 0.8})], [(2, "sample", "text")])
+
+
+@pytest.mark.parametrize(
+    ("arrived", "sent"),
+    [
+        pytest.param(None, [3, 4], id="cannot-tell"),
+        pytest.param({"loss": 2}, [3, 4], id="all"),
+        pytest.param({"loss": 1}, [2, 3, 4], id="a-part"),
+        pytest.param({}, [2, 3, 4], id="nothing"),
+    ],
+)
+def test_what_was_being_sent_at_a_kill_is_asked_of_the_tracker(tmp_path, arrived, sent):
+    (tmp_path / "trackers").mkdir()
+    noted = {"id": "a", "last_steps": {"loss": 1}, "sending": {"loss": 2}}
+    (tmp_path / "trackers" / "fake.json").write_text(json.dumps(noted))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3)))
+    fake, lines = FakeTracker(), []
+    fake.last_step = None if arrived is None else arrived.get
+    tracker = started(fake, tmp_path, lines, is_resumed=True)
+    tracker.scalars(4, {"loss": 1.0})
+    ended(tracker)
+    assert [step for step, _ in fake.rows] == sent
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"id": "a"}', '{"id": "a", "last_steps": [1]}'])
+def test_a_damaged_record_begins_a_run_of_the_tracker(tmp_path, content):
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "fake.json").write_text(content)
+    fake = FakeTracker()
+    tracker = started(fake, tmp_path, [], is_resumed=True)
+    tracker.scalars(1, {"loss": 1.0})
+    ended(tracker)
+    assert (fake.ids, fake.rows) == ([None], [(1, {"loss": 1.0})])
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "said"),
+    [
+        pytest.param("open", OSError("refused"), "did not take 3 of 3 rows: OSError: refused", id="start-raises"),
+        pytest.param("open", RefusedError("no key"), "did not take 3 of 3 rows: no key", id="start-refuses"),
+        pytest.param("open", SystemExit(3), "did not take 3 of 3 rows: SystemExit: 3", id="start-exits"),
+        pytest.param("rows", OSError("refused"), "did not take 3 of 3 rows: OSError: refused", id="rows-raise"),
+        pytest.param("rows", RefusedError("bad"), "did not take 2 of 3 rows: bad", id="rows-refused"),
+        pytest.param("text", RefusedError("bad"), "did not take 1 of 3 rows: bad", id="text-refused"),
+        pytest.param("end", OSError("refused"), "has all rows, but not the end of the run: OSError", id="end-raises"),
+    ],
+)
+def test_a_tracker_that_fails_is_one_line_at_the_end(tmp_path, fails, error, said):
+    fake, lines = FakeTracker([fails], error), []
+    tracker = started(fake, tmp_path, lines)
+    tracker.scalars(1, {"loss": 1.0})
+    tracker.text(1, "sample", "hello")
+    tracker.scalars(2, {"loss": 1.0})
+    ended(tracker)
+    found = [line for line in lines if said in line]
+    assert len(found) == 1
+    assert "\n" not in found[0]
+    assert ("metrics.jsonl has them all" in found[0]) == ("did not take" in said)
+
+
+def test_rows_wait_for_a_tracker_that_comes_back(tmp_path):
+    fake, lines = FakeTracker(["rows"]), []
+    tracker = started(fake, tmp_path, lines)
+    tracker.scalars(1, {"loss": 1.0})
+    deadline = time.monotonic() + 20
+    while not tracker._is_warned and time.monotonic() < deadline:
+        time.sleep(0.01)
+    fake.fails = ()
+    tracker.scalars(2, {"loss": 0.5})
+    ended(tracker)
+    assert [step for step, _ in fake.rows] == [1, 2]
+    assert lines == ["fake: somewhere", "fake takes no rows: OSError: refused; training goes on without it"]
+
+
+def test_a_tracker_that_hangs_costs_neither_rows_nor_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_MOST_WAITING", 10)
+    blocks, lines = threading.Event(), []
+    tracker = started(FakeTracker(blocks=blocks), tmp_path, lines)
+    for step in range(50):
+        tracker.scalars(step, {"loss": 1.0})  # returns although the queue is full
+    ended(tracker, seconds=0.05)
+    assert lines == [
+        "fake did not take 50 of 50 rows: it did not answer within 0 s of the end; metrics.jsonl has them all"
+    ]
+    blocks.set()
+    tracker._thread.join(20)
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_missing_package_is_one_line_and_touches_nothing(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    config = LoggingConfig.model_validate({name: True})
+    with pytest.raises(ConfigError, match=rf"logging.{name}=true.*pip install 'jaxtrain\[{name}\]'") as caught:
+        open_trackers(tmp_path, config, info=INFO, is_resumed=False, report=print)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_tracker_has_a_key():
+    assert set(TRACKERS) < set(LoggingConfig.model_fields)
+    check_trackers(LoggingConfig())
+
+
+class _FakeWandbRun:
+    offline, url = True, None
+
+    def __init__(self, calls, settings):
+        self.id, self.calls, self.summary = settings.get("id") or "id1", calls, {}
+        self.settings = types.SimpleNamespace(sync_dir="folder")
+
+    def define_metric(self, *names, **more):
+        pass
+
+    def log(self, values):
+        self.calls.append(values)
+
+    def mark_preempting(self):
+        self.calls.append("preempting")
+
+    def finish(self, exit_code):
+        self.calls.append(("finish", exit_code, self.summary["status"]))
+
+
+def test_wandb_resumes_its_own_run(tmp_path, monkeypatch):
+    calls, settings = [], []
+
+    def init(**given):
+        settings.append(given)
+        return _FakeWandbRun(calls, given)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, login=lambda prompt: True))
+    for step, status in ((1, "preempted"), (5, "done")):
+        config = LoggingConfig(wandb=True, tags={"team": "a"})
+        trackers = open_trackers(tmp_path, config, info=INFO, is_resumed=step > 1, report=lambda line: None)
+        trackers.scalars(step, {"loss": 0.5, "model_flops_utilization": None, "grad_norm": float("nan")})
+        trackers.end(status)
+    assert [given["id"] for given in settings] == [None, "id1"]
+    assert settings[0]["config"] == {"train.steps": 4, "seed": 0}
+    assert {"team=a", "git_commit=abc"} <= set(settings[0]["tags"])
+    first, second = {"step": 1, "loss": 0.5}, {"step": 5, "loss": 0.5}
+    assert calls == [first, "preempting", ("finish", 75, "preempted"), second, ("finish", 0, "done")]
+
+
+def test_trackio_gets_numbers_with_their_step_in_a_run_of_its_own(tmp_path, monkeypatch, capsys):
+    calls, names = [], []
+
+    def init(**given):
+        print("* Created new run")
+        names.append((given["name"], given["resume"]))
+        return types.SimpleNamespace(
+            log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
+        )
+
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    for step in (1, 5):
+        trackers = open_trackers(
+            tmp_path, LoggingConfig(trackio=True), info=INFO, is_resumed=step > 1, report=lambda line: None
+        )
+        trackers.scalars(step, {"loss": float("nan"), "tokens": 8})
+        trackers.end("done")
+    assert calls == [
+        *((1, {"tokens": 8}), (1, {"status": "done"}), "finish"),
+        *((5, {"tokens": 8}), (5, {"status": "done"}), "finish"),
+    ]
+    [(first, begun), (second, resumed)] = names
+    assert (begun, resumed, first) == ("never", "allow", second)
+    assert first.startswith("r-")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_record_holds_the_id_and_the_last_steps(tmp_path):
+    tracker = started(FakeTracker(), tmp_path, [])
+    tracker.scalars(3, {"loss": 1.0})
+    ended(tracker)
+    found = json.loads((tmp_path / "trackers" / "fake.json").read_text())
+    assert found == {"id": "id1", "last_steps": {"loss": 3}, "sending": {}}

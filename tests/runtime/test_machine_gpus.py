@@ -1,0 +1,116 @@
+"""Which GPUs of a machine each of several processes sees; cards are files of the test."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.runtime import machine_gpus
+from jaxtrain.runtime.machine_gpus import gpu_shares, visible_gpus
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A function that makes this a machine with cards that the driver lists, files for them, and an environment."""
+
+    def make(cards, files, environment):
+        for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(machine_gpus, "_DEVICES", tmp_path / "dev")
+        monkeypatch.setattr(machine_gpus, "_DRIVER", tmp_path / "gpus")
+        (tmp_path / "dev").mkdir()
+        for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", *(f"nvidia{index}" for index in files)):
+            (tmp_path / "dev" / name).touch()
+        for index in range(cards):
+            (tmp_path / "gpus" / f"0000:{index:02}:00.0").mkdir(parents=True)
+
+    return make
+
+
+# id: (cards that the driver lists, numbers of their device files, environment, what is found)
+FOUND = {
+    "no driver": (0, (), {}, []),
+    "a machine": (4, (0, 1, 2, 3), {}, ["0", "1", "2", "3"]),
+    "before the first use of a card": (4, (), {}, ["0", "1", "2", "3"]),
+    "a container with two of them": (4, (2, 3), {}, ["0", "1"]),
+    "a list": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]),
+    "parts of cards": (1, (0,), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ["MIG-a", "MIG-b"]),
+    "a list that ends": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "1,-1,2"}, ["1"]),
+    "hidden": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": ""}, []),
+    "on the CPU": (4, (0, 1, 2, 3), {"JAX_PLATFORMS": "cpu"}, None),
+    "on CUDA": (2, (0, 1), {"JAX_PLATFORMS": "cuda,cpu"}, ["0", "1"]),
+    "chosen by the user": (4, (0, 1, 2, 3), {"JAX_LOCAL_DEVICE_IDS": "0"}, None),
+}
+
+
+@pytest.mark.parametrize(("cards", "files", "environment", "found"), FOUND.values(), ids=FOUND)
+def test_the_gpus_of_this_machine(machine, cards, files, environment, found):
+    machine(cards, files, environment)
+    assert visible_gpus() == found
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "shares"),
+    [
+        ("0 1 2 3", 2, ["0,1", "2,3"]),
+        ("3 1", 2, ["3", "1"]),
+        ("0 1 2 3 4 5 6 7", 8, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        ("0", 1, ["0"]),
+    ],
+    ids=str,
+)
+def test_shares_are_equal_and_in_order(gpus, processes, shares):
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in gpu_shares(gpus.split(), processes)] == shares
+
+
+def test_a_restart_with_a_process_less_may_leave_gpus_over():
+    assert gpu_shares(["0", "1", "2", "3"], 3, must_divide=False) == [
+        {"CUDA_VISIBLE_DEVICES": name} for name in ("0", "1", "2")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "line"),
+    [
+        (
+            "0 1 2 3",
+            3,
+            "--processes 3: 4 GPUs of this machine cannot be shared out equally; use --processes 1 or 2 or 4,",
+        ),
+        (
+            "0",
+            2,
+            "--processes 2: 1 GPU of this machine cannot be shared out equally; use --processes 1, or --emulate N",
+        ),
+    ],
+    ids=["do not divide", "fewer than processes"],
+)
+@pytest.mark.parametrize("must_divide", [True, False])
+def test_gpus_that_cannot_be_shared_out(gpus, processes, line, must_divide):
+    if len(gpus.split()) >= processes and not must_divide:
+        return
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        gpu_shares(gpus.split(), processes, must_divide=must_divide)
+
+
+def launched(monkeypatch, *words):
+    show = 'echo "$JAX_PROCESS_ID sees $CUDA_VISIBLE_DEVICES" >&2'
+    command = [sys.executable, "-m", "jaxtrain", "launch", "--processes", "2", *words, "--", "sh", "-c", show]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, sorted(line.removeprefix("[1] ") for line in done.stderr.splitlines())
+
+
+def test_launch_gives_each_process_its_share(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert launched(monkeypatch) == (0, ["0 sees 4,5", "1 sees 6,7"])
+    # Emulated devices take no card, and the variable stays as it is.
+    assert launched(monkeypatch, "--emulate", "2") == (0, ["0 sees 4,5,6,7", "1 sees 4,5,6,7"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    code, lines = launched(monkeypatch)
+    assert (code, len(lines)) == (2, 1)
+    assert "3 GPUs of this machine cannot be shared out equally" in lines[0]
