@@ -17,7 +17,6 @@ from jaxtrain.commands.shared_arguments import (
     add_run,
     add_step,
 )
-from jaxtrain.commands.sweep_arguments import sweep, sweep_arguments
 from jaxtrain.commands.train_arguments import launch, launch_arguments, train, train_arguments
 
 
@@ -213,6 +212,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
 
 
+def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    from jaxtrain.commands.sweep_arguments import sweep_arguments
+
+    sweep_arguments(parser)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.sweep_arguments import sweep
+
+    return sweep(arguments)
+
+
 def _submit_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     from jaxtrain.commands.submit import slurm_arguments
 
@@ -306,8 +317,8 @@ COMMANDS: dict[str, Command] = {
     "sweep": Command(
         "train a config with several values of its settings, and compare the trials",
         "jaxtrain sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates",
-        sweep_arguments,
-        sweep,
+        _sweep_arguments,
+        _sweep,
     ),
     "launch": Command(
         "run a command or program in several processes on this machine, as a cluster would",

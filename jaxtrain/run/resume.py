@@ -64,7 +64,9 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
     found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
     latest = None if found < 0 else found
     if resume == "must" and latest is None:
-        raise CheckpointError(f"--resume must, but there is no checkpoint in {checkpointer.directory}; use auto")
+        usual = run_dir / "checkpoints"  # as the user wrote it
+        folder = usual if checkpointer.directory == usual.absolute() else checkpointer.directory
+        raise CheckpointError(f"--resume must, but there is no checkpoint in {folder}; use auto")
     return None if resume == "never" else latest
 
 
