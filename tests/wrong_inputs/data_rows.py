@@ -52,7 +52,8 @@ ROWS = {
     "Batches.load: no sharding of an entry": (lambda: given.batches().load(0, {}), "'inputs'", "step.batch_shardings"),
     "Batches.load: no dict": (lambda: given.batches().load(0, None), "not None", "step.batch_shardings"),
     "Checkpointer: a number": (lambda: jt.Checkpointer(3), "not 3", "'runs/mine'"),
-    "Checkpointer: a store": (lambda: jt.Checkpointer("hf://bucket/x"), "hf://bucket/x", "a local folder"),
+    "Checkpointer: another store": (lambda: jt.Checkpointer("hf://bucket/x"), "hf://bucket/x", "a local folder"),
+    "Checkpointer: no bucket": (lambda: jt.Checkpointer("s3://No/x"), "s3://No can be no bucket", "lower-case"),
     "Checkpointer: keeps none": (
         lambda: jt.Checkpointer(given.folder(), keep_last=0),
         "keep_last is 0",
