@@ -168,7 +168,7 @@ def _format_files(folder: Path, texts: list[str], table: Any, parquet: Any, ipc:
     import io
     import tarfile
 
-    from array_record.python import array_record_module
+    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] compiled
 
     files = {
         name: folder / f"{name}.{suffix}"

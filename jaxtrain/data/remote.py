@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from jaxtrain.config.chat import ChatData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.config.stored import Stored
@@ -91,13 +92,15 @@ def with_local_paths(config: Any) -> Any:
     Raises:
         DataError: As for `local_copy`.
     """
-    if not isinstance(config, Stored):
+    if not isinstance(config, Stored | ChatData):
         return config
+    # Chats have as many keys as a group should; their copies lie in the user's cache folder.
+    cache = config.cache if isinstance(config, Stored) else None
     changes: dict[str, Any] = {}
     for key in type(config).model_fields.keys() & {"path", "validation_path"}:
         value = getattr(config, key)
         paths = [value] if isinstance(value, str) else list(value or ())
-        copies = [local_copy(path, what=f"data.{key}", cache=config.cache) for path in paths]
+        copies = [local_copy(path, what=f"data.{key}", cache=cache) for path in paths]
         if copies != paths:
             changes[key] = copies[0] if isinstance(value, str) else tuple(copies)
     return config.model_copy(update=changes) if changes else config
