@@ -164,7 +164,8 @@ def cause(error: BaseException) -> str:
     if text.startswith("NOT_FOUND"):
         return "its directory is gone"
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(chain[0]).__name__)
-    return line if len(line) <= 160 else f"{line[:157]}..."
+    # Of a chain of errors the last link is the reason.
+    return line if len(line) <= 240 else f"{line[:100]} ... {line[-135:]}"
 
 
 def _chain(error: BaseException) -> list[BaseException]:

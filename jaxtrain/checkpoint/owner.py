@@ -97,15 +97,19 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
         # Before the marker: a kill between the two must not leave a folder that its own run takes for another's.
         before = _noted(run_dir)
         write_note(run_dir, folder, run)
-        if found is None:
-            with contextlib.suppress(FileExistsError):
-                places.write_first(folder / MARKER, asdict(marker))
-            found = _read(folder)
-            if found is not None and found.start != marker.start:
-                _note_again(run_dir, before)
-                raise _refused(folder, found)
-        else:
-            places.write_json(folder / MARKER, asdict(marker))
+        try:
+            if found is None:
+                with contextlib.suppress(FileExistsError):
+                    places.write_first(folder / MARKER, asdict(marker))
+                found = _read(folder)
+                if found is not None and found.start != marker.start:
+                    raise _refused(folder, found)
+            else:
+                places.write_json(folder / MARKER, asdict(marker))
+        except (ConfigError, FileNotFoundError, PermissionError):
+            # Nothing was written. After another error it may have been, and the note is what tells that it is ours.
+            _note_again(run_dir, before)
+            raise
     except OSError as error:
         raise ConfigError(f"checkpoint.directory: {folder} cannot be used: {_reason(error, folder)}") from error
     return Owner(folder, marker), line

@@ -227,7 +227,7 @@ def reason_of(path: RemotePath, error: BaseException) -> tuple[int, str]:
     kind, text = type(error).__name__, " ".join(str(error).split())
     if "Credential" in kind or "RefreshError" in kind or "Credential" in text or "Anonymous caller" in text:
         return errno.EACCES, f"no credentials for {path.scheme}://: {_CREDENTIALS[path.scheme]}"
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or text.startswith(("Forbidden", "AccessDenied")):
         return errno.EACCES, f"access denied by {path.scheme}://{path.bucket}"
     strerror = error.strerror if isinstance(error, OSError) and error.strerror else ""
     reason = strerror or text or kind

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from checkpoint_states import abstract, assert_same, make_state, mesh_of
-from store_servers import BUCKET, environment, gs_server, needs_stores, s3_server
+from store_servers import BUCKET, environment, free_port, gs_server, needs_stores, s3_server
 
 from jaxtrain.checkpoint import Checkpointer, going_back, owner
 from jaxtrain.checkpoint.find import find_checkpoint
@@ -314,3 +314,48 @@ def test_what_cannot_be_used_is_one_line(servers, tmp_path, address, variables, 
     assert answer.stdout.count("\n") == 1, answer.stderr
     assert said in answer.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+TWO = """
+import sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+root, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+address = f"127.0.0.1:{port}"
+jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address, initialization_timeout=60)
+from jaxtrain.checkpoint import Checkpointer
+
+mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+split = NamedSharding(mesh, P("fsdp"))
+with Checkpointer(root, keep_last=2) as checkpointer:
+    state = checkpointer.restore({"w": jax.ShapeDtypeStruct((20_000,), jnp.float32, sharding=split)})
+    double = jax.jit(lambda s: {"w": s["w"] * 2}, donate_argnums=0)
+    for step in (2, 3):
+        state = double(state)
+        assert checkpointer.save(step, state, metadata={"step": step})
+    checkpointer.wait()
+    checkpointer.verify(3)
+    assert checkpointer.steps() == [2, 3], checkpointer.steps()
+"""
+
+
+@needs_stores
+def test_two_processes_go_on_with_what_one_saved_and_back(store):
+    _, folder = store
+    whole = np.arange(20_000, dtype=np.float32)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, {"w": whole}, metadata={})
+    port = str(free_port())
+    started = [
+        subprocess.Popen([sys.executable, "-c", TWO, str(folder), str(rank), port], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=240)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], ended
+    with Checkpointer(folder, read_only=True) as checkpointer:
+        assert checkpointer.metadata() == {"step": 3}
+        np.testing.assert_array_equal(checkpointer.restore({"w": whole})["w"], 4 * whole)
