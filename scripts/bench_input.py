@@ -189,7 +189,7 @@ def _format_files(folder: Path, texts: list[str], table: Any, parquet: Any, ipc:
             member = tarfile.TarInfo(f"{number:06d}.text")
             member.size = len(text.encode())
             archive.addfile(member, io.BytesIO(text.encode()))
-    writer = array_record_module.ArrayRecordWriter(str(files["array_record"]), "group_size:1")  # pyright: ignore[reportAttributeAccessIssue] compiled
+    writer = array_record_module.ArrayRecordWriter(str(files["array_record"]), "group_size:1")
     for text in texts:
         writer.write(text.encode())
     writer.close()

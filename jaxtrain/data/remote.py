@@ -24,6 +24,8 @@ from jaxtrain.runtime.remarks import print_remark
 
 # Scheme -> the package that reads it; None: Python itself does.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": None, "https": None}
+# Package -> the extra that installs it, which checkpoints in object stores need too.
+_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs"}
 _LISTING = ".jaxtrain-files.json"
 _CHUNK_BYTES = 2**22
 # Of a request that gets no answer.
@@ -208,7 +210,7 @@ def _open_store(path: str, what: str) -> _Web | _Bucket:
     try:
         return _Bucket(path)
     except ImportError:
-        raise DataError(f"{what} needs {package}; run: pip install 'jaxtrain[remote]'") from None
+        raise DataError(f"{what} needs {package}; run: pip install 'jaxtrain[{_EXTRAS[package]}]'") from None
 
 
 def _brought_up_to_date(store: _Web | _Bucket, root: Path, *, what: str) -> Path:
