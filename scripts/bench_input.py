@@ -168,7 +168,7 @@ def _format_files(folder: Path, texts: list[str], table: Any, parquet: Any, ipc:
     import io
     import tarfile
 
-    from array_record.python import array_record_module
+    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] compiled
 
     files = {
         name: folder / f"{name}.{suffix}"
@@ -189,7 +189,7 @@ def _format_files(folder: Path, texts: list[str], table: Any, parquet: Any, ipc:
             member = tarfile.TarInfo(f"{number:06d}.text")
             member.size = len(text.encode())
             archive.addfile(member, io.BytesIO(text.encode()))
-    writer = array_record_module.ArrayRecordWriter(str(files["array_record"]), "group_size:1")  # pyright: ignore[reportAttributeAccessIssue] compiled
+    writer = array_record_module.ArrayRecordWriter(str(files["array_record"]), "group_size:1")
     for text in texts:
         writer.write(text.encode())
     writer.close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from jaxtrain.config.chat import ChatData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.config.stored import Stored
@@ -23,6 +24,8 @@ from jaxtrain.runtime.remarks import print_remark
 
 # Scheme -> the package that reads it; None: Python itself does.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": None, "https": None}
+# Package -> the extra that installs it, which checkpoints in object stores need too.
+_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs"}
 _LISTING = ".jaxtrain-files.json"
 _CHUNK_BYTES = 2**22
 # Of a request that gets no answer.
@@ -91,13 +94,15 @@ def with_local_paths(config: Any) -> Any:
     Raises:
         DataError: As for `local_copy`.
     """
-    if not isinstance(config, Stored):
+    if not isinstance(config, Stored | ChatData):
         return config
+    # Chats have as many keys as a group should; their copies lie in the user's cache folder.
+    cache = config.cache if isinstance(config, Stored) else None
     changes: dict[str, Any] = {}
     for key in type(config).model_fields.keys() & {"path", "validation_path"}:
         value = getattr(config, key)
         paths = [value] if isinstance(value, str) else list(value or ())
-        copies = [local_copy(path, what=f"data.{key}", cache=config.cache) for path in paths]
+        copies = [local_copy(path, what=f"data.{key}", cache=cache) for path in paths]
         if copies != paths:
             changes[key] = copies[0] if isinstance(value, str) else tuple(copies)
     return config.model_copy(update=changes) if changes else config
@@ -205,7 +210,7 @@ def _open_store(path: str, what: str) -> _Web | _Bucket:
     try:
         return _Bucket(path)
     except ImportError:
-        raise DataError(f"{what} needs {package}; run: pip install 'jaxtrain[remote]'") from None
+        raise DataError(f"{what} needs {package}; run: pip install 'jaxtrain[{_EXTRAS[package]}]'") from None
 
 
 def _brought_up_to_date(store: _Web | _Bucket, root: Path, *, what: str) -> Path:
