@@ -7,7 +7,6 @@ from pydantic import Field, ValidationInfo, field_validator
 from jaxtrain.config.base import Group, mistakes_told_by_pydantic
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.numbers import PositiveInt
-from jaxtrain.config.store_address import is_store_address, store_address
 
 # A week, in minutes: a longer interval is a mistake in the unit.
 _LONGEST_MINUTES = 10_080.0
@@ -38,6 +37,9 @@ class CheckpointConfig(Group):
     @classmethod
     def _is_a_place(cls, place: str | None, info: ValidationInfo) -> str | None:
         if place is not None:
+            # Not at the top: configs without a place of their own are read sooner.
+            from jaxtrain.config.store_address import is_store_address, store_address
+
             if not place.strip():
                 on = "on another disk" if info.field_name == "mirror" else "for the checkpoints"
                 raise ValueError(f"it is empty; name a folder {on}, or write null")

@@ -8,7 +8,6 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.chat import ChatData
 from jaxtrain.config.numbers import Fraction, Ids, Length, PositiveShare, Rows, Scale, Share, TokenId, Units, Width
-from jaxtrain.config.stored import Stored
 from jaxtrain.config.tokenizer import TokenizerConfig
 
 
@@ -46,6 +45,13 @@ class SpanCorruption(Group):
 
 
 Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
+
+
+class Stored(Group):
+    """Data whose paths may be addresses: s3://, gs:// or https://."""
+
+    cache: str | None = None
+    """Folder for the copies of remote files (s3://, gs://, https://); null: the user's cache folder."""
 
 
 class _TokenData(Stored):

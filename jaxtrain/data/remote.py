@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxtrain.config.chat import ChatData
+from jaxtrain.config.data import Stored
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.secrets import redacted_text
-from jaxtrain.config.stored import Stored
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.remarks import print_remark
