@@ -91,6 +91,8 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
     asked = _job(arguments, name="jaxtrain", folder=folder)
     check_job(asked)
     gpus, emulated = num_gpus(asked), arguments.emulate
+    if gpus is not None and emulated is not None:
+        raise ConfigError(f"--emulate {emulated} trains on the CPU, and --gpus-per-node asks for GPUs; leave out one")
     per_node = tasks * emulated if emulated is not None else gpus
     training = checked_training(
         arguments.config,

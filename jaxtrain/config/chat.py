@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Group
 from jaxtrain.config.numbers import Fraction, Length
+from jaxtrain.config.stored import Stored
 from jaxtrain.config.tokenizer import TokenizerConfig
 
 # The path that names the conversations made from the documentation that every Python carries.
@@ -17,7 +17,7 @@ TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
 _TASKS_OF_PAIRS = ("dpo", "reward")
 
 
-class ChatData(Group):
+class ChatData(Stored):
     """Conversations, written as text by the model's chat template; the loss is on the answers."""
 
     kind: Literal["chat"] = "chat"

@@ -8,6 +8,7 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.chat import ChatData
 from jaxtrain.config.numbers import Fraction, Ids, Length, PositiveShare, Rows, Scale, Share, TokenId, Units, Width
+from jaxtrain.config.stored import Stored
 from jaxtrain.config.tokenizer import TokenizerConfig
 
 
@@ -47,7 +48,7 @@ class SpanCorruption(Group):
 Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
 
 
-class _TokenData(Group):
+class _TokenData(Stored):
     """The settings that all sources of tokens share."""
 
     sequence_length: Length | None = None
@@ -123,7 +124,7 @@ class TokenData(_TokenData):
     """Folder of the files."""
 
 
-class _LabelledData(Group):
+class _LabelledData(Stored):
     """The settings that all tables of texts share."""
 
     path: str | None = None
@@ -209,7 +210,7 @@ class ImageFolderData(_RecordData):
     """Crop and flip training images at random."""
 
 
-class ImageRecordsData(_RecordData):
+class ImageRecordsData(Stored, _RecordData):
     """Images with a class each, in tar shards or in columns of Parquet, Arrow or ArrayRecord files."""
 
     kind: Literal["images"] = "images"
@@ -230,7 +231,7 @@ class ImageRecordsData(_RecordData):
     """Crop and flip training images at random."""
 
 
-class TableData(_RecordData):
+class TableData(Stored, _RecordData):
     """Rows of numbers from a .csv (with header), .npz (arrays inputs and targets), .parquet, .arrow or .jsonl file."""
 
     kind: Literal["table"] = "table"

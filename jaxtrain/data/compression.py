@@ -1,4 +1,4 @@
-"""Reads files that are compressed with gzip or zstd in bounded memory. No jax here."""
+"""Reads files that are compressed with gzip or zstd in bounded memory."""
 
 import contextlib
 import gzip

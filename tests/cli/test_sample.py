@@ -57,7 +57,13 @@ def test_a_batch_gives_each_prompt_its_own_text(cli, text_run):
 LIMITS = [("--top-k", "1"), ("--top-p", "1e-6"), ("--min-p", "1"), ("--beams", "1")]
 
 
-@pytest.mark.parametrize("limit", LIMITS, ids=[limit[0].strip("-") for limit in LIMITS])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(limit, id=limit[0].strip("-"), marks=() if limit[0] == "--top-p" else pytest.mark.long)
+        for limit in LIMITS
+    ],
+)
 def test_limits_down_to_one_token_are_greedy(cli, text_run, limit):
     words = ("-p", "ab", "-n", "8")
     assert sample(cli, text_run, *words, "--temperature", "1", *limit) == sample(cli, text_run, *words, *GREEDY)

@@ -93,6 +93,10 @@ WRONG = {
         "--gpus-per-node all",
         "--gpus-per-node 'all' is no number of GPUs; write 8, or with a type a100:8",
     ),
+    "GPUs for emulated devices": (
+        "--gpus-per-node 8 --emulate 2",
+        "--emulate 2 trains on the CPU, and --gpus-per-node",
+    ),
     "processes that do not divide the GPUs": (
         "--gpus-per-node 8 --tasks-per-node 3",
         "--tasks-per-node 3 does not divide the 8 GPUs of a node; use one of 1, 2, 4, 8",

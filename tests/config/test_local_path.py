@@ -48,16 +48,16 @@ COMMANDS = {
     "train into a site": ("train quickstart --run-dir http://b/run", 2, "run directory http://b/run"),
     "train by name": ("train quickstart name=gs://b/run", 2, "name gs://b/run"),
     "train a config of": ("train s3://b/a.yaml", 2, "config s3://b/a.yaml"),
-    "train on text of": ("train quickstart data.path=s3://b/*.txt --run-dir run", 3, "data.path s3://b/*.txt"),
+    "train on text of": ("train quickstart data.path=az://b/*.txt --run-dir run", 3, "data.path az://b/*.txt"),
     "train on shards of": (
-        "train quickstart data.kind=tokens data.path=gs://b/t --run-dir run",
+        "train quickstart data.kind=tokens data.path=az://b/t --run-dir run",
         3,
-        "data.path gs://b/t",
+        "data.path az://b/t",
     ),
     "train on a table of": (
-        "train tabular_mlp data.path=https://b/t.csv --run-dir run",
+        "train tabular_mlp data.path=ftp://b/t.csv --run-dir run",
         3,
-        "data.path https://b/t.csv",
+        "data.path ftp://b/t.csv",
     ),
     "compile into": ("train quickstart compilation_cache=gs://b/c --run-dir run", 2, "compilation_cache gs://b/c"),
     "evaluate": ("eval gs://b/run", 2, "run directory gs://b/run"),
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "run_config": lambda: jt.run_config("quickstart", run_dir="gs://b/run"),
     "run_config with a Path": lambda: jt.run_config("quickstart", run_dir=Path("gs://b/run")),
     "metrics": lambda: jt.JsonlWriter("gs://b/metrics.jsonl"),
-    "data": lambda: jt.open_data({"kind": "text", "path": "gs://b/a.txt"}, sequence_length=8),
+    "data": lambda: jt.open_data({"kind": "text", "path": "az://b/a.txt"}, sequence_length=8),
     "shards": lambda: prepare_tokens(TextData(), Path("gs://b/t")),
     "compiled programs": lambda: cache_folder("gs://b/c"),
 }
@@ -92,6 +92,6 @@ CALLS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_call_refuses_it_and_leaves_nothing(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"gs://b.* ({re.escape(STORE)}|{re.escape(RUN)})$"):
+    with pytest.raises(UserError, match=rf"(gs|az)://b.* ({re.escape(STORE)}|{re.escape(RUN)})$"):
         call()
     assert list(tmp_path.iterdir()) == []

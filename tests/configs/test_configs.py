@@ -92,7 +92,11 @@ def test_big_config_traces_whole_on_eight_devices(name):
     assert metrics["loss"].shape == ()
 
 
-@pytest.mark.parametrize("degrees", [{"fsdp": 8}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [*(pytest.param(one, marks=pytest.mark.long) for one in ({"fsdp": 8}, {"tensor": 4})), {"fsdp": 2, "tensor": 2}],
+    ids=str,
+)
 def test_quickstart_divides_over_eight_devices(degrees):
     config = load_config("quickstart", keywords={"parallel": degrees}).config
     assert assemble(config, open_run_data(config)).step.mesh.size == 8

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.config.data import TextData
 from jaxtrain.config.tokenizer import TokenizerConfig
-from jaxtrain.data.sources.shards import prepare_tokens
+from jaxtrain.data.sources.prepare import prepare_tokens
 from jaxtrain.errors import DataError
 
 CONFIG = """

@@ -148,6 +148,7 @@ def test_a_limit_of_file_sizes_is_one_line_per_save(tmp_path: Path, capfd: pytes
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_the_mirror_is_used_where_the_first_copy_is_gone_or_damaged(tmp_path: Path, undisturbed: Path) -> None:
     run_dir, copies = tmp_path / "run", tmp_path / "mirror" / "run"
     settings: dict[str, Any] = dict(checkpoint__every=4, checkpoint__mirror=str(tmp_path / "mirror"))

@@ -40,7 +40,7 @@ logging: {every: 5, tensorboard: false, mlflow: true, wandb: true, trackio: true
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a run that was killed, resumed, and made longer; every process of it had all trackers."""
+    """A folder with a run that was killed and resumed with all trackers."""
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "tiny.yaml").write_text(CONFIG)
     killed = process(folder, "train.steps=100000", "checkpoint.every=20")
@@ -55,9 +55,8 @@ def folder(tmp_path_factory):
     killed.kill()
     assert killed.wait() == -signal.SIGKILL, (folder / "log").read_text()
     newest = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdigit())
-    for steps in (newest + 40, newest + 60):
-        done = process(folder, f"train.steps={steps}", "--resume", "must")
-        assert done.wait(240) == 0, (folder / "log").read_text()
+    done = process(folder, f"train.steps={newest + 40}", "--resume", "must")
+    assert done.wait(240) == 0, (folder / "log").read_text()
     return folder
 
 
@@ -99,25 +98,27 @@ def check_steps(found, wanted, *, with_gap=False):
     assert len(set(steps)) == len(steps)
     places = [place for place, step in enumerate(sorted(wanted)) if step not in steps]
     assert not places or (with_gap and places == list(range(places[0], places[-1] + 1)))
-    assert {step: value for step, value in found if step in wanted} == wanted
+    assert [(step, value) for step, value in found if wanted.get(step, value) != value] == []
 
 
-@pytest.mark.parametrize("name", ["loss", "eval_loss", "grad_norm"])
-def test_mlflow_has_every_step_once(folder, name):
+def test_mlflow_has_every_step_once(folder):
+    names = ["loss", "eval_loss", "grad_norm"]
     # In a process: its imports warn.
     code = (
         "import json, sys; from mlflow.tracking import MlflowClient; client = MlflowClient(sys.argv[1]); "
-        "history = client.get_metric_history(sys.argv[2], sys.argv[3]); run = client.get_run(sys.argv[2]); "
+        "run = client.get_run(sys.argv[2]); "
+        "found = [client.get_metric_history(sys.argv[2], name) for name in sys.argv[3:]]; "
         "files = [file.path for file in client.list_artifacts(sys.argv[2])]; "
-        "history = [[metric.step, metric.value] for metric in history]; "
-        "print(json.dumps([history, run.info.status, run.data.tags, run.data.params, files]))"
+        "found = [[[metric.step, metric.value] for metric in one] for one in found]; "
+        "print(json.dumps([found, run.info.status, run.data.tags, run.data.params, files]))"
     )
-    words = [sys.executable, "-W", "ignore", "-c", code, address(folder), record(folder, "mlflow")["id"], name]
+    words = [sys.executable, "-W", "ignore", "-c", code, address(folder), record(folder, "mlflow")["id"], *names]
     environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    history, status, tags, parameters, files = json.loads(done.stdout)
-    check_steps(history, logged(folder, name))
+    found, status, tags, parameters, files = json.loads(done.stdout)
+    for name, steps in zip(names, found, strict=True):
+        check_steps(steps, logged(folder, name))
     assert (status, tags["jaxtrain.status"], tags["team"]) == ("FINISHED", "done", "vision")
     # A parameter is never changed: the steps that the run was made longer to are a tag.
     assert (parameters["train.steps"], parameters["model.embed_dim"]) == ("100000", "32")
@@ -143,7 +144,7 @@ def test_trackio_has_no_step_twice_in_one_run(folder):
 def test_wandb_has_no_step_twice_under_one_id(folder):
     files = sorted((folder / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert {path.name for path in files} == {f"run-{record(folder, 'wandb')['id']}.wandb"}
-    assert len(files) == 3  # a file per process, which `wandb sync` puts together
+    assert len(files) == 2  # a file per process, which `wandb sync` puts together
     found = [row for path in files for row in history(path.read_bytes())]
     for name in ("loss", "eval_loss"):
         check_steps([(row["step"], row[name]) for row in found if name in row], logged(folder, name), with_gap=True)
@@ -173,6 +174,8 @@ def test_servers_that_are_down_cost_rows_and_not_the_run(folder):
     environment = {
         **os.environ,
         **{"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_DISABLE_TELEMETRY": "true"},
+        # Its own retries take minutes; the queue is what is tried here.
+        **{"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
         **{"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},
     }
     command = [sys.executable, "-m", "jaxtrain", "train", "tiny.yaml", "logging.trackio=false", "--run-dir", "down"]

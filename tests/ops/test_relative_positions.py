@@ -52,7 +52,7 @@ def test_generation_looks_up_what_training_unfolds():
     ],
     ids=["causal", "both-sides-packed", "window-and-softcap"],
 )
-@pytest.mark.parametrize("parts", [1, 2], ids="{} parts".format)
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.long), 2], ids="{} parts".format)
 def test_blocks_agree_with_the_reference_and_so_does_the_gradient_of_the_table(form, packed, parts):
     """Tolerances: float32 sums of 40 products in another order."""
     keys = jax.random.split(jax.random.key(1), 5)

@@ -61,7 +61,14 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize(("shape", "row", "counts"), STACKS.values(), ids=STACKS)
+# Between them a factored matrix, what is too small to factor, and a row that says nothing of layers.
+PLAIN = ("matrices", "matrices too small to factor", "experts", "layers without a name")
+
+
+@pytest.mark.parametrize(
+    ("shape", "row", "counts"),
+    [pytest.param(*row, id=name, marks=() if name in PLAIN else pytest.mark.long) for name, row in STACKS.items()],
+)
 def test_a_stack_is_trained_as_its_layers_alone(shape, row, counts):
     """Layers in very different sizes: statistics that they shared would be those of the largest."""
     config = AdafactorConfig(min_dim_size_to_factor=4, b1=0.9)

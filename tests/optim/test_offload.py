@@ -105,11 +105,13 @@ def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, 
     ("optimizer", "why"),
     [
         pytest.param(ADAFACTOR, "not declared", id="sums over rows"),
-        pytest.param(UNDECLARED, "not declared", id="not declared elementwise"),
+        pytest.param(UNDECLARED, "not declared", id="not declared elementwise", marks=pytest.mark.long),
         # Its row and column sums mirror no parameter, whatever is said of it.
         pytest.param(elementwise(ADAFACTOR), "has no parameter's path", id="declared wrongly"),
         # Its labels are made anew of the parameters of each update.
-        pytest.param(elementwise(BY_LABELS), "needs all parameters", id="declared, labels by function"),
+        pytest.param(
+            elementwise(BY_LABELS), "needs all parameters", id="declared, labels by function", marks=pytest.mark.long
+        ),
     ],
 )
 def test_other_updates_get_whole_arrays(optimizer, why):

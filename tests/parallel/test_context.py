@@ -133,16 +133,14 @@ CASES = {
 }
 
 
-# Causal and not, packed, grouped, and every mesh: what plain pytest runs.
+# Causal and not, packed, grouped, alone and with other axes: what plain pytest runs.
 PLAIN = (
     "ring, 4, packed, grouped",
     "ring, 4, a document a token",
-    "ring, 8, full, packed, grouped",
     "ring, 2 with tensor and data, packed, one kv head",
     "all-to-all, 4, packed, grouped",
     "all-to-all, 2 with tensor and fsdp, full, one kv head",
     "gather, 4, packed, grouped",
-    "gather, 2 with tensor and data, full, grouped",
 )
 ROWS = [pytest.param(*values, id=row, marks=() if row in PLAIN else pytest.mark.long) for row, values in CASES.items()]
 

@@ -137,7 +137,7 @@ def test_logits_are_never_gathered(row: str) -> None:
     assert not [c.line for c in gathered if c.size >= local_rows * VOCABULARY // mesh.shape["tensor"]]
 
 
-@pytest.mark.parametrize("row", long_but("pipe=2,expert=2,data=2", rows=STAGES))
+@pytest.mark.parametrize("row", long_but(rows=STAGES))
 def test_nothing_is_permuted_in_a_branch(row: str) -> None:
     """A collective-permute waits for every device, and stages take different branches."""
     found, _ = compiled(STAGES[row], row.removesuffix(" of experts"), 4)
@@ -178,6 +178,7 @@ def test_stage_3_sends_each_parameter_three_times() -> None:
     assert not any(elements[kind] for kind in programs.KINDS[3:])
 
 
+@pytest.mark.long
 def test_experts_exchange_tokens_all_to_all() -> None:
     found, mesh = compiled("experts", "expert=4,data=2", 4)
     assert [c for c in found if c.kind == "all-to-all" and programs.crosses(c, mesh, "expert")]

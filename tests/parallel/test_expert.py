@@ -117,8 +117,14 @@ def test_one_device(choices: int) -> None:
     check(run(params, x, target), choices)
 
 
+# The axis alone, and beside one that splits each expert.
+PLAIN = ("expert=4,data=2", "expert=2,tensor=2,fsdp=2")
+
+
 @pytest.mark.parametrize("choices", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in PLAIN else pytest.mark.long) for mesh in MESHES]
+)
 def test_mesh_gives_the_numbers_of_one_device(mesh: str, choices: int) -> None:
     program, inputs = compiled(make_layout(MESHES[mesh]), choices)
     check(program(*inputs), choices)

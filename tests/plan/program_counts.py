@@ -16,6 +16,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
+from jaxtrain.ops.experts.blocks import MOST_BLOCKS, PARTS
 from jaxtrain.ops.experts.rows import block_rows, round_rows
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.compilers.exact import batch_shapes
@@ -42,14 +43,17 @@ def program_counts(
     Args:
         text: optimized HLO, as `compiled.as_text()` gives it.
         kinds: of collectives.
-        expert_blocks: turns of the loops over the blocks of rows of an expert, which the routing gives; None: there
-            are no such loops. The loop of further rounds of the exchange does not turn, as with an even routing.
+        expert_blocks: blocks of the rows of an expert, which the routing gives; None: there are no experts. Most are
+            multiplied in whole parts, each in a turn of a loop; the rest in a turn each, or for the gradient of a
+            kernel in one branch. The loop of further rounds of the exchange does not turn, as with an even routing.
     """
     program = read_program(text)
 
     def count(computation: str) -> dict[str, float]:
         total = {"flops": 0.0, **dict.fromkeys(kinds, 0.0)}
         beside = program.named[computation]
+        sums = any(one.kind == "conditional" for one in beside.values())
+        parts, rest = _parts_and_rest(expert_blocks, sums=sums)
         for one in beside.values():
             if one.kind == "dot":
                 contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
@@ -59,18 +63,27 @@ def program_counts(
                 total["flops"] += 2 * math.prod(result) * math.prod(dims)
             elif one.kind in kinds:
                 total[one.kind] += array_bytes(one.result)
-            number_of_turns = 1
+            number_of_turns, called_here = 1, one.called
+            if one.kind == "conditional":
+                called_here = [one.called[rest]]
             if one.kind == "while":
                 turns = _TURNS.search(one.rest)
-                known = int(turns.group(1)) if turns else 0 if "further_rounds" in one.rest else expert_blocks
-                assert known is not None, f"a loop without a known number of turns: {one.name} {one.rest[:200]}"
+                of_routing = parts if f"/{PARTS}/" in one.rest else rest
+                known = int(turns.group(1)) if turns else 0 if "further_rounds" in one.rest else of_routing
+                assert turns or expert_blocks is not None, f"a loop of unknown turns: {one.name} {one.rest[:200]}"
                 number_of_turns = known
-            for called in one.called:
+            for called in called_here:
                 for what, number in count(called).items():
                     total[what] += number * number_of_turns
         return total
 
     return count(program.entry)
+
+
+def _parts_and_rest(blocks: int | None, *, sums: bool) -> tuple[int, int]:
+    """Whole parts of the rows of an expert, and the blocks that are left; where they are summed, at least one is."""
+    parts = max((blocks or 0) - int(sums), 0) // MOST_BLOCKS
+    return parts, (blocks or 0) - parts * MOST_BLOCKS
 
 
 def tiny_config(words: str) -> tuple[int, Config]:

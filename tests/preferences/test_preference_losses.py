@@ -119,7 +119,7 @@ MESHES = {
 }
 
 
-PLAIN = {("dpo by vocabulary", "data2_fsdp2", 2)}
+PLAIN = {("dpo", "data2_fsdp2", 1)}
 ON_MESHES = [
     pytest.param(*row, id="-".join(map(str, row)), marks=() if row in PLAIN else pytest.mark.long)
     for row in itertools.product(("dpo", "dpo by vocabulary", "reward"), MESHES, (1, 2))

@@ -363,7 +363,7 @@ def test_metrics_have_the_keys_of_the_design(trained: Path) -> None:
     "left",
     [
         pytest.param("", id="empty", marks=pytest.mark.long),
-        pytest.param("{broken", id="cut off"),
+        pytest.param("{broken", id="cut off", marks=pytest.mark.long),
         pytest.param("[1]", id="another value", marks=pytest.mark.long),
     ],
 )

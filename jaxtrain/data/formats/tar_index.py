@@ -1,6 +1,7 @@
 """Where the members of a tar file lie: read once, and kept in the user's cache folder."""
 
 import hashlib
+import io
 import os
 import tarfile
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def tar_index(state: FileState, *, folder: Path | None) -> TarIndex:
 
 def _kept_index(path: Path) -> TarIndex | None:
     try:
-        with np.load(path, allow_pickle=False) as found:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
         return TarIndex(**{**arrays, "endings": tuple(arrays["endings"].tolist())})
     except Exception:  # missing, half written by an older version, or damaged: it is made again
@@ -81,8 +82,6 @@ def _kept_index(path: Path) -> TarIndex | None:
 
 
 def _keep(index: TarIndex, path: Path) -> None:
-    import io
-
     content = io.BytesIO()
     arrays = {**vars(index), "endings": np.array(index.endings)}
     np.savez(content, **arrays)

@@ -28,6 +28,7 @@ from jaxtrain.config.data import (
 from jaxtrain.config.schema import TaskName
 from jaxtrain.data.batches import check_rows
 from jaxtrain.data.examples import Examples
+from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_kind
 from jaxtrain.data.sources.texts import text_source
@@ -146,6 +147,7 @@ def open_data(
     if isinstance(config, Mapping) and config:
         config = load_config({"data": config}).config.data
     _check_call(config, sequence_length, seed, task, reading)
+    config = with_local_paths(config)
     match config:
         case DocumentsData(rows="document"):
             return _document_data(config, row_length(config.sequence_length, sequence_length))

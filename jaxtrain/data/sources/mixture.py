@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxtrain.config.data import MixtureData, TokenData
 from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.sources.shards import shard_source
 from jaxtrain.data.sources.texts import TextSource, documents_of, text_source
 from jaxtrain.data.tokenizer import build_tokenizer, tokenizer_sha256
@@ -26,7 +27,7 @@ def open_mixture(config: MixtureData) -> list[TokenSource]:
     Raises:
         DataError: A source cannot be read, or shards were made with another tokenizer than the rest.
     """
-    sources = [component.source for component in config.components]
+    sources = [with_local_paths(component.source) for component in config.components]
     texts = [source for source in sources if not isinstance(source, TokenData)]
     shards = {i: shard_source(source) for i, source in enumerate(sources) if isinstance(source, TokenData)}
     tokenizer = build_tokenizer(config.tokenizer, _read(texts), special=added_tokens(config)) if texts else None

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.formats.opened import DataFile
+from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import NAMED, skipped_records
 from jaxtrain.data.sources.blocks import BLOCK_BYTES, Encoded, blocks_of, source_files
 from jaxtrain.data.sources.shards import METADATA, TOKENIZER, Shard, ShardMetadata
@@ -89,10 +90,10 @@ def prepare_tokens(
     for name, value in (("tokens_per_shard", tokens_per_shard), ("workers", 1 if workers is None else workers)):
         if value < 1:
             raise DataError(f"{name} is {value}; give at least 1")
+    config = with_local_paths(config)
     files = source_files(config)
-    total = sum(file.state.num_bytes for file in files)
     if workers is None:
-        workers = min(usable_cores(), 1 + total // BLOCK_BYTES)
+        workers = min(usable_cores(), 1 + sum(file.state.num_bytes for file in files) // BLOCK_BYTES)
     partial = output.with_name(f".{output.name}.partial")
     with _own(partial, output):
         try:
@@ -102,21 +103,8 @@ def prepare_tokens(
             state = state or _State(identity)
             write_json_atomic(partial / _PROGRESS, state.to_json())
             shards = _Shards(partial, tokenizer, tokens_per_shard, state)
-            if progress is not None:
-                progress(Prepared(state.position, total, state.documents, state.tokens))
-            blocks = blocks_of(config, files)
-            found = encoded_blocks(
-                blocks, config, tokenizer, first=state.blocks, workers=min(workers, _MOST_WORKERS), folder=partial
-            )
-            for position, block in found:
-                shards.append(block.tokens)
-                state.add(position, block)
-                shards.sync()
-                write_json_atomic(partial / _PROGRESS, state.to_json())
-                if progress is not None:
-                    progress(Prepared(state.position, total, state.documents, state.tokens))
-            _check(config, state)
-            shards.finish()
+            with contextlib.closing(shards):
+                _write(config, files, tokenizer, state, shards, workers=workers, partial=partial, progress=progress)
             metadata = _metadata(partial, tokenizer, state)
             (partial / METADATA).write_text(metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
             (partial / _PROGRESS).unlink()
@@ -126,6 +114,38 @@ def prepare_tokens(
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return {**metadata.model_dump(mode="json"), "output": str(output)}
+
+
+def _write(
+    config: TextSource,
+    files: tuple[DataFile, ...],
+    tokenizer: Tokenizer,
+    state: "_State",
+    shards: "_Shards",
+    *,
+    workers: int,
+    partial: Path,
+    progress: Callable[[Prepared], None] | None,
+) -> None:
+    """Encodes the blocks that are not in the shards."""
+    total = sum(file.state.num_bytes for file in files)
+
+    def report() -> None:
+        if progress is not None:
+            progress(Prepared(state.position, total, state.documents, state.tokens))
+
+    report()
+    blocks, workers = blocks_of(config, files), min(workers, _MOST_WORKERS)
+    for position, block in encoded_blocks(
+        blocks, config, tokenizer, first=state.blocks, workers=workers, folder=partial
+    ):
+        shards.append(block.tokens)
+        state.add(position, block)
+        shards.sync()
+        write_json_atomic(partial / _PROGRESS, state.to_json())
+        report()
+    _check(config, state)
+    shards.finish()
 
 
 class _State:
@@ -176,7 +196,7 @@ def _identity(config: TextSource, files: tuple[DataFile, ...], tokens_per_shard:
     file = Path(chosen.path).expanduser() if chosen.kind == "file" and chosen.path is not None else None
     return {
         "version": [_VERSION, BLOCK_BYTES],
-        "config": config.model_dump(mode="json", exclude={"path", "sequence_length", "validation_fraction"}),
+        "config": config.model_dump(mode="json", exclude={"path", "cache", "sequence_length", "validation_fraction"}),
         "files": [[one.name, one.state.num_bytes, one.state.modified_ns] for one in files],
         "tokens_per_shard": tokens_per_shard,
         "tokenizer": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None,
@@ -265,6 +285,11 @@ class _Shards:
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file that is being written, where an error ended the writing."""
+        if self._file is not None:
+            self._file.close()
 
     def finish(self) -> None:
         """Ends the shard that is being written."""

@@ -260,6 +260,8 @@ def _read(config: TableData) -> _Table:
         found = read_table_rows(files, target=config.target, columns=config.columns, skipped=skipped)
         return _Table(config.path, found.inputs, found.targets, None, found.columns, found.numbers, skipped)
     path = require_file(config.path, what="data.path")
+    if config.columns is not None and path.suffix != ".csv":
+        raise DataError(f"data.columns chooses columns by name, and those of {path} have none; leave it out")
     if path.suffix == ".npz":
         return _read_npz(path)
     if path.suffix == ".csv":

@@ -1,0 +1,340 @@
+"""Formats and kinds are independent: the same rows whatever file they are in, and each mistake one line."""
+
+import http.server
+import json
+import threading
+
+import jax
+import numpy as np
+import pyarrow
+import pytest
+from format_files import png, write_array_record, write_rows, write_stream, write_tar
+from pyarrow import parquet
+
+from jaxtrain.data import Batches, open_data
+from jaxtrain.data.formats import opened
+from jaxtrain.data.formats.array_record import parse_example
+from jaxtrain.data.formats.parquet import GroupCache
+from jaxtrain.errors import DataError
+
+ROWS = [
+    {
+        "text": f"text number {i} " * (i % 5 + 1),
+        "label": i % 3,
+        "first": i * 0.5,
+        "second": float(-i),
+        "note": "no number",
+    }
+    for i in range(40)
+]
+CHATS = [{"prompt": f"question {i}?", "completion": f"answer {i}."} for i in range(30)]
+PAIRS = [{"prompt": f"question {i}?", "chosen": f"right {i}.", "rejected": f"wrong {i}!"} for i in range(30)]
+FORMATS = ("lines", "lines.gz", "lines.zst", "parquet", "arrow", "arrow_file", "saved", "array_record", "tar")
+# A row of these is found without reading those before it.
+BY_ROW = tuple(form for form in FORMATS if "." not in form)
+# id: (rows, settings of the data group, arguments of open_data)
+KINDS = {
+    "texts in a stream": (ROWS, {"kind": "documents", "field": "text"}, {"sequence_length": 16}),
+    "texts by row": (ROWS, {"kind": "documents", "rows": "document"}, {"sequence_length": 32}),
+    "labelled texts": (ROWS, {"kind": "labelled_text", "tokenizer": {"kind": "byte"}}, {"sequence_length": 24}),
+    "a table": (ROWS, {"kind": "table", "target": "label", "columns": ["second", "first"]}, {}),
+    "chats": (CHATS, {"kind": "chat", "template": "plain"}, {"sequence_length": 64}),
+    "pairs of answers": (PAIRS, {"kind": "chat", "template": "plain"}, {"sequence_length": 64, "task": "dpo"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def all_rows(data):
+    parts = [part for part in (data.train, data.validation) if part is not None]
+    return [part.gather(np.arange(len(part))) for part in parts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_the_same_rows(tmp_path, kind):
+    rows, settings, arguments = KINDS[kind]
+    expected = None
+    for form in BY_ROW if kind == "texts by row" else FORMATS:
+        folder = tmp_path / form
+        folder.mkdir()
+        path = write_rows(folder, form, rows)
+        found = all_rows(open_data({**settings, "path": str(path)}, **arguments))
+        expected = expected or found
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def image_file(folder, form):
+    rows = [{"image": png(i), "label": i % 3} for i in range(24)]
+    if form == "tar":
+        members = []
+        for i, row in enumerate(rows):
+            members += [(f"x/{i:03d}.png", row["image"]), (f"x/{i:03d}.cls", str(row["label"]).encode())]
+        return write_tar(folder / "a.tar", members)
+    if form == "datasets":
+        # As datasets keeps images (bytes beside a path) and classes (numbers, whose names the schema has).
+        names = {"info": {"features": {"label": {"names": ["ant", "bee", "cat"], "_type": "ClassLabel"}}}}
+        rows = [{"image": {"bytes": row["image"], "path": None}, "label": row["label"]} for row in rows]
+        table = pyarrow.Table.from_pylist(rows)
+        return write_stream(folder / "a.arrow", table.replace_schema_metadata({"huggingface": json.dumps(names)}))
+    return write_rows(folder, form, rows)
+
+
+def test_images_are_the_same_in_every_format(tmp_path):
+    expected = None
+    for form in ("parquet", "arrow", "tar", "datasets"):
+        folder = tmp_path / form
+        folder.mkdir()
+        path = image_file(folder, form)
+        data = open_data({"kind": "images", "path": str(path), "image_size": 8}, seed=3)
+        assert data.reading is not None
+        assert data.reading["classes"] == (["ant", "bee", "cat"] if form == "datasets" else ["0", "1", "2"])
+        batches = Batches(data.train, 6, seed=0, shuffle=True, workers=2)
+        found = jax.device_get(
+            batches.load(5, dict.fromkeys(batches.spec(), jax.sharding.SingleDeviceSharding(jax.devices()[0])))
+        )
+        expected = expected or found
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_row_says_where_it_is_from(tmp_path):
+    for form, name in {"lines": "a.jsonl:8", "parquet": "a.parquet row 8", "tar": "a.tar '0007'"}.items():
+        path = write_rows(tmp_path, form, ROWS)
+        data = open_data(
+            {"kind": "documents", "path": str(path), "rows": "document", "validation_fraction": 0.0}, sequence_length=8
+        )
+        assert data.train.name_of(7) == f"{tmp_path}/{name}"
+
+
+def test_rows_end_with_their_text(tmp_path):
+    path = write_rows(tmp_path, "arrow", [{"text": "abc"}, {"text": "a text that is longer than a row"}])
+    settings = {"kind": "documents", "path": str(path), "rows": "document", "validation_fraction": 0.0}
+    found = open_data(settings, sequence_length=5).train.gather(np.arange(2))
+    assert bytes(found["inputs"][0].tolist()) == b"abc\0\0"
+    assert bytes(found["targets"][0].tolist()) == b"bc\n\0\0"
+    assert found["weights"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert bytes(found["targets"][1].tolist()) == b" text"
+
+
+def test_a_mixture_takes_every_format(tmp_path):
+    components = []
+    for form in ("parquet", "saved", "array_record", "lines.zst"):
+        folder = tmp_path / form
+        folder.mkdir()
+        path = write_rows(folder, form, ROWS)
+        components.append({"source": {"kind": "documents", "path": str(path)}, "weight": len(components) + 1})
+    data = open_data({"kind": "mixture", "components": components}, sequence_length=16)
+    numbers = Batches(data.train, 100, seed=0, shuffle=True).row_numbers(3)
+    counts = np.bincount(numbers // (len(data.train) // 4), minlength=4)
+    assert counts.tolist() == [10, 20, 30, 40]  # by weight, exactly, in 100 rows
+
+
+def test_one_row_group_is_told_with_how_to_rewrite_it(tmp_path, capsys):
+    table = pyarrow.table({"text": ["a text"] * 3000})
+    settings = {"kind": "documents", "rows": "document", "path": str(tmp_path / "a.parquet")}
+    for size, told in ((3000, 1), (1000, 0)):
+        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=size)
+        open_data(settings, sequence_length=8)
+        assert capsys.readouterr().err.count("rows in one row group, which is decoded whole") == told
+
+
+def test_row_groups_stay_in_memory_up_to_a_bound():
+    cache, decoded = GroupCache(2_000), []
+    table = pyarrow.table({"a": np.zeros(100)})  # 800 bytes
+
+    def get(group):
+        return cache.get(("file", group), lambda: decoded.append(group) or table)
+
+    for group in (0, 1, 0, 2, 0, 1):
+        get(group)
+    assert decoded == [0, 1, 2, 1]  # the least recently used one went
+
+
+def test_examples_of_tensorflow_are_read(tmp_path):
+    def field(number, content):
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    def feature(name, kind, content):
+        return field(1, field(1, name) + field(2, field(kind, content)))
+
+    floats = np.array([0.5, -2], "<f4").tobytes()
+    record = field(
+        1,
+        feature(b"text", 1, field(1, "käse".encode()))
+        + feature(b"n", 3, field(1, b"\x07\xac\x02"))
+        + feature(b"f", 2, field(1, floats)),
+    )
+    assert parse_example(record) == {"text": "käse", "n": [7, 300], "f": [0.5, -2.0]}
+    path = write_array_record(tmp_path / "a.array_record", [record] * 4)
+    settings = {"kind": "documents", "path": str(path), "rows": "document", "validation_fraction": 0.0}
+    assert bytes(open_data(settings, sequence_length=4).train[2]["inputs"].tolist()) == "käs".encode()
+
+
+def cut(path, share):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+def documents(path, **settings):
+    return lambda: open_data({"kind": "documents", "path": str(path), **settings}, sequence_length=8)
+
+
+def broken_file(folder, form, share):
+    path = write_rows(folder, form, ROWS)
+    cut(path, share)
+    return path
+
+
+# id: (makes the data in a folder, and returns what opens it; the message)
+WRONG = {
+    "Parquet cut off": (lambda d: documents(broken_file(d, "parquet", 0.7)), r"a.parquet is no Parquet file \("),
+    "Arrow stream cut off": (lambda d: documents(broken_file(d, "arrow", 0.7)), "a.arrow ends before its data does"),
+    "Arrow file cut off": (lambda d: documents(broken_file(d, "arrow_file", 0.7)), r"b.arrow is no Arrow file, or"),
+    "ArrayRecord cut off": (
+        lambda d: documents(broken_file(d, "array_record", 0.5)),
+        "a.array_record is no ArrayRecord",
+    ),
+    "tar cut off": (lambda d: documents(broken_file(d, "tar", 0.5)), "a.tar does not end as a tar file does"),
+    "gzip cut off": (lambda d: documents(broken_file(d, "lines.gz", 0.7)), r"a.jsonl.gz is damaged or truncated \("),
+    "zstd cut off": (lambda d: documents(broken_file(d, "lines.zst", 0.7)), r"a.jsonl.zst is damaged or truncated \("),
+    "no such column": (
+        lambda d: documents(write_rows(d, "parquet", ROWS), field="txet"),
+        r"a.parquet has no column 'txet' \(it has: text, label, first, second, note\); set data.field to one of them",
+    ),
+    "no such column of a tar": (
+        lambda d: documents(write_tar(d / "a.tar", [("0.txt", b"a"), ("0.cls", b"1")]), field="json"),
+        r"a.tar '0' has no column 'json' \(it has: txt, cls\)",
+    ),
+    "no such column of a table": (
+        lambda d: lambda: open_data({"kind": "table", "path": str(write_rows(d, "arrow", ROWS)), "columns": ["third"]}),
+        r"a.arrow has no column 'third' \(it has: text, label, first, second, note\); set data.columns",
+    ),
+    "a column that is no text": (
+        lambda d: documents(write_rows(d, "arrow", ROWS), field="first"),
+        "a.arrow row 1 column 'first' holds a value of type float, not text; set data.field",
+    ),
+    "a text in a table": (
+        lambda d: lambda: open_data({"kind": "table", "path": str(write_rows(d, "parquet", ROWS)), "target": "label"}),
+        "a.parquet row 1 column 'text' is 'text number 0 ', not a finite number",
+    ),
+    "compressed, by row": (
+        lambda d: documents(write_rows(d, "lines.gz", ROWS), rows="document"),
+        r"a.jsonl.gz is compressed, so that no row can be found .* \(jaxtrain data prepare\)",
+    ),
+    "a file of a saved data set is missing": (
+        lambda d: (documents(write_rows(d, "saved", ROWS)), (d / "data-00001-of-00002.arrow").unlink())[0],
+        "data-00001-of-00002.arrow does not exist",
+    ),
+    "several splits": (
+        lambda d: ((d / "dataset_dict.json").write_text('{"splits": ["train", "test"]}'), documents(d))[1],
+        r"holds splits \(train, test\); give one of them: .*/train",
+    ),
+    "two formats in a folder": (
+        lambda d: (write_rows(d, "arrow", ROWS), write_rows(d, "parquet", ROWS), documents(d))[2],
+        r"holds files of two formats \(a.parquet, a.arrow\); give one of them",
+    ),
+    "members that are apart": (
+        lambda d: documents(write_tar(d / "a.tar", [("0.txt", b"a"), ("1.txt", b"b"), ("0.cls", b"1")]), field="txt"),
+        "a.tar has the members of '0' apart from each other",
+    ),
+    "a compressed tar": (
+        lambda d: documents((d / "a.tar.gz", (d / "a.tar.gz").write_bytes(b"\x1f\x8b"))[0]),
+        "a.tar.gz is compressed and cannot be read by row; decompress it: gunzip -k a.tar.gz",
+    ),
+    "images of one class": (
+        lambda d: (
+            lambda: open_data(
+                {
+                    "kind": "images",
+                    "path": str(write_rows(d, "parquet", [{"image": png(i), "label": 1} for i in range(4)])),
+                }
+            )
+        ),
+        "a.parquet has images of one class",
+    ),
+    "no column of images": (
+        lambda d: lambda: open_data({"kind": "images", "path": str(write_rows(d, "parquet", ROWS))}),
+        r"a.parquet row 1 has no column 'image' \(it has: text, .*\); set data.image to one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_one_line(name, tmp_path):
+    make, message = WRONG[name]
+    with pytest.raises(DataError, match=message) as error:
+        make(tmp_path)()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "tar", "lines", "array_record"])
+def test_a_file_that_changes_is_named(tmp_path, form):
+    path = write_rows(tmp_path, form, ROWS)
+    data = open_data({"kind": "documents", "path": str(path), "rows": "document"}, sequence_length=8)
+    cut(path, 0.5)
+    with pytest.raises(DataError, match=r"a\.\w+ of [\d,]+ bytes changed to [\d,]+ while it was being read"):
+        data.train.gather(np.arange(4))
+
+
+def test_bad_rows_are_left_out_and_counted(tmp_path):
+    rows = [*ROWS[:20], {**ROWS[20], "text": None}, *ROWS[21:]]
+    path = write_rows(tmp_path, "parquet", rows)
+    skip = {"kind": "documents", "path": str(path), "on_bad_record": "skip"}
+    stream = open_data(skip, sequence_length=8)
+    assert stream.skipped[0].named == (f"{path} row 21 column 'text' has no value",)
+    by_row = open_data({**skip, "rows": "document", "validation_fraction": 0.0}, sequence_length=8)
+    found = by_row.train.gather(np.array([20, 21]))
+    np.testing.assert_array_equal(found["inputs"][0], found["inputs"][1])  # the next good one takes its place
+    assert by_row.skipped[0].count == 1
+    with pytest.raises(DataError, match=r"row 21 column 'text' has no value; set data.field, or remove the row"):
+        open_data({**skip, "on_bad_record": "error"}, sequence_length=8)
+
+
+def test_the_places_of_members_are_kept_and_made_again(tmp_path, monkeypatch):
+    path = write_rows(tmp_path, "tar", ROWS)
+    settings = {"kind": "documents", "path": str(path), "rows": "document"}
+    first = open_data(settings, sequence_length=8)
+    (kept,) = (tmp_path / "cache" / "indexes").glob("*.npz")
+    monkeypatch.setattr(opened.TarReader.__init__.__globals__["tar_index"].__globals__["tarfile"], "open", None)
+    assert open_data(settings, sequence_length=8).fingerprint == first.fingerprint  # without reading the tar file
+    monkeypatch.undo()
+    monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    kept.write_bytes(kept.read_bytes()[:100])
+    assert open_data(settings, sequence_length=8).fingerprint == first.fingerprint
+
+
+def test_a_file_behind_an_address_is_copied_once(tmp_path, capsys):
+    (tmp_path / "served").mkdir()
+    path = write_rows(tmp_path / "served", "parquet", ROWS)
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(path.parent))
+
+        def log_request(self, *arguments):
+            asked.append(self.command)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}/a.parquet"
+    try:
+        found = [documents(address, cache=str(tmp_path / "copies"))().fingerprint for _ in range(2)]
+        with pytest.raises(DataError, match=r"a.parquet.no does not exist, or holds no file; check the address"):
+            documents(f"{address}.no")()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+    assert asked == ["HEAD", "GET", "HEAD", "HEAD"]
+    assert found == [documents(path)().fingerprint] * 2
+    assert documents(address, cache=str(tmp_path / "copies"))().fingerprint == found[0]
+    assert "reading the copy in" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"cannot be reached .*; check the address and the network"):
+        documents(f"{address}.other")()

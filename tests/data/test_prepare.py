@@ -1,0 +1,159 @@
+"""`data prepare`: the same shards whatever the number of processes and of ends in between."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from format_files import write_rows
+
+from jaxtrain.config.data import DocumentsData, JsonlData, TextData
+from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.data import prepare_tokens
+from jaxtrain.data.sources import blocks, prepare
+from jaxtrain.errors import DataError
+
+ROWS = [{"text": " ".join(f"word{(i * k) % 89}" for k in range(1, i % 40 + 2))} for i in range(600)]
+BPE = TokenizerConfig(kind="bpe", vocab_size=400)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8000)
+    monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def source(tmp_path, form, tokenizer=BPE):
+    folder = tmp_path / form
+    folder.mkdir(exist_ok=True)
+    return DocumentsData(path=str(write_rows(folder, form, ROWS)), tokenizer=tokenizer)
+
+
+def test_every_format_becomes_the_same_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 50_000)
+    found = {}
+    for form in ("lines", "lines.gz", "lines.zst", "parquet", "saved", "array_record", "tar"):
+        # Bytes: training a vocabulary for each would take most of the time.
+        config = source(tmp_path, form, TokenizerConfig())
+        prepare_tokens(config, tmp_path / f"{form}-out", tokens_per_shard=50_000)
+        found[form] = digests(tmp_path / f"{form}-out")
+    prepare_tokens(JsonlData(path=str(tmp_path / "lines.gz")), tmp_path / "jsonl-out", tokens_per_shard=50_000)
+    assert {len(one) for one in found.values()} == {len(found["lines"])}
+    assert all(one == found["lines"] for one in [*found.values(), digests(tmp_path / "jsonl-out")])
+
+
+def test_compressed_text_is_one_document_a_file(tmp_path):
+    import gzip
+
+    for i in range(5):
+        (tmp_path / f"{i}.txt.gz").write_bytes(gzip.compress(f"text {i}".encode()))
+    made = prepare_tokens(TextData(path=str(tmp_path)), tmp_path / "out")
+    assert (made["num_documents"], made["num_tokens"]) == (5, 5 * len("text 0\n"))
+
+
+def test_an_end_between_blocks_changes_nothing(tmp_path):
+    config = source(tmp_path, "lines.zst")
+    prepare_tokens(config, tmp_path / "whole", tokens_per_shard=3000)
+    seen = []
+
+    def stop(found):
+        seen.append(found.documents)
+        if len(seen) in (3, 5, 9):  # calls that begin again count too
+            raise KeyboardInterrupt
+
+    partial = tmp_path / ".cut.partial"
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            prepare_tokens(config, tmp_path / "cut", tokens_per_shard=3000, progress=stop)
+        # What a killed process wrote after its last note of progress.
+        last = sorted(partial.glob("shard-*.bin"))[-1]
+        last.write_bytes(last.read_bytes() + b"more")
+    prepare_tokens(config, tmp_path / "cut", tokens_per_shard=3000, progress=stop)
+    assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
+    assert not partial.exists()
+
+
+def test_what_another_call_left_is_begun_again(tmp_path, capsys):
+    def stop(found):
+        if found.documents:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_tokens(source(tmp_path, "lines"), tmp_path / "out", tokens_per_shard=3000, progress=stop)
+    prepare_tokens(source(tmp_path, "lines"), tmp_path / "out", tokens_per_shard=4000)
+    assert "was left by another call (other text or settings); beginning again" in capsys.readouterr().err
+    prepare_tokens(source(tmp_path, "lines"), tmp_path / "whole", tokens_per_shard=4000)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_two_calls_at_once_are_refused(tmp_path):
+    def again(found):
+        prepare_tokens(source(tmp_path, "lines"), tmp_path / "out")
+
+    with pytest.raises(DataError, match="is being written by another process; wait, or give another"):
+        prepare_tokens(source(tmp_path, "lines"), tmp_path / "out", progress=again)
+
+
+def test_bad_records_are_counted_over_all_blocks(tmp_path, capsys):
+    lines = [json.dumps(row) for row in ROWS]
+    lines[100] = lines[400] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = JsonlData(path=str(tmp_path / "a.jsonl"), on_bad_record="skip", max_bad_fraction=0.01)
+    assert prepare_tokens(config, tmp_path / "out")["num_documents"] == len(ROWS) - 2
+    told = capsys.readouterr().err
+    assert f"skipped bad record 1: {tmp_path}/a.jsonl:101 is not JSON" in told
+    assert f"skipped bad record 2: {tmp_path}/a.jsonl:401 is not JSON" in told
+    with pytest.raises(DataError, match=r"a.jsonl:101 is not JSON"):
+        prepare_tokens(JsonlData(path=str(tmp_path / "a.jsonl")), tmp_path / "none")
+    assert not (tmp_path / ".none.partial").exists()
+
+
+SCRIPT = """
+import sys, time
+from jaxtrain.config.data import DocumentsData
+from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.data import prepare_tokens
+from jaxtrain.data.sources import blocks
+blocks.BLOCK_BYTES = 8000
+if __name__ == "__main__":
+    path, output, workers = sys.argv[1:]
+    config = DocumentsData(path=path, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400))
+    prepare_tokens(config, output, tokens_per_shard=3000, workers=int(workers), progress=lambda found: time.sleep(0.1))
+"""
+
+
+@pytest.mark.long
+def test_kills_change_nothing(tmp_path):
+    """`kill -9` at different places, with one and with two processes, which end with the one that is killed."""
+    config = source(tmp_path, "parquet")
+    prepare_tokens(config, tmp_path / "whole", tokens_per_shard=3000)
+    (tmp_path / "run.py").write_text(SCRIPT)
+    output, state = tmp_path / "out", tmp_path / ".out.partial" / prepare._PROGRESS
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(tmp_path / "run.py"), config.path, str(output)]
+    for workers in ("1", "2", "2"):
+        before = blocks_done(state)
+        process = subprocess.Popen([*command, workers], env=environment, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 120
+        while blocks_done(state) <= before + 1:
+            assert time.monotonic() < end, "it came no further"
+            assert process.poll() is None, "it ended"
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+    subprocess.run([*command, "2"], check=True, env=environment)
+    assert digests(output) == digests(tmp_path / "whole")
+
+
+def blocks_done(state):
+    try:
+        return json.loads(state.read_text())["blocks"]
+    except (OSError, ValueError):
+        return -1

@@ -1,0 +1,137 @@
+"""Data in an object store: a real S3 protocol server on loopback (moto), through s3fs.
+
+Both are of the extra `dev`; what needs them says so where it is left out.
+"""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from format_files import write_rows
+
+from jaxtrain.data import open_data
+from jaxtrain.errors import DataError
+
+ROWS = [{"text": f"text {i} of a store"} for i in range(60)]
+NEEDED = ("s3fs", "moto", "flask")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in NEEDED),
+        reason="s3fs and moto are not installed: pip install s3fs 'moto[server]'",
+    ),
+    # Of the clients: unclosed connections, and what is deprecated in what they use.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Start the server, and put two Parquet files into a bucket."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=log, stderr=log)
+    settings = {
+        "AWS_ACCESS_KEY_ID": "mine",
+        "AWS_SECRET_ACCESS_KEY": "mine",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        _wait(port)
+        import s3fs
+
+        system = s3fs.S3FileSystem()
+        system.mkdir("bucket")
+        folder = tmp_path_factory.mktemp("files")
+        local = write_rows(folder, "parquet", ROWS)
+        for name in ("a", "b"):
+            system.put_file(str(local), f"bucket/rows/{name}.parquet")
+        yield system, local
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(20)
+        log.close()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _wait(port):
+    for _ in range(200):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise AssertionError("the server did not start")
+
+
+def opened(path, cache):
+    return open_data({"kind": "documents", "path": path, "cache": str(cache)}, sequence_length=8)
+
+
+@pytest.mark.parametrize(
+    ("path", "files"),
+    [("s3://bucket/rows/a.parquet", 1), ("s3://bucket/rows", 2), ("s3://bucket/rows/*.parquet", 2)],
+    ids=["a file", "a folder", "a pattern"],
+)
+def test_files_are_copied_once(store, tmp_path, capsys, path, files):
+    data = opened(path, tmp_path)
+    assert f"copying {files} of {files} files" in capsys.readouterr().err
+    assert opened(path, tmp_path).fingerprint == data.fingerprint
+    assert "copying" not in capsys.readouterr().err
+    if files == 1:
+        assert data.fingerprint == opened(str(store[1]), tmp_path).fingerprint
+
+
+def test_a_changed_file_is_copied_again(store, tmp_path, capsys):
+    system, local = store
+    system.put_file(str(local), "bucket/changing/a.parquet")
+    first = opened("s3://bucket/changing", tmp_path)
+    other = write_rows(tmp_path, "parquet", [*ROWS, {"text": "one more"}])
+    system.put_file(str(other), "bucket/changing/a.parquet")
+    system.put_file(str(local), "bucket/changing/b.parquet")
+    capsys.readouterr()
+    second = opened("s3://bucket/changing", tmp_path / "cache" / "..")
+    assert "copying 2 of 2 files" in capsys.readouterr().err
+    assert first.fingerprint != second.fingerprint
+    system.rm_file("bucket/changing/b.parquet")
+    assert len(opened("s3://bucket/changing", tmp_path).train) < len(second.train)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://bucket/none.parquet", "data.path s3://bucket/none.parquet does not exist, or holds no file"),
+        ("s3://no-bucket/a.parquet", "data.path s3://no-bucket/a.parquet does not exist, or holds no file"),
+    ],
+    ids=["no file", "no bucket"],
+)
+def test_what_is_not_there_is_one_line(store, tmp_path, path, message):
+    with pytest.raises(DataError) as error:
+        opened(path, tmp_path)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_credentials_are_one_line(store, tmp_path):
+    script = (
+        "import sys; from jaxtrain.cli import main; sys.exit(main(['train', 'quickstart', 'data.kind=documents', "
+        f"'data.path=s3://bucket/rows', 'data.cache={tmp_path}', '--run-dir', '{tmp_path}/run']))"
+    )
+    hidden = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_ACCESS", "AWS_SECRET"))}
+    hidden["HOME"] = str(tmp_path)
+    answer = subprocess.run([sys.executable, "-c", script], env=hidden, capture_output=True, text=True, timeout=300)
+    last = answer.stderr.splitlines()[-1]
+    assert (answer.returncode, last.startswith("jaxtrain: data.path s3://bucket/rows")) == (3, True)
+    assert "credentials" in last
