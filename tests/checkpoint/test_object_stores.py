@@ -92,9 +92,7 @@ def test_the_rules_keep_what_they_keep_on_a_disk(store, tmp_path):
 # Every kind of object of a step, and what becomes of it.
 DAMAGE = {
     "record gone": ("jaxtrain/metadata", None),
-    "record of other text": ("jaxtrain/metadata", b"{}"),
     "manifest gone": ("state/manifest.ocdbt", None),
-    "manifest cut off": ("state/manifest.ocdbt", b"\x0c\xdb\x3a"),
     "arrays gone": ("state/d/", None),
     "arrays of other bytes": ("state/d/", b"\x00" * 50),
     "arrays of a process gone": ("state/ocdbt.process_0/d/", None),
@@ -127,7 +125,7 @@ def test_a_damaged_step_is_passed_over(store, start, content):
 
 
 @needs_stores
-@pytest.mark.parametrize("requests", [1, 2, 6, 14, 20, 28], ids=lambda count: f"after {count} requests")
+@pytest.mark.parametrize("requests", [2, 14, 28], ids=lambda count: f"after {count} requests")
 def test_a_move_that_was_cut_off_is_finished(store, monkeypatch, requests):
     """A save that goes back moves a step of its number away; whatever request is the last one, no state is lost."""
     _, folder = store
