@@ -135,7 +135,7 @@ class Predictor:
             if inputs.ndim != 2:
                 raise DataError(f"predict takes rows {rows} of a table, not {list(inputs.shape)}; reshape them")
             return scaled_like(reading, inputs, label="the array")
-        if reading.get("kind") == "image_folder" and inputs.dtype == np.uint8 and inputs.shape[-1:] == (3,):
+        if reading.get("kind") in ("image_folder", "images") and inputs.dtype == np.uint8 and inputs.shape[-1:] == (3,):
             from jaxtrain.data.sources.images import normalized
 
             return normalized(inputs)

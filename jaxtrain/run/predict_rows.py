@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.data import ImageFolderData, LabelledTextData, TaggedTextData
+from jaxtrain.config.data import ImageFolderData, ImageRecordsData, LabelledTextData, TaggedTextData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data.archives import check_archive
 from jaxtrain.data.files import decode_utf8, require_file
@@ -92,7 +92,7 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
             target=getattr(data, "target", None),
         )
         return FileRows(columns)
-    if isinstance(data, ImageFolderData):
+    if isinstance(data, ImageFolderData | ImageRecordsData):
         files = _image_paths(path)
         return FileRows(centered_images(files, image_size=data.image_size), files=tuple(map(str, files)))
     if reader.images is not None:
