@@ -91,6 +91,11 @@ def is_complete(step: Place, *, item: str) -> bool:
     return not step.is_symlink() and (step / item).is_dir()
 
 
+def is_written(step: Place) -> bool:
+    """Whether the write of a step is done: on a disk it gets its name then, in a store its commit object."""
+    return (step / COMMIT_FILE).exists() if isinstance(step, RemotePath) else step.exists()
+
+
 def read_bytes(file: Place) -> bytes:
     """Return the content of a file."""
     return file.read_bytes()

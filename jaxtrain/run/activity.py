@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.errors import PreemptedError
 
 # The steps whose median stands for a usual one.
@@ -69,7 +69,7 @@ class Activity:
         self._clock = clock
         self.moment = Moment("start", 0, 0, clock())
         self.totals = Totals()
-        self.writing: tuple[Path, float] | None = None
+        self.writing: tuple[Place, float] | None = None
         self.failure: BaseException | None = None
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._settled: float | None = None
@@ -139,7 +139,7 @@ class Activity:
         """Take note of the steps that were done before this process."""
         self.moment = Moment(self.moment.phase, step, step, self._clock())
 
-    def writes(self, path: Path | None) -> None:
+    def writes(self, path: Place | None) -> None:
         """Take note of a checkpoint that is being written in the background; None: nothing is."""
         self.writing = None if path is None else (path, self._clock())
 

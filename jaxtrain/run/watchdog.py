@@ -10,10 +10,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from jaxtrain.checkpoint.places import Place, is_written
 from jaxtrain.config.watchdog import WatchdogConfig
 from jaxtrain.errors import PreemptedError, UserError
 from jaxtrain.run.activity import Activity
@@ -199,7 +200,7 @@ class Watchdog:
             path, began = self._activity.writing
             seconds = now - began - self._not_running_since(began)
             if seconds > self._config.save_seconds:
-                if _exists(path):
+                if _is_written(path):
                     self._activity.writes(None)
                     return
                 self._end_stalled(
@@ -274,10 +275,15 @@ def _limits(config: WatchdogConfig) -> Iterator[float]:
     yield from (config.data_seconds, config.evaluation_seconds, config.save_seconds, config.lost_seconds)
 
 
-def _exists(path: Path) -> bool:
-    """Whether a file is there; False where its file system does not answer."""
+def _is_written(step: Place) -> bool:
+    """Whether the write of a step is done; False where its file system or store does not answer."""
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(path.exists()), daemon=True)
+
+    def ask() -> None:
+        with suppress(OSError):
+            found.append(is_written(step))
+
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_STAT_SECONDS)
     return found == [True]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, places
+from jaxtrain.checkpoint import Checkpointer, places, remote
 from jaxtrain.checkpoint.remote import EXTRAS, RemotePath, reason_of
 from jaxtrain.checkpoint.where import NOTE, checkpoint_folder, configured_folder, write_note
 from jaxtrain.errors import CheckpointError, ConfigError
@@ -80,3 +80,20 @@ def test_what_a_client_raises_is_one_reason(error, said):
     _, reason = reason_of(RemotePath("s3://bucket/a"), error)
     assert said in reason
     assert "\n" not in reason
+
+
+def test_a_step_in_a_store_is_written_once_its_commit_object_is_there(monkeypatch):
+    step = RemotePath("gs://bucket/run/10")
+    there = {"bucket/run/10/record/record.json"}  # the folder of a step has its name from the start
+
+    class Client:
+        def info(self, name: str, refresh: bool) -> dict[str, str]:
+            if not any(one == name or one.startswith(f"{name}/") for one in there):
+                raise FileNotFoundError(name)
+            return {"name": name}
+
+    monkeypatch.setattr(remote, "_client", lambda scheme: Client())
+    assert step.exists()
+    assert not places.is_written(step)
+    there.add("bucket/run/10/commit_success.txt")
+    assert places.is_written(step)
