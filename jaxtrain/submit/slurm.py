@@ -76,7 +76,7 @@ def num_gpus(job: SlurmJob) -> int | None:
     """
     if job.gpus_per_node is None:
         return None
-    found = re.fullmatch(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})", job.gpus_per_node, re.ASCII)
+    found = re.fullmatch(r"(?:[\w.+-]+:)?([1-9]\d{0,3})", job.gpus_per_node, re.ASCII)
     if found is None:
         raise ConfigError(f"--gpus-per-node {job.gpus_per_node!r} is no number of GPUs; write 8, or with a type a100:8")
     return int(found[1])
@@ -97,6 +97,12 @@ def check_job(job: SlurmJob) -> None:
             check_text(word, option=option)
             if not word.startswith("-"):
                 raise ConfigError(f"{option} {word!r} is no option; write it whole, as in {option}=--exclusive")
+    for word in job.sbatch_options:
+        if re.match(r"--array\b|-a(?!-)", word):
+            raise ConfigError(
+                f"--sbatch {word}: all jobs of an array would train in one run directory; submit one job per run, each "
+                "with a --run-dir of its own"
+            )
     if job.mem is not None and re.fullmatch(r"\d{1,12}[KMGT]?", job.mem, re.ASCII) is None:
         raise ConfigError(f"--mem {job.mem!r} is no size of memory; write 64G, or 0 for all of a node's")
     gpus = num_gpus(job)
@@ -189,6 +195,8 @@ def _setup(job: SlurmJob) -> list[str]:
     for text in job.setup:
         # On a line of its own, since the text may end with a comment.
         lines += ["", text, 'code=$?; [ "$code" -eq 0 ] || { echo "jaxtrain: --setup failed" >&2; exit "$code"; }']
+    if lines:
+        lines.append("set +e  # where a line above set -e: what srun returns decides below")
     return lines
 
 

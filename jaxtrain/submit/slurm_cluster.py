@@ -45,7 +45,8 @@ def ask_cluster() -> list[Nodes] | str:
     """
     if shutil.which("sinfo") is None:
         return "no sinfo on PATH"
-    command = ["sinfo", "--noheader", "--exact", "--Node", "--format=%P|%l|%s|%c|%G|%N"]
+    # All: jobs may go to partitions that an administrator keeps out of the usual list.
+    command = ["sinfo", "--noheader", "--exact", "--all", "--Node", "--format=%P|%l|%s|%c|%G|%N"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -82,9 +83,9 @@ def _number(text: str) -> int:
 
 
 def _gpus(resources: str) -> dict[str, int]:
-    """GPUs by type in a list of generic resources: `gpu:a100:8(S:0-1),nvme:1` has 8 of a100."""
+    """GPUs by type in a list of generic resources: `gpu:2080ti:8(S:0-1),nvme:1` has 8 of 2080ti."""
     found: dict[str, int] = {}
-    for kind, count in re.findall(r"(?:^|,)gpu(?::([A-Za-z][\w.-]*))?:(\d+)", resources):
+    for kind, count in re.findall(r"(?:^|,)gpu(?::([\w.+-]+))?:(\d+)(?=[(,]|$)", resources):
         found[kind] = found.get(kind, 0) + int(count)
     return found
 
