@@ -92,7 +92,9 @@ def check_memory(text: str) -> str:
     Raises:
         ConfigError: It is none that Kubernetes takes.
     """
-    if not _QUANTITY.fullmatch(text) or not float(re.sub(r"[A-Za-z]+", "", text)):
+    number = re.sub(r"[A-Za-z]+", "", text)
+    # Less than a MiB is a unit that was forgotten.
+    if not _QUANTITY.fullmatch(text) or not float(number) or (number == text and float(text) < 2**20):
         raise ConfigError(refusal("--memory", "a number of bytes above 0 with a unit", text, "--memory 64Gi"))
     return text
 
