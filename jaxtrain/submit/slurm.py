@@ -128,6 +128,11 @@ def check_job(job: SlurmJob) -> None:
                 f"--time {job.time} is {limit} s, and the processes are told to save {job.warning_seconds} s before it "
                 "ends (--warning-seconds); ask for more time"
             )
+    if "\\" in str(job.output):
+        raise ConfigError(
+            f"--output {job.output}: Slurm takes a backslash out of the path, and replaces no %j in it; name a file "
+            "in a folder without one"
+        )
     parent = job.output.parent
     if "%" not in str(parent) and not parent.is_dir():
         raise ConfigError(f"--output {job.output}: there is no folder {parent}, and Slurm makes none; make it first")
@@ -167,14 +172,19 @@ def _head(job: SlurmJob, written_by: str) -> list[str]:
     return [
         "#!/bin/bash",
         f"# Written by: {' '.join(written_by.split())}",
-        *(f"#SBATCH {shlex.quote(f'{name}={value}')}" for name, value in asked.items() if value is not None),
-        *(f"#SBATCH {shlex.quote(option)}" for option in job.sbatch_options),
+        *(f"#SBATCH {_option(f'{name}={value}')}" for name, value in asked.items() if value is not None),
+        *(f"#SBATCH {_option(option)}" for option in job.sbatch_options),
         f"# The processes get {warning}: they save, and end with 75.",
         f"#SBATCH --signal={job.signal}@{job.warning_seconds}",
         "# The job starts again under the same number after the loss of a node, and adds to the same output.",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
     ]
+
+
+def _option(text: str) -> str:
+    """Quotes an option for sbatch, which reads quotes as a shell does, and a backslash inside of them as well."""
+    return shlex.quote(text.replace("\\", "\\\\"))
 
 
 def _start(job: SlurmJob) -> list[str]:

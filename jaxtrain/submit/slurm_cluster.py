@@ -1,5 +1,6 @@
 """What Slurm says of its cluster, asked through its own commands where they are. No jax here."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -175,7 +176,9 @@ def submit_script(script: str) -> str:
             "without --run and submit what it prints"
         )
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=_SECONDS, env=_environment()
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"sbatch did not answer within {_SECONDS} s; look with squeue whether the job is there"
@@ -185,6 +188,19 @@ def submit_script(script: str) -> str:
     if done.returncode:
         raise ConfigError(f"Slurm refused the job: {last_line(done.stderr) or f'exit code {done.returncode}'}")
     return done.stdout.strip().partition(";")[0]
+
+
+def _environment() -> dict[str, str]:
+    """The environment that a job gets: where this process is in a job itself, without what describes that one.
+
+    Slurm leaves what it does not set: a job at its first start would have the number of restarts of the other.
+    """
+    inside = "SLURM_JOB_ID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not (inside and name.startswith("SLURM_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
+    }
 
 
 def last_line(text: str) -> str:
