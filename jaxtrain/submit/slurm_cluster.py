@@ -102,12 +102,14 @@ def check_fits(job: SlurmJob, nodes: Sequence[Nodes]) -> None:
         ConfigError: the partition does not exist, or has not such nodes, or not so many, or less time.
     """
     names = sorted({one.partition for one in nodes})
-    if job.partition is None:
+    # The site or the user may have set a default of their own.
+    partition = job.partition or os.environ.get("SBATCH_PARTITION")
+    if partition is None:
         wanted = sorted({one.partition for one in nodes if one.is_default})
         if not wanted:
             raise ConfigError(f"this cluster has no default partition; add --partition with one of {', '.join(names)}")
     else:
-        wanted = job.partition.split(",")
+        wanted = partition.split(",")
         for name in wanted:
             if name not in names:
                 raise ConfigError(
@@ -177,7 +179,12 @@ def submit_script(script: str) -> str:
         )
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=_SECONDS, env=_environment()
+            ["sbatch", "--parsable"],
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            env=_environment(script),
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
@@ -190,17 +197,27 @@ def submit_script(script: str) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def _environment() -> dict[str, str]:
-    """The environment that a job gets: where this process is in a job itself, without what describes that one.
+def _environment(script: str) -> dict[str, str]:
+    """The environment for sbatch, and so of the job, without what would stand above the script.
 
-    Slurm leaves what it does not set: a job at its first start would have the number of restarts of the other.
+    Slurm leaves variables that it does not set: a job that another one submits would have its number of restarts. Of
+    the variables of sbatch, which it puts above the lines of a script, those of options that the script sets are left
+    out.
     """
     inside = "SLURM_JOB_ID" in os.environ
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not (inside and name.startswith("SLURM_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
-    }
+
+    def stays(name: str) -> bool:
+        if name.startswith("SBATCH_"):
+            return re.search(rf"^#SBATCH '?{_option_of(name)}\b", script, re.MULTILINE) is None
+        return not (inside and name.startswith("SLURM_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
+
+    return {name: value for name, value in os.environ.items() if stays(name)}
+
+
+def _option_of(variable: str) -> str:
+    """The option of a variable of sbatch: --partition of SBATCH_PARTITION."""
+    others = {"SBATCH_TIMELIMIT": "--time", "SBATCH_NO_REQUEUE": "--requeue", "SBATCH_MEM_PER_NODE": "--mem"}
+    return others.get(variable) or re.escape("--" + variable.removeprefix("SBATCH_").lower().replace("_", "-"))
 
 
 def last_line(text: str) -> str:

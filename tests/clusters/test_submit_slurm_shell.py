@@ -49,3 +49,17 @@ def test_sbatch_reads_a_backslash_as_one(cli, commands):
     text = cli("submit", "slurm", "quickstart", "--job-name", "a\\b").out
     assert "#SBATCH '--job-name=a\\\\b'\n" in text
     assert "/a-b-%j.out\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [((), ["PARTITION", "TIMELIMIT"]), (("--partition", "big"), ["TIMELIMIT"]), (("--time", "1-0"), ["PARTITION"])],
+    ids=["neither", "partition", "time"],
+)
+def test_options_that_were_typed_stand_above_variables_of_sbatch(cli, commands, monkeypatch, tmp_path, options, left):
+    commands("sinfo", 'echo "big|infinite|1-infinite|8|(null)|b1"')
+    commands("sbatch", f'IFS= read -r -d "" text; declare -x > {tmp_path}/environment; echo 23')
+    for name, value in {"PARTITION": "big", "TIMELIMIT": "5", "NO_REQUEUE": "1", "OPEN_MODE": "truncate"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    assert cli("submit", "slurm", "quickstart", *options, "--run").out == "23\n"
+    assert re.findall(r"declare -x SBATCH_(\w+)", (tmp_path / "environment").read_text()) == left
