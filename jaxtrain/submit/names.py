@@ -11,7 +11,8 @@ _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?")
 _CPUS = re.compile(r"[0-9]+(\.[0-9]+|m)?")
 # As container runtimes read a reference: [host[:port]/]path[:tag][@digest].
 _IMAGE = re.compile(
-    r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:[\w][\w.-]{0,127})?"
+    r"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?|[a-z0-9]+([._-]+[a-z0-9]+)*)"
+    r"(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:[\w][\w.-]{0,127})?"
     r"(@sha256:[0-9a-f]{64})?"
 )
 _MOST_LABEL, _MOST_SUBDOMAIN = 63, 253

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from jaxtrain.submit.names import as_name, moving_image
+from jaxtrain.submit.names import as_name, check_image, moving_image
 from jaxtrain.submit.tpu_slices import KINDS, tpu_slice
 
 IMAGE = ("--image", "example.com/jaxtrain:0.1.0")
@@ -295,6 +295,11 @@ def test_what_would_be_lost_is_said(cli, words, note):
 )
 def test_images_that_may_change(image, moves):
     assert moving_image(image) is moves
+
+
+@pytest.mark.parametrize("image", ["my_image", "my_team/jaxtrain:1", "a:5000/b_c:1", "my__image:1@sha256:" + "0" * 64])
+def test_images_with_underscores(image):
+    assert check_image(image) == image
 
 
 @pytest.mark.parametrize(
