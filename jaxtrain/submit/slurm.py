@@ -133,6 +133,8 @@ def check_job(job: SlurmJob) -> None:
             f"--output {job.output}: Slurm takes a backslash out of the path, and replaces no %j in it; name a file "
             "in a folder without one"
         )
+    if job.output.is_dir():
+        raise ConfigError(f"--output {job.output} is a folder; name a file in it, as in {job.output / '%j.out'}")
     parent = job.output.parent
     if "%" not in str(parent) and not parent.is_dir():
         raise ConfigError(f"--output {job.output}: there is no folder {parent}, and Slurm makes none; make it first")

@@ -129,6 +129,7 @@ WRONG = {
         "--sbatch=--array=0-3",
         "--sbatch --array=0-3: all jobs of an array would train in one run directory; submit one job per run, each",
     ),
+    "a folder as output": ("--output .", "--output {work} is a folder; name a file in it, as in {work}/%j.out"),
     "a backslash in the output": ("--output a\\b.out", "--output {work}/a\\b.out: Slurm takes a backslash out of"),
     "output": (
         "--output logs/%j.out",
