@@ -98,14 +98,18 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     if "--" in here:
         here, words = here[: here.index("--")], here[here.index("--") + 1 :]
     arguments = parser.parse_args(here)
-    if not words or "--run-dir" not in words:
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--run-dir=") else [word])]
+    if "--run-dir" not in words[:-1]:
         parser.error("after '--' stand CONFIG, key=value settings and --run-dir DIR, as for jaxtrain train")
     from jaxtrain.config import load_config
+    from jaxtrain.config.shipped import is_shipped
 
     load_config(words[0], overrides=[word for word in words[1:] if "=" in word and not word.startswith("-")])
     place = words.index("--run-dir") + 1
     # Workers have a working directory of their own.
-    words[place:] = [os.path.abspath(words[place]), *words[place + 1 :]]
+    words[place] = os.path.abspath(words[place])
+    if not is_shipped(words[0]):
+        words[0] = os.path.abspath(words[0])
     return arguments, words
 
 

@@ -141,7 +141,7 @@ def _job(arguments: argparse.Namespace, *, name: str, folder: Path) -> SlurmJob:
     name = arguments.job_name or name
     # A folder's own % would be read as a pattern.
     literal = str(folder).replace("%", "%%")
-    output = arguments.output or f"{name.replace('/', '-').replace('%', '%%')}-%j.out"
+    output = arguments.output or "".join("-" if one in "/\\" else one for one in name).replace("%", "%%") + "-%j.out"
     return SlurmJob(
         name=name,
         folder=folder,

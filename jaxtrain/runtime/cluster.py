@@ -38,6 +38,11 @@ def environment_number(name: str) -> int | None:
     return int(text)
 
 
+def in_pod() -> bool:
+    """Whether this process runs in a pod of Kubernetes."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 def detect_cluster() -> Cluster | None:
     """The cluster that the environment describes, or None for a single process.
 
@@ -87,7 +92,7 @@ def detect_cluster() -> Cluster | None:
     workers = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or _tpu_vm_workers()
     if "," in workers or (environment_number("MEGASCALE_NUM_SLICES") or 1) > 1:
         return Cluster("TPU slice")
-    if "KUBERNETES_SERVICE_HOST" in os.environ and os.environ.get("JOB_COMPLETION_INDEX"):
+    if in_pod() and os.environ.get("JOB_COMPLETION_INDEX"):
         if importlib.util.find_spec("kubernetes") is None:
             raise ConfigError(
                 "this is a pod of an indexed Kubernetes Job (JOB_COMPLETION_INDEX), and finding the others takes a "

@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 from jaxtrain.config.arguments import check_number, check_whole, refusal
 from jaxtrain.errors import ConfigError, UserError
-from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
+from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number, in_pod
 from jaxtrain.runtime.compilation_cache import use_cache
 from jaxtrain.runtime.heartbeats import LOST
 from jaxtrain.runtime.node_devices import local_device_ids
@@ -28,6 +29,14 @@ _ABORT_MARGIN_SECONDS = 60
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
 # CUDA's context need a few GiB. XLA_PYTHON_CLIENT_MEM_FRACTION, where it is set, says otherwise.
 GPU_MEMORY_FRACTION = 0.92
+# What Kubernetes answers where a right is missing: it would at every start.
+_REFUSED = re.compile(r"\b40[13]\b")
+
+
+class NotMetError(UserError):
+    """Pods of a job did not meet, which a later start may bring (exit code 70, at which they are started again)."""
+
+    exit_code = LOST
 
 
 def start(
@@ -38,7 +47,8 @@ def start(
     Call it at the top of a script of your own, before anything uses a device. `run_config` calls it by itself. A second
     call with the same number of devices does nothing.
 
-    If other processes do not join in time, this process ends with one line and exit code 2, before jax would abort it.
+    If other processes do not join in time, this process ends with one line and exit code 2, before jax would abort it;
+    in a pod of Kubernetes with 70, after which the pods are started again.
 
     Args:
         emulate: pretend to have this many CPU devices (in each process); None: the real devices.
@@ -96,6 +106,8 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     import jax
 
     timeout = environment_number("JAXTRAIN_JOIN_TIMEOUT_SECONDS") or 300
+    # There the code of a mistake ends the job for good, and a node that comes late is none.
+    started_again = cluster.coordinator is None and in_pod()
 
     def failure(reason: str, waited: str = "") -> str:
         check = "all processes started, and the address"
@@ -110,7 +122,7 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
         count = f"the {cluster.num_processes}" if cluster.num_processes else "its"
         line = failure(f"{count} processes did not meet{where}", f" within {timeout} s")
         print_remark(f"jaxtrain: {line}")
-        os._exit(ConfigError.exit_code)
+        os._exit(LOST if started_again else ConfigError.exit_code)
 
     timer = threading.Timer(timeout, give_up)
     timer.daemon = True
@@ -140,7 +152,10 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
                 **limits,
             )
     except Exception as error:
-        raise ConfigError(failure((str(error).splitlines() or [type(error).__name__])[0][:200])) from error
+        line = failure((str(error).splitlines() or [type(error).__name__])[0][:200])
+        if started_again and _REFUSED.search(line) is None:
+            raise NotMetError(line) from error
+        raise ConfigError(line) from error
     finally:
         timer.cancel()
 

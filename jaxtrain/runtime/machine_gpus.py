@@ -1,5 +1,6 @@
 """The NVIDIA GPUs of this machine, and an equal share of them for each of several processes. No jax here."""
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -24,8 +25,8 @@ def visible_gpus() -> list[str] | None:
     listed = os.environ.get(VISIBLE)
     if listed is not None:
         names = [name.strip() for name in listed.split(",")]
-        # CUDA reads a list up to the first entry that names no device.
-        return names[: next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))]
+        # CUDA reads a list up to the first entry that names no device, such as -1 or Slurm's NoDevFiles.
+        return list(itertools.takewhile(re.compile(r"\d+$|GPU-|MIG-").match, names))
     if not _DRIVER.is_dir():
         return []
     files = [path for path in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]

@@ -1,11 +1,15 @@
 """Manifests as text, and the program that gives them to a cluster. No jax here."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.submit.kubernetes import KubernetesRun, Manifest
+
+# Kubernetes reads more texts as numbers and truths than PyYAML quotes: 1e3, 08, y.
+_READ_OTHERWISE = re.compile(r"[-+]?\.?\d[\w.+-]*|[yYnN]")
 
 
 class ClusterError(UserError):
@@ -35,13 +39,16 @@ def manifests_text(manifests: Sequence[Manifest], *, header: Sequence[str]) -> s
 
     def text(writer: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         style = "|" if "\n" in value and value.isascii() and value.replace("\n", "").isprintable() else None
+        if _READ_OTHERWISE.fullmatch(value):
+            style = "'"
         return writer.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Writer.add_representer(str, text)
     body = yaml.dump_all(
         manifests, Dumper=Writer, sort_keys=False, width=10_000, explicit_start=True, allow_unicode=True
     )
-    return "".join(f"# {line}\n" for line in header) + body
+    # A setting of several lines is no reason to leave the comment.
+    return "".join(f"# {' '.join(line.splitlines())}\n" for line in header) + body
 
 
 def apply_manifests(text: str, run: KubernetesRun) -> None:

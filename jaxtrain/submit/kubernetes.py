@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.config.arguments import refusal
-from jaxtrain.config.secrets import names_secret
+from jaxtrain.config.secrets import names_secret, redacted_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.submit import names
 from jaxtrain.submit.tpu_slices import TpuSlice
@@ -120,7 +120,7 @@ def parse_environment(texts: Iterable[str]) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(refusal("--env", "NAME=VALUE", text.partition("=")[0], "--env NCCL_DEBUG=WARN"))
-        if names_secret(name):
+        if names_secret(name) or redacted_text(value) != value:
             raise ConfigError(
                 f"--env {name}: a manifest shows its values to all who may read it; put {name} into a Secret of the "
                 "cluster and write --secret NAME-OF-THE-SECRET"

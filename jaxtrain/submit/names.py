@@ -11,7 +11,8 @@ _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?")
 _CPUS = re.compile(r"[0-9]+(\.[0-9]+|m)?")
 # As container runtimes read a reference: [host[:port]/]path[:tag][@digest].
 _IMAGE = re.compile(
-    r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:[\w][\w.-]{0,127})?"
+    r"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?|[a-z0-9]+([._-]+[a-z0-9]+)*)"
+    r"(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:[\w][\w.-]{0,127})?"
     r"(@sha256:[0-9a-f]{64})?"
 )
 _MOST_LABEL, _MOST_SUBDOMAIN = 63, 253
@@ -92,7 +93,9 @@ def check_memory(text: str) -> str:
     Raises:
         ConfigError: It is none that Kubernetes takes.
     """
-    if not _QUANTITY.fullmatch(text) or not float(re.sub(r"[A-Za-z]+", "", text)):
+    number = re.sub(r"[A-Za-z]+", "", text)
+    # Less than a MiB is a unit that was forgotten.
+    if not _QUANTITY.fullmatch(text) or not float(number) or (number == text and float(text) < 2**20):
         raise ConfigError(refusal("--memory", "a number of bytes above 0 with a unit", text, "--memory 64Gi"))
     return text
 

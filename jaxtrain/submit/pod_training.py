@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxtrain.config import Loaded, find_config, load_config
-from jaxtrain.config.secrets import redacted, redacted_keys, redacted_words
+from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
 from jaxtrain.config.shipped import is_shipped
+from jaxtrain.config.yaml_file import read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
+from jaxtrain.run.folder import run_folder
 from jaxtrain.submit.kubernetes import CONFIG_FOLDER, check_config_file
 
 
@@ -46,21 +49,30 @@ def pod_training(config: str, overrides: Sequence[str], *, run_dir: str | None, 
             f"CONFIG {config} is the directory of a run on this machine, which the pods do not have; name a shipped "
             "config or a YAML file, and the directory of the run in the pods with --run-dir"
         )
+    path = None if is_shipped(config) else find_config(config)
     secret = next(iter(redacted_keys(redacted(loaded.config.model_dump(mode="json")))), None)
     if secret is None and redacted_words(list(overrides)) != list(overrides):
         secret = "the command line"
+    # The pods get the whole file: with its comments, and with what the command line replaces.
+    if secret is None and path is not None and _holds_secret(path):
+        secret = config
     if secret is not None:
         raise ConfigError(
             f"{secret} holds a secret, which a manifest would show; put it into a Secret of the cluster, write "
             "--secret with its name, and read it from the environment"
         )
     place, file = config, None
-    if not is_shipped(config):
-        path = find_config(config)
+    if path is not None:
         file = check_config_file(path.name, path.read_text(encoding="utf-8"))
         place = f"{CONFIG_FOLDER}/{file[0]}"
+    run_folder(run_dir, loaded.name)
     directory = run_dir or f"{folder or 'runs'}/{loaded.name}"
     return PodTraining(("train", place, *overrides, "--run-dir", directory), loaded, directory, file)
+
+
+def _holds_secret(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return redacted_text(text) != text or bool(redacted_keys(redacted(read_yaml(path)[0])))
 
 
 def num_devices_fit(loaded: Loaded, num_devices: int) -> None:

@@ -1,5 +1,7 @@
 """The pods of a training on Kubernetes: one per host, all alike. No jax here."""
 
+import re
+
 from jaxtrain.errors import ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.submit.kubernetes import CONFIG_FOLDER, KubernetesRun, Manifest
 
@@ -100,8 +102,7 @@ def _container(run: KubernetesRun) -> Manifest:
         "name": CONTAINER,
         "image": run.image,
         "command": ["jaxtrain"],
-        # Kubernetes replaces $(NAME) in arguments; two dollars stand for one.
-        "args": [word.replace("$(", "$$(") for word in run.words],
+        "args": [_literal(word) for word in run.words],
         "env": _environment(run),
     }
     if run.secrets:
@@ -122,9 +123,13 @@ def _environment(run: KubernetesRun) -> list[Manifest]:
     values = {"JAX_PLATFORMS": platforms, "PYTHONUNBUFFERED": "1"}
     if run.hosts > 1:
         values["JAXTRAIN_JOIN_TIMEOUT_SECONDS"] = str(JOIN_SECONDS)
-    return [
-        {"name": name, "value": value.replace("$(", "$$(")} for name, value in {**values, **run.environment}.items()
-    ]
+    return [{"name": name, "value": _literal(value)} for name, value in {**values, **run.environment}.items()]
+
+
+def _literal(text: str) -> str:
+    """Returns what Kubernetes reads as this text."""
+    # It replaces $(NAME), makes one dollar of two, and takes the byte after any other dollar for a character.
+    return re.sub(r"\$(?=[$(]|[^\x00-\x7f])", "$$", text)
 
 
 def _resources(run: KubernetesRun) -> Manifest:

@@ -76,7 +76,7 @@ def num_gpus(job: SlurmJob) -> int | None:
     """
     if job.gpus_per_node is None:
         return None
-    found = re.fullmatch(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})", job.gpus_per_node, re.ASCII)
+    found = re.fullmatch(r"(?:[\w.+-]+:)?([1-9]\d{0,3})", job.gpus_per_node, re.ASCII)
     if found is None:
         raise ConfigError(f"--gpus-per-node {job.gpus_per_node!r} is no number of GPUs; write 8, or with a type a100:8")
     return int(found[1])
@@ -97,6 +97,12 @@ def check_job(job: SlurmJob) -> None:
             check_text(word, option=option)
             if not word.startswith("-"):
                 raise ConfigError(f"{option} {word!r} is no option; write it whole, as in {option}=--exclusive")
+    for word in job.sbatch_options:
+        if re.match(r"--array\b|-a(?!-)", word):
+            raise ConfigError(
+                f"--sbatch {word}: all jobs of an array would train in one run directory; submit one job per run, each "
+                "with a --run-dir of its own"
+            )
     if job.mem is not None and re.fullmatch(r"\d{1,12}[KMGT]?", job.mem, re.ASCII) is None:
         raise ConfigError(f"--mem {job.mem!r} is no size of memory; write 64G, or 0 for all of a node's")
     gpus = num_gpus(job)
@@ -122,6 +128,13 @@ def check_job(job: SlurmJob) -> None:
                 f"--time {job.time} is {limit} s, and the processes are told to save {job.warning_seconds} s before it "
                 "ends (--warning-seconds); ask for more time"
             )
+    if "\\" in str(job.output):
+        raise ConfigError(
+            f"--output {job.output}: Slurm takes a backslash out of the path, and replaces no %j in it; name a file "
+            "in a folder without one"
+        )
+    if job.output.is_dir():
+        raise ConfigError(f"--output {job.output} is a folder; name a file in it, as in {job.output / '%j.out'}")
     parent = job.output.parent
     if "%" not in str(parent) and not parent.is_dir():
         raise ConfigError(f"--output {job.output}: there is no folder {parent}, and Slurm makes none; make it first")
@@ -161,14 +174,19 @@ def _head(job: SlurmJob, written_by: str) -> list[str]:
     return [
         "#!/bin/bash",
         f"# Written by: {' '.join(written_by.split())}",
-        *(f"#SBATCH {shlex.quote(f'{name}={value}')}" for name, value in asked.items() if value is not None),
-        *(f"#SBATCH {shlex.quote(option)}" for option in job.sbatch_options),
+        *(f"#SBATCH {_option(f'{name}={value}')}" for name, value in asked.items() if value is not None),
+        *(f"#SBATCH {_option(option)}" for option in job.sbatch_options),
         f"# The processes get {warning}: they save, and end with 75.",
         f"#SBATCH --signal={job.signal}@{job.warning_seconds}",
         "# The job starts again under the same number after the loss of a node, and adds to the same output.",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
     ]
+
+
+def _option(text: str) -> str:
+    """Quotes an option for sbatch, which reads quotes as a shell does, and a backslash inside of them as well."""
+    return shlex.quote(text.replace("\\", "\\\\"))
 
 
 def _start(job: SlurmJob) -> list[str]:
@@ -189,6 +207,8 @@ def _setup(job: SlurmJob) -> list[str]:
     for text in job.setup:
         # On a line of its own, since the text may end with a comment.
         lines += ["", text, 'code=$?; [ "$code" -eq 0 ] || { echo "jaxtrain: --setup failed" >&2; exit "$code"; }']
+    if lines:
+        lines.append("set +e  # where a line above set -e: what srun returns decides below")
     return lines
 
 

@@ -1,5 +1,6 @@
 """What Slurm says of its cluster, asked through its own commands where they are. No jax here."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -45,7 +46,8 @@ def ask_cluster() -> list[Nodes] | str:
     """
     if shutil.which("sinfo") is None:
         return "no sinfo on PATH"
-    command = ["sinfo", "--noheader", "--exact", "--Node", "--format=%P|%l|%s|%c|%G|%N"]
+    # All: jobs may go to partitions that an administrator keeps out of the usual list.
+    command = ["sinfo", "--noheader", "--exact", "--all", "--Node", "--format=%P|%l|%s|%c|%G|%N"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -82,9 +84,9 @@ def _number(text: str) -> int:
 
 
 def _gpus(resources: str) -> dict[str, int]:
-    """GPUs by type in a list of generic resources: `gpu:a100:8(S:0-1),nvme:1` has 8 of a100."""
+    """GPUs by type in a list of generic resources: `gpu:2080ti:8(S:0-1),nvme:1` has 8 of 2080ti."""
     found: dict[str, int] = {}
-    for kind, count in re.findall(r"(?:^|,)gpu(?::([A-Za-z][\w.-]*))?:(\d+)", resources):
+    for kind, count in re.findall(r"(?:^|,)gpu(?::([\w.+-]+))?:(\d+)(?=[(,]|$)", resources):
         found[kind] = found.get(kind, 0) + int(count)
     return found
 
@@ -100,12 +102,14 @@ def check_fits(job: SlurmJob, nodes: Sequence[Nodes]) -> None:
         ConfigError: the partition does not exist, or has not such nodes, or not so many, or less time.
     """
     names = sorted({one.partition for one in nodes})
-    if job.partition is None:
+    # The site or the user may have set a default of their own.
+    partition = job.partition or os.environ.get("SBATCH_PARTITION")
+    if partition is None:
         wanted = sorted({one.partition for one in nodes if one.is_default})
         if not wanted:
             raise ConfigError(f"this cluster has no default partition; add --partition with one of {', '.join(names)}")
     else:
-        wanted = job.partition.split(",")
+        wanted = partition.split(",")
         for name in wanted:
             if name not in names:
                 raise ConfigError(
@@ -174,7 +178,14 @@ def submit_script(script: str) -> str:
             "without --run and submit what it prints"
         )
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            env=_environment(script),
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"sbatch did not answer within {_SECONDS} s; look with squeue whether the job is there"
@@ -184,6 +195,29 @@ def submit_script(script: str) -> str:
     if done.returncode:
         raise ConfigError(f"Slurm refused the job: {last_line(done.stderr) or f'exit code {done.returncode}'}")
     return done.stdout.strip().partition(";")[0]
+
+
+def _environment(script: str) -> dict[str, str]:
+    """The environment for sbatch, and so of the job, without what would stand above the script.
+
+    Slurm leaves variables that it does not set: a job that another one submits would have its number of restarts. Of
+    the variables of sbatch, which it puts above the lines of a script, those of options that the script sets are left
+    out.
+    """
+    inside = "SLURM_JOB_ID" in os.environ
+
+    def stays(name: str) -> bool:
+        if name.startswith("SBATCH_"):
+            return re.search(rf"^#SBATCH '?{_option_of(name)}\b", script, re.MULTILINE) is None
+        return not (inside and name.startswith("SLURM_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
+
+    return {name: value for name, value in os.environ.items() if stays(name)}
+
+
+def _option_of(variable: str) -> str:
+    """The option of a variable of sbatch: --partition of SBATCH_PARTITION."""
+    others = {"SBATCH_TIMELIMIT": "--time", "SBATCH_NO_REQUEUE": "--requeue", "SBATCH_MEM_PER_NODE": "--mem"}
+    return others.get(variable) or re.escape("--" + variable.removeprefix("SBATCH_").lower().replace("_", "-"))
 
 
 def last_line(text: str) -> str:

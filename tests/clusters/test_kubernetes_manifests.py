@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from jaxtrain.submit.names import as_name, moving_image
+from jaxtrain.submit.names import as_name, check_image, moving_image
 from jaxtrain.submit.tpu_slices import KINDS, tpu_slice
 
 IMAGE = ("--image", "example.com/jaxtrain:0.1.0")
@@ -167,6 +167,40 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
 
 
+# Kubernetes reads YAML by other rules than PyYAML, and dollars in values and arguments by rules of its own.
+@pytest.mark.parametrize("value", ["1e3", "08", "y", "N", "-1E-5", ".5e3", "4x4"])
+def test_a_value_is_a_text_for_kubernetes_too(cli, value):
+    answer = cli("submit", "job", "quickstart", *COMMON, "--env", f"A={value}")
+    assert f"value: '{value}'\n" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [("a$$b", "a$$$b"), ("$$(X)", "$$$$(X)"), ("$(X) $X $", "$$(X) $X $"), ("$é", "$$é"), ("$$", "$$$")],
+)
+def test_dollars_are_dollars_in_the_pods(submit, text, written):
+    container = pod_of(submit("job", *COMMON, f"name={text}x", "--name", "a", "--env", f"A={text}"))["containers"][0]
+    assert {"name": "A", "value": written} in container["env"]
+
+
+def test_a_setting_of_several_lines_stays_in_the_comment(submit):
+    word = 'data.path="a\n\n  b: c"'
+    assert word in pod_of(submit("job", word, *COMMON))["containers"][0]["args"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("# token of Ann: hf_abcdefghijklmnopqrstuvwxyz\n", ()), ("data: {path: 'https://u:pw@h/x'}\n", ("data.path=x",))],
+    ids=["comment", "replaced by the command line"],
+)
+def test_a_secret_of_the_file_is_not_handed_to_the_cluster(cli, tmp_path, text, words):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"train: {{steps: 3}}\n{text}")
+    answer = cli("submit", "job", str(file), *words, *COMMON)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith(f"jaxtrain: {file} holds a secret, which a manifest would show")
+
+
 @pytest.mark.parametrize(
     ("words", "platforms"),
     [((), "cpu"), (("--gpus", "1"), "cuda,cpu"), (("--tpu", "v6e/1x1"), "tpu,cpu")],
@@ -210,6 +244,9 @@ REFUSED = {
     "grace": ((*COMMON, "--grace", "0"), "--grace: '0' is not a whole number of 1 or more"),
     "variable": ((*COMMON, "--env", "A B=1"), "--env takes NAME=VALUE"),
     "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "write --secret NAME-OF-THE-SECRET"),
+    "secret as a value": ((*COMMON, "--env", "PROXY=http://u:pw@host"), "write --secret NAME-OF-THE-SECRET"),
+    "run directory in a store": ((*IMAGE, "--run-dir", "gs://bucket/run"), "is not a path on this machine"),
+    "memory without a unit": ((*COMMON, "--memory", "64"), "not '64'; write --memory 64Gi"),
     "secret in a setting": ((*COMMON, "data.path=https://u:pw@host/x"), "the cluster, write --secret with its name"),
     "unknown key": ((*COMMON, "train.step=5"), "did you mean 'train.steps'?"),
     "degrees": ((*COMMON, "--hosts", "2", "--gpus", "8", "parallel.tensor=3"), "does not divide the number of devices"),
@@ -258,6 +295,11 @@ def test_what_would_be_lost_is_said(cli, words, note):
 )
 def test_images_that_may_change(image, moves):
     assert moving_image(image) is moves
+
+
+@pytest.mark.parametrize("image", ["my_image", "my_team/jaxtrain:1", "a:5000/b_c:1", "my__image:1@sha256:" + "0" * 64])
+def test_images_with_underscores(image):
+    assert check_image(image) == image
 
 
 @pytest.mark.parametrize(

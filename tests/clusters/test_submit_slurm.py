@@ -24,6 +24,8 @@ big|infinite|1-2|64|gpu:a100:8|a1
 big|infinite|1-2|64|gpu:a100:8|a2
 big|infinite|1-2|128|gpu:h100:4,gpu:h200:4|h1
 cpu|30:00|1-infinite|8|(null)|c1
+old|infinite|1-infinite|32|gpu:2080ti:8(S:0,1),nvme:1|o1
+old|infinite|1-infinite|32|gpu:3090:4|o2
 """
 
 
@@ -51,7 +53,10 @@ def sinfo(commands, tmp_path):
 
 # id: (options, the line that it gives); the first lines are about the cluster of `sinfo`
 WRONG = {
-    "partition": ("--partition gpu", "--partition gpu: this cluster has no such partition; sinfo lists big, cpu, main"),
+    "partition": (
+        "--partition gpu",
+        "--partition gpu: this cluster has no such partition; sinfo lists big, cpu, main, old",
+    ),
     "nodes": ("--nodes 3", "--nodes 3: partition main has 2 nodes; ask for fewer, or another --partition"),
     "nodes of a job": ("--nodes 3 --partition big", "--nodes 3: a job of partition big gets at most 2; ask for fewer"),
     "time of the partition": (
@@ -67,6 +72,14 @@ WRONG = {
         "--gpus-per-node h100:8 --partition big",
         "--gpus-per-node h100:8: of the 3 nodes of partition big 0 have so many (the most is 4); ask "
         "for fewer, or another --partition",
+    ),
+    "type of GPU that begins with a digit": (
+        "--gpus-per-node 3090:8 --partition old",
+        "--gpus-per-node 3090:8: of the 2 nodes of partition old 0 have so many (the most is 4); ask for fewer, or",
+    ),
+    "GPUs where the type is a number": (
+        "--gpus-per-node 8 --nodes 2 --partition old",
+        "--gpus-per-node 8: of the 2 nodes of partition old 1 have so many (the most is 8); ask for fewer, or",
     ),
     "cores": (
         "--cpus-per-task 16 --tasks-per-node 8",
@@ -112,6 +125,12 @@ WRONG = {
         "--partition '' is empty or holds a line break; write it on one line, or leave it",
     ),
     "an option of sbatch": ("--sbatch=x", "--sbatch 'x' is no option; write it whole, as in --sbatch=--exclusive"),
+    "an array": (
+        "--sbatch=--array=0-3",
+        "--sbatch --array=0-3: all jobs of an array would train in one run directory; submit one job per run, each",
+    ),
+    "a folder as output": ("--output .", "--output {work} is a folder; name a file in it, as in {work}/%j.out"),
+    "a backslash in the output": ("--output a\\b.out", "--output {work}/a\\b.out: Slurm takes a backslash out of"),
     "output": (
         "--output logs/%j.out",
         "--output {work}/logs/%j.out: there is no folder {work}/logs, and Slurm makes none",
@@ -172,7 +191,13 @@ def test_times_as_slurm_reads_them(text, seconds):
 
 @pytest.mark.parametrize(
     "options",
-    ["--nodes 2 --gpus-per-node a100:8", "--nodes 2 --partition big,cpu", "--partition cpu --time 30", "--time 1-0"],
+    [
+        "--nodes 2 --gpus-per-node a100:8",
+        "--gpus-per-node 2080ti:8 --partition old",
+        "--nodes 2 --partition big,cpu",
+        "--partition cpu --time 30",
+        "--time 1-0",
+    ],
 )
 def test_what_the_cluster_can_run(cli, sinfo, options):
     assert cli("submit", "slurm", "quickstart", *options.split()).code == 0

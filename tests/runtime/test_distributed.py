@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import Cluster, detect_cluster
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.distributed import start
@@ -275,6 +276,46 @@ def test_a_cluster_that_is_refused_at_once_was_not_waited_for(environment, monke
     monkeypatch.setattr("jax.distributed.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=r"^could not join the cluster found through Slurm: coordinator_address sho"):
         start(compilation_cache=None)
+
+
+# id: (what jax says, exit code)
+NOT_MET = {
+    "an address that comes late": ("Retry failed with all attempts exhausted", 70),
+    "no right to read pods": ("Kubernetes API Error: 403 - Forbidden", 2),
+    "a token that is refused": ("Kubernetes API Error: 401 - Unauthorized", 2),
+    "an interface that is down": ("Kubernetes API Error: 503 - Service Unavailable", 70),
+}
+
+
+@pytest.mark.parametrize(("reason", "code"), NOT_MET.values(), ids=NOT_MET)
+def test_pods_that_do_not_meet_are_no_mistake_in_the_config(monkeypatch, reason, code):
+    """Exit code 2 ends a job of Kubernetes for good."""
+
+    def fail(*args: object, **settings: object) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr("jax.distributed.initialize", fail)
+    with pytest.raises(UserError, match=f"found through Kubernetes: {reason}") as caught:
+        distributed._join(Cluster("Kubernetes"), None)
+    assert caught.value.exit_code == code
+
+
+def test_a_wait_in_vain_ends_a_pod_so_that_it_is_started_again(monkeypatch, capsys):
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setenv("JAXTRAIN_JOIN_TIMEOUT_SECONDS", "1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr("jax.distributed.initialize", lambda *args, **settings: ended.wait(timeout=60))
+    distributed._join(Cluster("TPU slice"), None)
+    assert codes == [70]
+    assert "within 1 s: its processes did not meet;" in capsys.readouterr().err
 
 
 # setting, environment, folder; the home folder is /home/me

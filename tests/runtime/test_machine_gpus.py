@@ -40,6 +40,8 @@ FOUND = {
     "a list": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]),
     "parts of cards": (1, (0,), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ["MIG-a", "MIG-b"]),
     "a list that ends": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "1,-1,2"}, ["1"]),
+    "a list that names a card": (2, (0, 1), {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,0"}, ["GPU-8932f937", "0"]),
+    "none, as Slurm writes it": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, []),
     "hidden": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": ""}, []),
     "on the CPU": (4, (0, 1, 2, 3), {"JAX_PLATFORMS": "cpu"}, None),
     "on CUDA": (2, (0, 1), {"JAX_PLATFORMS": "cuda,cpu"}, ["0", "1"]),
