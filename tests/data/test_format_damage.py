@@ -1,0 +1,111 @@
+"""Damage and unusual content that a format must say, in place of leaving rows out or ending with a traceback."""
+
+import gzip
+import io
+import os
+import tarfile
+
+import pyarrow
+import pytest
+from format_files import write_stream, write_tar
+from pyarrow import parquet
+
+from jaxtrain.data.formats import opened
+from jaxtrain.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def passed(path, column="text", bad=None):
+    files = opened.find_rows(str(path), what="data.path")
+    return [row[column] for file in files for _, row in opened.pass_over_file(file, [("field", column)], bad=bad)]
+
+
+def texts(folder, name, numbers):
+    return write_tar(folder / name, [(f"{i}.txt", str(i).encode()) for i in numbers])
+
+
+def joined_tars(folder):
+    parts = [texts(folder, "a.tar", [0, 1]).read_bytes(), texts(folder, "b.tar", [2, 3]).read_bytes()]
+    (folder / "c.tar").write_bytes(b"".join(parts))
+    return folder / "c.tar"
+
+
+def damaged_header(folder):
+    path = texts(folder, "a.tar", range(6))
+    content = bytearray(path.read_bytes())
+    content[2 * 1024 + 150] ^= 7  # in the checksum of the third header
+    path.write_bytes(content)
+    return path
+
+
+def linked(folder):
+    (folder / "0.txt").write_text("same")
+    os.link(folder / "0.txt", folder / "1.txt")
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for name in ("0.txt", "1.txt"):
+            archive.add(folder / name, name)
+    return folder / "a.tar"
+
+
+TARS = {
+    "two tar files one after another": (joined_tars, "c.tar is damaged at byte"),
+    "a header is damaged": (damaged_header, "a.tar is damaged at byte 2048"),
+    "a hard link": (linked, "a.tar has '1.txt' as a link"),
+}
+
+
+@pytest.mark.parametrize("name", TARS)
+def test_no_member_of_a_tar_file_is_lost_silently(tmp_path, name):
+    make, message = TARS[name]
+    with pytest.raises(DataError, match=message):
+        passed(make(tmp_path), "txt")
+
+
+@pytest.mark.long
+def test_a_group_may_have_any_number_of_endings(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for i in range(2**15 + 1):
+            archive.addfile(tarfile.TarInfo(f"clip.{i}"), io.BytesIO())
+    assert passed(tmp_path / "a.tar", "32768") == [b""]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_text_that_is_not_utf8_is_a_bad_row(tmp_path, form):
+    # Arrow checks no text; other programs write what they like.
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"ab\xff\xfe")]
+    table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)})
+    path = tmp_path / f"a.{form}"
+    parquet.write_table(table, path) if form == "parquet" else write_stream(path, table)
+    with pytest.raises(DataError, match=r"row 2 column 'text' cannot be read \(text is not UTF-8\)"):
+        passed(path)
+    bad = []
+    assert passed(path, bad=bad.append) == ["ab"]
+    assert len(bad) == 1
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_column_that_is_there_twice_is_one_line(tmp_path, form):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=["text", "text"])
+    path = tmp_path / f"a.{form}"
+    parquet.write_table(table, path) if form == "parquet" else write_stream(path, table)
+    with pytest.raises(DataError, match="has column 'text' twice; rename one"):
+        passed(path)
+
+
+def test_a_bad_line_of_a_compressed_file_can_be_skipped(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n'))
+    bad = []
+    assert passed(tmp_path / "a.jsonl.gz", bad=bad.append) == ["a", "b"]
+    assert "is not UTF-8 at byte 24" in str(bad[0])
+
+
+def test_mapped_files_keep_no_handle(tmp_path):
+    paths = [write_stream(tmp_path / f"{i}.arrow", pyarrow.table({"text": [f"{i}"]})) for i in range(8)]
+    before = len(os.listdir("/proc/self/fd"))
+    reader = opened.open_rows(opened.find_rows(str(tmp_path), what="data.path"), None, label="files")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [row["text"] for row in reader.rows(range(len(paths)))] == [f"{i}" for i in range(8)]
