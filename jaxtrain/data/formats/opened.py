@@ -82,13 +82,15 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
 
 
 def _folder(path: str, root: Path, *, what: str) -> tuple[DataFile, ...]:
-    there = sorted({plain_suffix(file) for file in root.rglob("*") if file.is_file()} & set(SUFFIXES))
+    found = {plain_suffix(file) for file in root.rglob("*") if file.is_file()}
+    # Chats may be in several formats: all files of one come before those of the next.
+    there = [suffix for suffix in SUFFIXES if suffix in found]
     if not there:
         raise DataError(f"{what} {path} holds no file of rows ({' '.join(SUFFIXES)}); give a folder or glob with some")
     # Beside data, a text file is a licence or a note.
     there = [suffix for suffix in there if suffix != ".txt"] or there
     files = [named for suffix in there for named in find_files(path, suffix=suffix, what=what)]
-    return tuple(_found(name, file, what=what) for name, file in sorted(files))
+    return tuple(_found(name, file, what=what) for name, file in files)
 
 
 def _found(name: str, file: Path, *, what: str) -> DataFile:
