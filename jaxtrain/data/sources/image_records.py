@@ -113,7 +113,13 @@ def _labels(config: ImageRecordsData, files: Sequence[DataFile], column: str) ->
         names = named_classes(reader.schema, column) if isinstance(reader, ArrowReader | ParquetReader) else None
         for where, row in pass_over(reader):
             value = row[column]
-            if names is not None and isinstance(value, int) and 0 <= value < len(names):
+            if names is not None and isinstance(value, int):
+                # -1 is how datasets says that there is no class.
+                if not 0 <= value < len(names):
+                    raise DataError(
+                        f"{where} column '{column}' is {value}, and the file names {len(names)} classes from 0; remove "
+                        "the row, or set data.label"
+                    )
                 value = names[value]
             found.append(class_name(value, where=where, column=column))
     return found
