@@ -231,8 +231,11 @@ def _brought_up_to_date(store: _Web | _Bucket, root: Path, *, what: str) -> Path
     if missing:
         size = sum(file.num_bytes or 0 for file in missing)
         print_remark(f"copying {len(missing):,} of {len(files):,} files ({size / 2**20:,.1f} MiB) of {what} to {root}")
-    for name in set(known) - {file.name for file in files}:
-        (root / name).unlink(missing_ok=True)
+    # Files that left the store, and what a process that was ended copied without noting it.
+    expected = {*(file.name for file in files), _LISTING, ".lock"}
+    for path in root.rglob("*"):
+        if path.is_file() and path.relative_to(root).as_posix() not in expected:
+            path.unlink()
     entries = {name: entry for name, entry in known.items() if name in {file.name for file in files}}
     for file in missing:
         try:
