@@ -1,15 +1,18 @@
 """Damage and unusual content that a format must say, in place of leaving rows out or ending with a traceback."""
 
+import contextlib
 import gzip
 import io
+import json
 import os
 import tarfile
 
 import pyarrow
 import pytest
-from format_files import write_stream, write_tar
+from format_files import png, write_stream, write_tar
 from pyarrow import parquet
 
+from jaxtrain.data import open_data, remote
 from jaxtrain.data.formats import opened
 from jaxtrain.errors import DataError
 
@@ -109,3 +112,70 @@ def test_mapped_files_keep_no_handle(tmp_path):
     reader = opened.open_rows(opened.find_rows(str(tmp_path), what="data.path"), None, label="files")
     assert len(os.listdir("/proc/self/fd")) == before
     assert [row["text"] for row in reader.rows(range(len(paths)))] == [f"{i}" for i in range(8)]
+
+
+def test_lines_of_white_space_are_no_rows(tmp_path):
+    lines = ['{"text": "a"}', " " * 40, "\u00a0", '  {"text": "b"}', "{" + " " * 2**8 + '"text": "c"}', ""]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    files = opened.find_rows(str(tmp_path / "a.jsonl"), what="data.path")
+    reader = opened.open_rows(files, None, label="lines")
+    assert [row["text"] for row in reader.rows(range(len(reader)))] == passed(tmp_path / "a.jsonl") == ["a", "b", "c"]
+
+
+def test_files_of_one_format_come_before_those_of_the_next(tmp_path):
+    for name in ("z.jsonl", "10.jsonl", "2.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
+    found = opened.find_rows(str(tmp_path), what="data.path", one_format=False)
+    assert [file.name for file in found] == ["10.jsonl", "2.jsonl", "z.jsonl", "b.parquet"]
+
+
+def test_the_index_of_pandas_is_no_column_of_a_table(tmp_path):
+    columns = {"a": [i * 0.5 for i in range(20)], "y": [i % 2 for i in range(20)], "__index_level_0__": list(range(20))}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    config = {"kind": "table", "path": str(tmp_path / "a.parquet")}
+    data = open_data(config)
+    assert (data.reading["columns"], data.reading["classes"]) == (["a"], ["0", "1"])
+    named = open_data({**config, "target": "y", "columns": ["__index_level_0__", "a"]})
+    assert named.reading["columns"] == ["__index_level_0__", "a"]
+
+
+def test_a_number_is_the_same_class_as_its_text(tmp_path):
+    labels = [0, 1, "0", "1", "other"] * 4
+    lines = [json.dumps({"a": i, "y": label}) for i, label in enumerate(labels)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert open_data({"kind": "table", "path": str(tmp_path / "a.jsonl")}).reading["classes"] == ["0", "1", "other"]
+
+
+@pytest.mark.parametrize("row", ['{"a": 1%s, "y": 0}', '{"a": 1, "y": 1%s}'], ids=["input", "target"])
+def test_a_number_of_hundreds_of_digits_is_one_line(tmp_path, row):
+    (tmp_path / "a.jsonl").write_text(row % ("0" * 400))
+    with pytest.raises(DataError, match=r"a.jsonl:1 column .* not a finite number"):
+        open_data({"kind": "table", "path": str(tmp_path / "a.jsonl")})
+
+
+def test_images_without_a_class_are_named(tmp_path):
+    names = {"info": {"features": {"label": {"names": ["ant", "bee"], "_type": "ClassLabel"}}}}
+    table = pyarrow.table({"image": [png(i) for i in range(4)], "label": [0, 1, -1, 0]})
+    write_stream(tmp_path / "a.arrow", table.replace_schema_metadata({"huggingface": json.dumps(names)}))
+    with pytest.raises(DataError, match="row 3 column 'label' is -1, and the file names 2 classes"):
+        open_data({"kind": "images", "path": str(tmp_path / "a.arrow"), "image_size": 8})
+
+
+def test_a_local_copy_holds_nothing_else(tmp_path):
+    class Store:
+        is_one_file = False
+
+        def files(self):
+            return [remote.RemoteFile("b/x/1.jsonl", "1.jsonl", 3, "tag")]
+
+        @contextlib.contextmanager
+        def reading(self, file):
+            yield io.BytesIO(b"{}\n")
+
+    # As a process leaves it that was ended between a copy and its note.
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "gone.jsonl").write_text("{}\n")
+    for _ in range(2):
+        assert remote._brought_up_to_date(Store(), tmp_path, what="data.path") == tmp_path  # pyright: ignore[reportArgumentType] a stand-in
+        assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["1.jsonl"]
