@@ -52,7 +52,8 @@ class RemoteFile:
 
 def is_remote(path: str) -> bool:
     """Returns whether a path is an address of a store that is read."""
-    return urllib.parse.urlsplit(path).scheme.lower() in _PACKAGES and "://" in path
+    scheme, between, _ = path.partition("://")
+    return bool(between) and scheme.lower() in _PACKAGES
 
 
 def local_copy(path: str, *, what: str, cache: str | None) -> str:
@@ -73,6 +74,10 @@ def local_copy(path: str, *, what: str, cache: str | None) -> str:
     if not is_remote(path):
         return path
     shown = redacted_text(path)
+    try:
+        urllib.parse.urlsplit(path)
+    except ValueError as error:
+        raise DataError(f"{what} {shown} is no address ({error}); write it as s3://bucket/folder/*.parquet") from None
     root = _cache_folder(cache) / hashlib.sha256(path.encode()).hexdigest()[:16]
     store = _open_store(path, f"{what} {shown}")
     try:

@@ -9,11 +9,11 @@ import tarfile
 
 import pyarrow
 import pytest
-from format_files import png, write_stream, write_tar
+from format_files import png, write_array_record, write_stream, write_tar
 from pyarrow import parquet
 
 from jaxtrain.data import open_data, remote
-from jaxtrain.data.formats import opened
+from jaxtrain.data.formats import array_record, opened
 from jaxtrain.errors import DataError
 
 
@@ -179,3 +179,42 @@ def test_a_local_copy_holds_nothing_else(tmp_path):
     for _ in range(2):
         assert remote._brought_up_to_date(Store(), tmp_path, what="data.path") == tmp_path  # pyright: ignore[reportArgumentType] a stand-in
         assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["1.jsonl"]
+
+
+def test_an_address_that_is_none_is_one_line():
+    with pytest.raises(DataError, match=r"data.path s3://\[ab\]/x is no address"):
+        remote.local_copy("s3://[ab]/x", what="data.path", cache=None)
+
+
+def test_empty_files_before_others_do_not_matter(tmp_path):
+    rows = {
+        "image": [png(i) for i in range(12)],
+        "x": [float(i) for i in range(12)],
+        "label": [i % 2 for i in range(12)],
+    }
+    table = pyarrow.table(rows)
+    parquet.write_table(table.slice(0, 0), tmp_path / "0.parquet")
+    parquet.write_table(table, tmp_path / "1.parquet")
+    assert len(open_data({"kind": "images", "path": str(tmp_path), "validation_fraction": 0}).train) == 12
+    settings = {"kind": "table", "columns": ["x"], "target": "label", "validation_fraction": 0}
+    assert len(open_data({**settings, "path": str(tmp_path)}).train) == 12
+    with pytest.raises(DataError, match=r"0.parquet has no rows; give a file with images"):
+        open_data({"kind": "images", "path": str(tmp_path / "0.parquet")})
+
+
+def test_half_a_character_is_one_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "left \\ud800 right"}\n' * 3)
+    config = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": {"kind": "bpe", "vocab_size": 270}}
+    with pytest.raises(DataError, match=r"half a character .* 'left .ud800 right'"):
+        open_data(config, sequence_length=8)
+
+
+def test_array_record_files_share_a_number_of_handles(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_record, "MOST_OPEN", 2)
+    for i in range(8):
+        write_array_record(tmp_path / f"{i}.array_record", [f"{i} {j}".encode() for j in range(3)])
+    before = len(os.listdir("/proc/self/fd"))
+    reader = opened.open_rows(opened.find_rows(str(tmp_path), what="data.path"), None, label="files")
+    numbers = list(range(24))[::-1]
+    assert [row["text"] for row in reader.rows(numbers)] == [f"{i // 3} {i % 3}" for i in numbers]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2

@@ -35,7 +35,8 @@ def read_table_rows(
     Raises:
         DataError: A file is damaged or lacks a column, a value is no number, or too many rows are bad.
     """
-    where, first = next(pass_over_file(files[0], None), ("", {}))
+    # The first file with rows: writers in parallel leave empty ones.
+    first = next((row for file in files for _, row in pass_over_file(file, None)), {})
     there = list(first)
     if len(there) < 2:
         raise DataError(f"{files[0].path} has {len(there)} columns; give at least one input and the target")
