@@ -257,7 +257,9 @@ def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        check_is_text(path)
+        # The first bytes of a compressed file say nothing about those that were decompressed.
+        if not is_packed(path):
+            check_is_text(path)
         raise BadRecordError(
             f"{path} is not UTF-8 at byte {offset + error.start} (0x{content[error.start]:02x}); "
             f"convert it, for example with: iconv -t UTF-8 {path.name}"

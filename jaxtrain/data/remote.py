@@ -52,7 +52,8 @@ class RemoteFile:
 
 def is_remote(path: str) -> bool:
     """Returns whether a path is an address of a store that is read."""
-    return urllib.parse.urlsplit(path).scheme.lower() in _PACKAGES and "://" in path
+    scheme, between, _ = path.partition("://")
+    return bool(between) and scheme.lower() in _PACKAGES
 
 
 def local_copy(path: str, *, what: str, cache: str | None) -> str:
@@ -73,6 +74,10 @@ def local_copy(path: str, *, what: str, cache: str | None) -> str:
     if not is_remote(path):
         return path
     shown = redacted_text(path)
+    try:
+        urllib.parse.urlsplit(path)
+    except ValueError as error:
+        raise DataError(f"{what} {shown} is no address ({error}); write it as s3://bucket/folder/*.parquet") from None
     root = _cache_folder(cache) / hashlib.sha256(path.encode()).hexdigest()[:16]
     store = _open_store(path, f"{what} {shown}")
     try:
@@ -231,8 +236,11 @@ def _brought_up_to_date(store: _Web | _Bucket, root: Path, *, what: str) -> Path
     if missing:
         size = sum(file.num_bytes or 0 for file in missing)
         print_remark(f"copying {len(missing):,} of {len(files):,} files ({size / 2**20:,.1f} MiB) of {what} to {root}")
-    for name in set(known) - {file.name for file in files}:
-        (root / name).unlink(missing_ok=True)
+    # Files that left the store, and what a process that was ended copied without noting it.
+    expected = {*(file.name for file in files), _LISTING, ".lock"}
+    for path in root.rglob("*"):
+        if path.is_file() and path.relative_to(root).as_posix() not in expected:
+            path.unlink()
     entries = {name: entry for name, entry in known.items() if name in {file.name for file in files}}
     for file in missing:
         try:

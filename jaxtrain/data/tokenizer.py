@@ -131,7 +131,10 @@ class BpeTokenizer:
             cut = list(_pieces(text)) if self._can_cut else [text]
             pieces += cut
             counts.append(len(cut))
-        encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
+        try:
+            encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
+        except UnicodeEncodeError as error:
+            raise _half_character(error) from None
         return [
             np.concatenate(
                 [np.array(next(encoded).ids, dtype=np.int32) for _ in range(count)] or [np.zeros(0, np.int32)]
@@ -305,10 +308,20 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator(_capped(texts), trainer)
+    try:
+        model.train_from_iterator(_capped(texts), trainer)
+    except UnicodeEncodeError as error:
+        raise _half_character(error) from None
     if special:
         model.add_special_tokens(list(special))
     return BpeTokenizer(model)
+
+
+def _half_character(error: UnicodeEncodeError) -> DataError:
+    near = ascii(error.object[max(0, error.start - 20) : error.start + 20])
+    return DataError(
+        f"a text has half a character (a lone surrogate) in {near}, which no BPE tokenizer reads; fix or remove it"
+    )
 
 
 def _capped(texts: Iterable[str]) -> Iterator[str]:

@@ -63,3 +63,18 @@ def test_a_value_beyond_float32_is_refused(row, tmp_path):
     (tmp_path / "a.csv").write_text(f"x,y\n1,2.5\n{row}\n3,4.5\n")
     with pytest.raises(DataError, match=r"in row 2, column 1 of the .*beyond what float32 holds"):
         open_data(TableData(path=str(tmp_path / "a.csv")))
+
+
+def test_columns_of_other_rows_are_found_by_their_names(tmp_path):
+    def table(name, columns):
+        values = {"x": lambda i: i, "z": lambda i: 100 * i + i % 7, "y": lambda i: i % 2}
+        lines = [",".join(str(values[column[0]](i)) for column in columns) for i in range(40)]
+        (tmp_path / name).write_text(",".join(columns) + "\n" + "\n".join(lines) + "\n")
+        return TableData(path=str(tmp_path / name), target="y")
+
+    first = open_data(table("a.csv", ["x", "z", "y"]))
+    other = open_data(table("b.csv", ["z", "x", "y"]), reading=first.reading)
+    np.testing.assert_array_equal(gathered(other.train)["inputs"], gathered(first.train)["inputs"])
+    assert other.reading == first.reading
+    with pytest.raises(DataError, match=r"no input column 'z', which the run was trained on \(it has: x, zz\)"):
+        open_data(table("c.csv", ["x", "zz", "y"]), reading=first.reading)

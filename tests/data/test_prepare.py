@@ -93,6 +93,21 @@ def test_what_another_call_left_is_begun_again(tmp_path, capsys):
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("lost", [0, 1], ids=["a full shard", "the last shard"])
+def test_a_folder_that_lost_a_shard_is_begun_again(tmp_path, lost):
+    def stop(found):
+        if found.tokens > 9000:
+            raise KeyboardInterrupt
+
+    config = source(tmp_path, "lines", TokenizerConfig())
+    with pytest.raises(KeyboardInterrupt):
+        prepare_tokens(config, tmp_path / "out", tokens_per_shard=7000, progress=stop)
+    (tmp_path / ".out.partial" / f"shard-0000{lost}.bin").unlink()
+    prepare_tokens(config, tmp_path / "out", tokens_per_shard=7000)
+    prepare_tokens(config, tmp_path / "whole", tokens_per_shard=7000)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
 def test_two_calls_at_once_are_refused(tmp_path):
     def again(found):
         prepare_tokens(source(tmp_path, "lines"), tmp_path / "out")

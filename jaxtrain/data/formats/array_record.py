@@ -2,6 +2,7 @@
 
 import struct
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,33 +16,62 @@ from jaxtrain.errors import DataError
 TEXT = "text"
 
 
+# Files of a source that are open at a time: a process has 1,024 handles unless it is told otherwise.
+MOST_OPEN = 128
+
+
+class OpenFiles:
+    """The files that were read last, which stay open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[str, tuple[Any, threading.Lock]] = OrderedDict()
+
+    def get(self, path: str) -> tuple[Any, threading.Lock]:
+        """Returns the package's reader of a file, and the lock under which it is used: it has one file position.
+
+        Raises:
+            RuntimeError: It is no ArrayRecord file.
+        """
+        from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] compiled
+
+        with self._lock:
+            if path not in self._opened:
+                # Without reading ahead: rows are asked for in any order.
+                reader = array_record_module.ArrayRecordReader(path, options="readahead_buffer_size:0")
+                self._opened[path] = reader, threading.Lock()
+            self._opened.move_to_end(path)
+            while len(self._opened) > MOST_OPEN:
+                # A thread that reads with it holds it; the last one closes it.
+                self._opened.popitem(last=False)
+            return self._opened[path]
+
+
 class ArrayRecordReader:
     """Rows of an ArrayRecord file; its first record decides what its records are.
 
     Args:
         state: The file.
         columns: Those that are read; None: all.
+        opened: The files that stay open, shared by those of a source.
 
     Raises:
         DataError: It is no ArrayRecord file, is damaged or truncated, lacks a column, or its package is not installed.
     """
 
-    def __init__(self, state: FileState, columns: Sequence[Column] | None):
+    def __init__(self, state: FileState, columns: Sequence[Column] | None, opened: OpenFiles):
         try:
-            from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] compiled
+            import array_record.python  # noqa: F401  that it is there
         except ImportError:
             raise DataError(f"{state.path} needs array_record; run: pip install array-record") from None
         self.label = str(state.path)
-        self._state, self._wanted = state, columns
-        # The reader of the package is one file position for all threads.
-        self._lock = threading.Lock()
+        self._state, self._wanted, self._opened = state, columns, opened
         try:
-            # Without reading ahead: rows are asked for in any order.
-            self._reader = array_record_module.ArrayRecordReader(self.label, options="readahead_buffer_size:0")
-            self._num_rows = self._reader.num_records()
+            reader, _ = opened.get(self.label)
+            self._num_rows = reader.num_records()
         except RuntimeError as error:
             raise _damaged(state, error) from None
-        if not self._reader.ok() or self._num_rows == 0:
+        if not reader.ok() or self._num_rows == 0:
             raise DataError(f"{state.path} is no ArrayRecord file with records, or was cut off; fetch it again")
         first = self._records([0])[0]
         self._kind = _kind_of(first)
@@ -67,8 +97,9 @@ class ArrayRecordReader:
 
     def _records(self, numbers: list[int]) -> list[bytes]:
         try:
-            with self._lock:
-                return self._reader.read(numbers)
+            reader, lock = self._opened.get(self.label)
+            with lock:
+                return reader.read(numbers)
         except (RuntimeError, IndexError) as error:
             raise _damaged(self._state, error) from None
 

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.files import FileState
-from jaxtrain.data.formats.reader import Cells, Column, check_columns, packages_needed
+from jaxtrain.data.formats.reader import (
+    VALUE_ERRORS,
+    Cells,
+    Column,
+    check_columns,
+    packages_needed,
+    unreadable_value,
+)
 from jaxtrain.errors import DataError
 
 # What `save_to_disk` writes into a folder: of one data set, and of several splits.
@@ -39,10 +46,11 @@ class ArrowReader:
         self._state = state
         is_file = _begins_as_file(state)
         try:
-            mapped = pyarrow.memory_map(self.label)
-            opened = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
-            there = opened.schema.names
-            table = opened.read_all()
+            # Closing it gives its handle back (thousands of files would need as many); the tables keep what is mapped.
+            with pyarrow.memory_map(self.label) as mapped:
+                opened = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+                there = opened.schema.names
+                table = opened.read_all()
         except (pyarrow.ArrowException, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise DataError(f"{state.path} is no Arrow file, or damaged ({reason}); fetch or write it again") from None
@@ -61,9 +69,12 @@ class ArrowReader:
         which = np.searchsorted(self._starts, wanted, side="right") - 1
         inside = (wanted - self._starts[which]).tolist()
         found: list[Cells] = []
-        for batch, place in zip(which.tolist(), inside, strict=True):
+        for number, batch, place in zip(wanted.tolist(), which.tolist(), inside, strict=True):
             columns = self._batches[batch].columns
-            values = [column[place].as_py() for column in columns]
+            try:
+                values = [column[place].as_py() for column in columns]
+            except VALUE_ERRORS:
+                raise unreadable_value(self._batches[batch], place, where=self.name_of(number)) from None
             found.append(dict(zip(self._columns, values, strict=True)))
         return found
 

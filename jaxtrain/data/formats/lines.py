@@ -15,8 +15,6 @@ from jaxtrain.errors import DataError
 TEXT = "text"
 
 _CHUNK_BYTES = 2**24
-# Lines up to this size are looked at, whether they hold anything.
-_SHORT_BYTES = 16
 
 
 class LineReader:
@@ -90,21 +88,26 @@ class TextReader:
 
 def _line_starts(state: FileState) -> tuple[np.ndarray, np.ndarray]:
     """Returns where each line begins, the end of the last one too, and the numbers of the lines that hold something."""
-    ends = [np.zeros(1, np.int64)]
+    ends, objects = [np.zeros(1, np.int64)], []
     try:
         with state.path.open("rb") as file:
-            offset = 0
+            offset, begins_line = 0, True
             while chunk := file.read(_CHUNK_BYTES):
-                ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset + 1)
+                content = np.frombuffer(chunk, np.uint8)
+                ends.append(np.flatnonzero(content == ord("\n")) + offset + 1)
+                begun = ends[-1][ends[-1] < offset + len(chunk)] - offset
+                objects.append(content[np.append(0, begun) if begins_line else begun] == ord("{"))
                 offset += len(chunk)
+                begins_line = chunk.endswith(b"\n")
             starts = np.concatenate(ends)
             if starts[-1] != offset:
                 starts = np.append(starts, offset)
-            holds = np.ones(len(starts) - 1, bool)
-            for line in np.flatnonzero(np.diff(starts) <= _SHORT_BYTES).tolist():
+            # Lines that begin as objects do hold something; the others are looked at.
+            holds = np.concatenate([np.zeros(0, bool), *objects])
+            for line in np.flatnonzero(~holds).tolist():
                 file.seek(int(starts[line]))
-                content = file.read(int(starts[line + 1] - starts[line]))
-                holds[line] = bool(content.removeprefix(BYTE_ORDER_MARK.encode()).strip())
+                text = file.read(int(starts[line + 1] - starts[line])).decode("utf-8", errors="replace").strip()
+                holds[line] = bool(text.removeprefix(BYTE_ORDER_MARK).strip())
     except OSError as error:
         raise DataError(f"{state.path} cannot be read ({error.strerror}); check its permissions") from None
     return starts, np.flatnonzero(holds)

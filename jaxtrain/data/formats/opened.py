@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data.compression import is_packed, plain_suffix
 from jaxtrain.data.files import FileState, file_state, find_files, require_file
-from jaxtrain.data.formats.array_record import ArrayRecordReader
+from jaxtrain.data.formats.array_record import ArrayRecordReader, OpenFiles
 from jaxtrain.data.formats.arrow import ArrowReader, saved_files
 from jaxtrain.data.formats.lines import LineReader, TextReader, pass_over_lines
 from jaxtrain.data.formats.parquet import GroupCache, ParquetReader
@@ -75,20 +75,24 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
         if saved is not None:
             return tuple(_found(file.name, require_file(file, what=what), what=what) for file in saved)
         found = _folder(path, root, what=what)
-        return found if not one_format else _of_one_format(path, found, what=what)
+        if not one_format:
+            return found
+        return _of_one_format(path, tuple(sorted(found, key=lambda file: file.name)), what=what)
     # The ending only chooses among the files of a folder.
     found = tuple(_found(name, file, what=what) for name, file in find_files(path, suffix=".jsonl", what=what))
     return found if not one_format else _of_one_format(path, found, what=what)
 
 
 def _folder(path: str, root: Path, *, what: str) -> tuple[DataFile, ...]:
-    there = sorted({plain_suffix(file) for file in root.rglob("*") if file.is_file()} & set(SUFFIXES))
+    found = {plain_suffix(file) for file in root.rglob("*") if file.is_file()}
+    # Chats may be in several formats: all files of one come before those of the next.
+    there = [suffix for suffix in SUFFIXES if suffix in found]
     if not there:
         raise DataError(f"{what} {path} holds no file of rows ({' '.join(SUFFIXES)}); give a folder or glob with some")
     # Beside data, a text file is a licence or a note.
     there = [suffix for suffix in there if suffix != ".txt"] or there
     files = [named for suffix in there for named in find_files(path, suffix=suffix, what=what)]
-    return tuple(_found(name, file, what=what) for name, file in sorted(files))
+    return tuple(_found(name, file, what=what) for name, file in files)
 
 
 def _found(name: str, file: Path, *, what: str) -> DataFile:
@@ -124,8 +128,8 @@ def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None, *, la
     Raises:
         DataError: A file is damaged, lacks a column, or can be read in passes only.
     """
-    cache = GroupCache()
-    readers = [_reader(file, columns, cache) for file in files]
+    cache, handles = GroupCache(), OpenFiles()
+    readers = [_reader(file, columns, cache, handles) for file in files]
     for reader in readers:
         if isinstance(reader, ParquetReader):
             reader.tell_of_groups()
@@ -135,7 +139,7 @@ def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None, *, la
     return joined
 
 
-def _reader(file: DataFile, columns: Sequence[Column] | None, cache: GroupCache) -> Reader:
+def _reader(file: DataFile, columns: Sequence[Column] | None, cache: GroupCache, handles: OpenFiles) -> Reader:
     if is_packed(file.path) and file.format == "lines":
         raise DataError(
             f"{file.path} is compressed, so that no row can be found without reading all before it; write it as "
@@ -151,14 +155,14 @@ def _reader(file: DataFile, columns: Sequence[Column] | None, cache: GroupCache)
         case "arrow":
             return ArrowReader(file.state, columns)
         case "array_record":
-            return ArrayRecordReader(file.state, columns)
+            return ArrayRecordReader(file.state, columns, handles)
         case _:
             return TarReader(file.state, columns, index_folder=index_folder())
 
 
 def open_file(file: DataFile, columns: Sequence[Column] | None) -> Reader:
     """Opens one file for reading any row; see `open_rows`."""
-    return _reader(file, columns, GroupCache())
+    return _reader(file, columns, GroupCache(), OpenFiles())
 
 
 def pass_over_file(

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.files import FileState
-from jaxtrain.data.formats.reader import Cells, Column, check_columns, packages_needed
+from jaxtrain.data.formats.reader import (
+    VALUE_ERRORS,
+    Cells,
+    Column,
+    check_columns,
+    packages_needed,
+    unreadable_value,
+)
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.remarks import print_remark
 
@@ -107,9 +114,19 @@ class ParquetReader:
             places = np.flatnonzero(which == group)
             inside = wanted[places] - self._starts[group]
             chosen = table.slice(int(inside[0]), 1) if len(inside) == 1 else table.take(inside)
-            for place, row in zip(places.tolist(), chosen.to_pylist(), strict=True):
+            try:
+                rows = chosen.to_pylist()
+            except VALUE_ERRORS:
+                rows = [self._row(chosen, i, int(number)) for i, number in enumerate(wanted[places])]
+            for place, row in zip(places.tolist(), rows, strict=True):
                 found[place] = row
         return found
+
+    def _row(self, table: Any, place: int, number: int) -> Cells:
+        try:
+            return table.slice(place, 1).to_pylist()[0]
+        except VALUE_ERRORS:
+            raise unreadable_value(table, place, where=self.name_of(number)) from None
 
     def name_of(self, number: int) -> str:
         return f"{self.label} row {number + 1}"

@@ -1,6 +1,7 @@
 """The protocol of a format: rows by number, each its columns by name. What a row means is no matter of a format."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,9 @@ from jaxtrain.errors import DataError
 Cells = dict[str, Any]
 # (key of the config that names a column, or None where none can; name of the column)
 Column = tuple[str | None, str]
+
+# What the conversion of a value of Arrow raises: bytes that are no UTF-8, times beyond those of Python.
+VALUE_ERRORS = (ValueError, OverflowError, NotImplementedError)
 
 # Rows that are read together in a pass from the first to the last.
 _ROWS_OF_A_PASS = 512
@@ -153,14 +157,33 @@ def check_columns(there: Sequence[str], columns: Sequence[Column] | None, *, whe
         where: The file, or a row of it, for messages.
 
     Raises:
-        DataError: One is missing; names those that there are.
+        DataError: One is missing, or several have its name; names those that there are.
     """
-    if columns is None:
-        return tuple(there)
-    for key, name in columns:
+    for key, name in columns or ():
         if name not in there:
             raise missing_column(where, key, name, there)
-    return tuple(name for _, name in columns)
+    chosen = tuple(there) if columns is None else tuple(name for _, name in columns)
+    repeated = sorted(name for name, count in Counter(there).items() if count > 1 and name in chosen)
+    if repeated:
+        raise DataError(f"{where} has column '{repeated[0]}' twice; rename one")
+    return chosen
+
+
+def unreadable_value(table: Any, place: int, *, where: str) -> BadRecordError:
+    """Returns the error for a row of Arrow with a value that Python has no form for, and names its column.
+
+    Args:
+        table: A table or batch of pyarrow, whose conversion raised one of `VALUE_ERRORS`.
+        place: Number of the row in it.
+        where: The row, for messages.
+    """
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        try:
+            column[place].as_py()
+        except VALUE_ERRORS as error:
+            reason = "text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).splitlines()[0]
+            return BadRecordError(f"{where} column '{name}' cannot be read ({reason}); fix or remove the row")
+    return BadRecordError(f"{where} cannot be read; fix or remove the row")
 
 
 def missing_column(where: str, key: str | None, name: str, there: Sequence[str]) -> DataError:

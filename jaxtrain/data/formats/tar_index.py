@@ -14,7 +14,7 @@ from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import write_bytes_atomic
 
 # Of the arrays below; another one is read from the tar file again.
-_VERSION = 1
+_VERSION = 2
 # How a tar file ends.
 _END_BYTES = 1024
 
@@ -27,7 +27,7 @@ class TarIndex:
         starts: int64 [num_groups + 1], the first member of each group.
         offsets: int64 [num_members], where the content of each member begins.
         sizes: int64 [num_members], its bytes.
-        kinds: int16 [num_members], the number of its ending in `endings`.
+        kinds: int32 [num_members], the number of its ending in `endings`.
         endings: What follows the first dot of a name: "jpg", "cls".
         keys: The name of each group, in UTF-8.
     """
@@ -109,6 +109,12 @@ def _read(state: FileState) -> TarIndex:
             for member in archive:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
+                if stem and (member.islnk() or member.issym() or member.issparse()):
+                    kind = "file with holes" if member.issparse() else "link"
+                    raise DataError(
+                        f"{path} has '{member.name}' as a {kind}, whose content does not lie there; write it again "
+                        "without --sparse: tar --dereference --hard-dereference -cf"
+                    )
                 if not member.isfile() or not stem:
                     continue
                 key = f"{folder}/{stem}" if folder else stem
@@ -131,6 +137,7 @@ def _read(state: FileState) -> TarIndex:
                 kinds.append(endings.setdefault(ending, len(endings)))
                 # The archive keeps every member it has seen, which nobody asks for.
                 archive.members = []  # pyright: ignore[reportAttributeAccessIssue] it has them
+            _check_end(path, archive.offset)
     except tarfile.TarError as error:
         _refuse_packed(path)
         raise DataError(f"{path} is no tar file, or damaged ({error}); fetch or write it again") from None
@@ -143,10 +150,22 @@ def _read(state: FileState) -> TarIndex:
         starts=np.array([*starts, len(offsets)], np.int64),
         offsets=np.array(offsets, np.int64),
         sizes=np.array(sizes, np.int64),
-        kinds=np.array(kinds, np.int16),
+        kinds=np.array(kinds, np.int32),
         endings=tuple(endings),
         keys=np.array(encoded),
     )
+
+
+def _check_end(path: Path, end: int) -> None:
+    """Raises a DataError where something follows the last member: tarfile takes a damaged header for the end."""
+    with path.open("rb") as file:
+        file.seek(end)
+        while part := file.read(2**20):
+            if part.strip(b"\0"):
+                raise DataError(
+                    f"{path} is damaged at byte {end}, or is several tar files one after another (join them with: tar "
+                    "--concatenate); fetch or write it again"
+                )
 
 
 def _refuse_packed(path: Path) -> None:

@@ -47,7 +47,11 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
     if config.validation_path is not None:
         parts.append(find_rows(config.validation_path, what="data.validation_path"))
     files = [file for part in parts for file in part]
-    image, label = _columns(config, open_file(files[0], None))
+    # The first file with rows: writers in parallel leave empty ones.
+    first_rows = next((found for file in files if len(found := open_file(file, None))), None)
+    if first_rows is None:
+        raise DataError(f"{config.path} has no rows; give a file with images")
+    image, label = _columns(config, first_rows)
     reader = open_rows(files, [("image", image)], label=config.path)
     found = _labels(config, files, label)
     own = saved_classes(matching_reading(reading, kind=config.kind), config.kind)
@@ -113,7 +117,13 @@ def _labels(config: ImageRecordsData, files: Sequence[DataFile], column: str) ->
         names = named_classes(reader.schema, column) if isinstance(reader, ArrowReader | ParquetReader) else None
         for where, row in pass_over(reader):
             value = row[column]
-            if names is not None and isinstance(value, int) and 0 <= value < len(names):
+            if names is not None and isinstance(value, int):
+                # -1 is how datasets says that there is no class.
+                if not 0 <= value < len(names):
+                    raise DataError(
+                        f"{where} column '{column}' is {value}, and the file names {len(names)} classes from 0; remove "
+                        "the row, or set data.label"
+                    )
                 value = names[value]
             found.append(class_name(value, where=where, column=column))
     return found

@@ -210,6 +210,7 @@ def _resumed(partial: Path, identity: dict[str, Any]) -> _State | None:
         # As JSON has it: tuples are lists there.
         is_same = saved["identity"] == json.loads(json.dumps(identity))
         state = _State(identity, saved)
+        is_same = is_same and _are_there(partial, state)
     except (OSError, ValueError, KeyError, TypeError):
         is_same, state = False, None
     if is_same and state is not None:
@@ -220,6 +221,15 @@ def _resumed(partial: Path, identity: dict[str, Any]) -> _State | None:
         for path in partial.iterdir():
             path.unlink()
     return None
+
+
+def _are_there(partial: Path, state: _State) -> bool:
+    """Returns whether the shards that progress.json speaks of have as many tokens, of 2 or 4 bytes."""
+    for shard in state.shards:
+        if (partial / shard["file"]).stat().st_size not in (2 * shard["num_tokens"], 4 * shard["num_tokens"]):
+            return False
+    rest = state.tokens - sum(shard["num_tokens"] for shard in state.shards)
+    return rest == 0 or (partial / f"shard-{len(state.shards):05d}.bin").stat().st_size >= 2 * rest
 
 
 def _tokenizer(config: TextSource, partial: Path, *, is_resumed: bool) -> Tokenizer:

@@ -72,7 +72,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     table = _read(config)
     reading = matching_reading(reading, kind="table")
     if reading is not None:
-        table = replace(table, are_classes=reading["classes"] is not None)
+        table = replace(_in_order(table, reading.get("columns")), are_classes=reading["classes"] is not None)
     elif config.task is not None:
         table = replace(table, are_classes=config.task == "classification")
     elif task == "regression" and table.are_classes is None and table.targets.dtype.kind != "U":
@@ -121,6 +121,25 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         },
         skipped=table.skipped,
     )
+
+
+def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
+    """Returns a table with its inputs in the order of the columns that a model was trained on.
+
+    Raises:
+        DataError: One of as many columns has another name, so that nothing says what the model would take for it.
+    """
+    if columns is None or table.columns is None or len(columns) != len(table.columns):
+        return table
+    for name in columns:
+        if name not in table.columns:
+            there = ", ".join(table.columns)
+            raise DataError(
+                f"{table.label} has no input column '{name}', which the run was trained on (it has: {there}); rename "
+                "one, or set data.target and data.columns"
+            )
+    places = [table.columns.index(name) for name in columns]
+    return replace(table, inputs=table.inputs[:, places], columns=tuple(columns))
 
 
 def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -> np.ndarray:

@@ -43,7 +43,7 @@ def number_of(value: Any, *, where: str, column: str) -> float:
     """
     try:
         found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
         raise DataError(f"{where} column '{column}' is {value!r}, not a number; fix or remove the row")
