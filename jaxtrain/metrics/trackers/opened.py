@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.trackers.background import BackgroundTracker
-from jaxtrain.metrics.trackers.table import TRACKERS, lacks_package
+from jaxtrain.metrics.trackers.table import STOPPED, TRACKERS, lacks_package
 from jaxtrain.metrics.trackers.tracker import TrackedRun, Tracker
 from jaxtrain.metrics.writers import Scalars
 
@@ -47,7 +47,7 @@ class Trackers:
             status: how the run ended.
         """
         files = [path for name in _FILES if (path := self._run_dir / name).is_file()]
-        until = time.monotonic() + (_HURRY_SECONDS if status == "preempted" else _END_SECONDS)
+        until = time.monotonic() + (_HURRY_SECONDS if status in STOPPED else _END_SECONDS)
         for tracker in self._trackers:
             tracker.begin_end(status, files)
         for tracker in self._trackers:
