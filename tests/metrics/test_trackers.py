@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import types
+from typing import Any
 
 import pytest
 
@@ -206,7 +207,7 @@ def test_a_run_that_has_begun_is_gone_on_with_where_its_opening_failed(tmp_path)
 )
 def test_a_run_that_a_signal_stopped_waits_for_no_tracker_for_long(tmp_path, status, is_short):
     waited = []
-    tracker = types.SimpleNamespace(begin_end=lambda status, files: None, wait_for_end=waited.append)
+    tracker: Any = types.SimpleNamespace(begin_end=lambda status, files: None, wait_for_end=waited.append)
     Trackers(tmp_path, [tracker]).end(status)
     assert (waited[0] <= 5) == is_short
 

@@ -91,6 +91,8 @@ def _sentences(runs: Sequence[RunFiles], names: Sequence[str], metric: str) -> I
             "",
             "Held-out losses are of different rows or tasks, or it is not recorded of which: the order says little.",
         )
+    elif metric == "loss" and len({run.task for run in scored}) > 1:
+        yield "", "Training losses are of different tasks, or it is not recorded of which: the order says little."
     counts: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         if (status := _status(run)) not in ("done", "early stopped"):
