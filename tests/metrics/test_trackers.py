@@ -278,13 +278,13 @@ def test_wandb_resumes_its_own_run(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, login=lambda prompt: True))
     for step, status in ((1, "preempted"), (5, "done")):
-        config = LoggingConfig(wandb=True, tags={"team": "a"})
+        config = LoggingConfig(wandb=True, tags={"team": "a", "api_key": "s3cret"})
         trackers = open_trackers(tmp_path, config, info=INFO, is_resumed=step > 1, report=lambda line: None)
         trackers.scalars(step, {"loss": 0.5, "model_flops_utilization": None, "grad_norm": float("nan")})
         trackers.end(status)
     assert [given["id"] for given in settings] == [None, "id1"]
     assert settings[0]["config"] == {"train.steps": 4, "seed": 0}
-    assert {"team=a", "git_commit=abc"} <= set(settings[0]["tags"])
+    assert {"team=a", "git_commit=abc", "api_key=(redacted)"} <= set(settings[0]["tags"])
     first, second = {"step": 1, "loss": 0.5}, {"step": 5, "loss": 0.5}
     assert calls == [first, "preempting", ("finish", 75, "preempted"), second, ("finish", 0, "done")]
 

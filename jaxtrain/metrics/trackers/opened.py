@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import LoggingConfig
+from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.trackers.background import BackgroundTracker
 from jaxtrain.metrics.trackers.table import STOPPED, TRACKERS, lacks_package
@@ -100,7 +101,7 @@ def open_trackers(
                 name=str(info.get("name") or run_dir.name),
                 known_id=known_id,
                 settings=_flat(info.get("config") or {}),
-                tags={**_facts(run_dir, info), **config.tags},
+                tags={**_facts(run_dir, info), **redacted(config.tags)},
             )
         )
 
