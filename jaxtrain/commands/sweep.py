@@ -1,6 +1,7 @@
 """`jaxtrain sweep`: trains a config with every combination of some values, or with random ones. No jax here."""
 
 import itertools
+import json
 import math
 import random
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.commands.output import print_text
 from jaxtrain.config import load_config
-from jaxtrain.errors import ConfigError, DataError, DivergedError, PreemptedError
+from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
 from jaxtrain.metrics.report.files import read_json
 from jaxtrain.metrics.report.many import TRIAL_FILE, write_many
@@ -21,8 +22,8 @@ from jaxtrain.run.lock import RunLock
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.remarks import print_remark
 
-# Another start of the same would end in the same way.
-_FINAL = (0, ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code)
+# Another start would end in the same way; not so after a missing file or package, which may be there by then.
+_FINAL = (0, DivergedError.exit_code)
 _MOST_TRIALS = 1000
 
 
@@ -49,8 +50,13 @@ def run_sweep(
     """
     trials = [[f"{key}={value}" for key, value in trial.items()] for trial in draw_trials(words, num_trials, seed)]
     # Every mistake in a setting is reported before anything starts.
-    names = [load_config(config, overrides=trial).name for trial in trials]
-    folder = run_folder(run_dir, f"{names[0]}-sweep")
+    loaded = [load_config(config, overrides=trial) for trial in trials]
+    stores = [store for one in loaded if (store := one.config.checkpoint.directory) is not None]
+    if len(set(stores)) < len(stores):
+        raise ConfigError(f"checkpoint.directory={stores[0]} would be that of several trials; leave it out")
+    folder = run_folder(run_dir, f"{loaded[0].name}-sweep")
+    if (folder / "run.json").exists():
+        raise ConfigError(f"{folder} is the directory of a run; use another --run-dir")
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(jobs) as pool:
         for place, settings in zip(folders, trials, strict=True):
@@ -69,10 +75,11 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
     choices = {}
     for word in words:
         key, _, text = word.partition("=")
-        if not key or not text:
-            raise ConfigError(f"cannot read {word!r}; write key=value, key=v1,v2 or key=low..high")
         # A list, mapping or quoted text of YAML is one value, whatever is in it.
-        choices[key] = [text] if text[0] in "[{\"'" else _read_range(word, text) or text.split(",")
+        values = [text] if text.startswith(("[", "{", '"', "'")) else text.split(",")
+        if not key or "" in values:
+            raise ConfigError(f"cannot read {word!r}; write key=value, key=v1,v2 or key=low..high")
+        choices[key] = _read_range(word, text) or values
     ranges = [key for key, found in choices.items() if not isinstance(found, list)]
     if num_trials is None and (ranges or seed is not None):
         raise ConfigError(f"values{f' of {ranges[0]}' if ranges else ''} are drawn; say how many: --trials 20")
@@ -131,7 +138,9 @@ def _run(config: str, settings: Sequence[str], folder: Path, signals: Signals) -
     if signals.asked.is_set():
         return PreemptedError.exit_code
     began = time.monotonic()
-    words = ["train", config, f"name={folder.parent.name}-{folder.name}", *settings, "--run-dir", str(folder)]
+    name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")  # quoted: "a: b" alone is a mapping of YAML
+    words = ["train", config, f"name={name}", *settings, "--run-dir", str(folder)]
+    write_json_atomic(folder / TRIAL_FILE, {**trial, "exit_code": None})
     child = start_child([*JAXTRAIN, *words], environment={}, shown=False)
     signals.add(child)
     try:

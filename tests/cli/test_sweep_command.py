@@ -15,6 +15,7 @@ import pytest
 
 from jaxtrain.commands import sweep
 from jaxtrain.commands.sweep import draw_trials
+from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +26,8 @@ import json, pathlib, sys
 words = sys.argv[1:]
 folder = pathlib.Path(words[words.index("--run-dir") + 1])
 keys = dict(word.split("=", 1) for word in words if "=" in word)
-code = {"5": 5, "75": 75, "9": 1}.get(keys["seed"], 0)
-status = {0: "done", 5: "diverged", 75: "preempted", 1: "running"}[code]
+code = {"5": 5, "75": 75, "9": 1, "33": 3}.get(keys["seed"], 0)
+status = {0: "done", 5: "diverged", 75: "preempted", 1: "running", 3: "failed"}[code]
 with (folder / "starts").open("a") as file:
     file.write("x")
 (folder / "run.json").write_text(json.dumps({"name": keys["name"], "status": status, "config": {"seed": keys["seed"]}}))
@@ -79,6 +80,7 @@ def test_drawn_values_depend_on_seed_and_number_alone():
     [
         pytest.param(["a"], None, None, "cannot read 'a'; write key=value", id="no-value"),
         pytest.param(["a="], None, None, "cannot read 'a='", id="empty"),
+        pytest.param(["a=1,"], None, None, "cannot read 'a=1,'", id="empty-one-of-two"),
         pytest.param(["a=1..2"], None, None, "values of a are drawn; say how many: --trials 20", id="range-uncounted"),
         pytest.param(["a=1,2"], None, 0, "values are drawn; say how many", id="random-uncounted"),
         pytest.param(["a=2..1"], 3, None, "a=2..1 is no range", id="turned-round"),
@@ -104,8 +106,9 @@ def test_settings_that_cannot_be_read(words, number, seed, said):
         (["quickstart"], "key=value is missing"),
         (["quickstart", "seed=1", "--jobs", "0"], "'0' is not a whole number of 1 or more"),
         (["quickstart", "seed=1", "--run-dir", "gs://bucket/sweep"], "gs://bucket/sweep"),
+        (["quickstart", "seed=1,2", "checkpoint.directory=gs://bucket/x"], "gs://bucket/x would be that of several"),
     ],
-    ids=["key", "value-of-the-second-trial", "no-config", "no-setting", "no-jobs", "address"],
+    ids=["key", "value-of-the-second-trial", "no-config", "no-setting", "no-jobs", "address", "one-folder-for-all"],
 )
 def test_mistakes_are_one_line_before_anything_starts(cli, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
@@ -130,6 +133,30 @@ def test_trials_end_in_their_ways_and_only_the_unfinished_run_again(cli, trials)
     page = (trials / "report.html").read_text()
     assert page.index("<td>004") < page.index("<td>000")  # the lowest loss first
     assert "diverged" in page
+    assert "failed (exit code 1): 003" in page  # its run.json says that it is running
+    assert "running:" not in page
+
+
+def test_a_trial_without_its_data_runs_again(cli, trials):
+    words = ["sweep", "quickstart", "seed=3,33", "--run-dir", str(trials)]
+    assert [cli(*words).code for _ in range(2)] == [0, 0]
+    assert [len((trials / name / "starts").read_text()) for name in ("000", "001")] == [1, 2]
+
+
+def test_names_of_trials_are_texts_whatever_the_folder_is_called(cli, trials, tmp_path):
+    for folder in ("a: b", "it #1", "[x"):
+        assert cli("sweep", "quickstart", "seed=3", "--run-dir", folder).code == 0
+        name = json.loads((tmp_path / folder / "000" / "run.json").read_text())["name"]
+        assert load_config("quickstart", overrides=[f"name={name}"]).name == f"{folder}-000"
+
+
+def test_a_run_is_no_sweep(cli, trials):
+    trials.mkdir(parents=True)
+    (trials / "run.json").write_text("{}")
+    answer = cli("sweep", "quickstart", "seed=3", "--run-dir", str(trials))
+    assert (answer.code, len(answer.err.splitlines())) == (2, 1)
+    assert "is the directory of a run; use another --run-dir" in answer.err
+    assert [path.name for path in trials.iterdir()] == ["run.json"]
 
 
 def test_another_sweep_is_not_mixed_in(cli, trials):

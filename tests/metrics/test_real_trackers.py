@@ -83,9 +83,13 @@ def record(folder, name):
 
 
 def logged(folder, name):
-    """step -> value in metrics.jsonl."""
+    """step -> value in metrics.jsonl, without the first step after a resume.
+
+    That step is logged beside the others; a tracker that has later ones of the killed process does not get it.
+    """
+    resumed = json.loads((folder / "run" / "run.json").read_text())["resumed_after"]
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row[name] for row in rows if name in row}
+    return {row["step"]: row[name] for row in rows if name in row and row["step"] - 1 not in resumed}
 
 
 def check_steps(found, wanted, *, with_gap=False):

@@ -110,3 +110,11 @@ def test_losses_of_other_rows_are_said(tmp_path):
     info["data"]["fingerprint"]["sha256"] = "b"
     (runs[0] / "run.json").write_text(json.dumps(info))
     assert "Held-out losses are of different rows" in words(write_many(runs, tmp_path / "page.html"))
+
+
+def test_training_losses_of_other_tasks_are_said(tmp_path):
+    runs = [run(tmp_path / "000"), run(tmp_path / "001")]
+    assert "tasks" not in words(write_many(runs, tmp_path / "page.html"))
+    info = json.loads((runs[0] / "run.json").read_text())
+    (runs[0] / "run.json").write_text(json.dumps({**info, "task": "language_modeling"}))
+    assert "Training losses are of different tasks" in words(write_many(runs, tmp_path / "page.html"))

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import types
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.trackers import background
 from jaxtrain.metrics.trackers.background import BackgroundTracker
-from jaxtrain.metrics.trackers.opened import check_trackers, open_trackers
-from jaxtrain.metrics.trackers.table import TRACKERS
-from jaxtrain.metrics.trackers.tracker import RefusedError, Text, Tracker
+from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
+from jaxtrain.metrics.trackers.table import TRACKERS, _allowed
+from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Text, Tracker
 
 REFUSED = OSError("refused")
 INFO = {"name": "r", "config": {"train": {"steps": 4}, "seed": 0}, "git_commit": "abc"}
@@ -185,6 +186,40 @@ def test_rows_wait_for_a_tracker_that_comes_back(tmp_path):
     assert lines == ["fake: somewhere", "fake takes no rows: OSError: refused; training goes on without it"]
 
 
+def test_a_run_that_has_begun_is_gone_on_with_where_its_opening_failed(tmp_path):
+    fake, lines, ids = FakeTracker(), [], []
+
+    def open(known_id):
+        ids.append(known_id)
+        if known_id is None:
+            raise BegunError("id7") from REFUSED
+        return fake.open(known_id)
+
+    tracker = BackgroundTracker("fake", open, tmp_path / "fake.json", earlier=None, report=lines.append)
+    tracker.scalars(1, {"loss": 1.0})
+    ended(tracker)
+    assert (ids, fake.rows, lines) == ([None, "id7"], [(1, {"loss": 1.0})], ["fake: somewhere"])
+    assert json.loads((tmp_path / "fake.json").read_text())["id"] == "id7"
+
+
+@pytest.mark.parametrize(
+    ("status", "is_short"), [("preempted", True), ("stopped", True), ("done", False), ("failed", False)]
+)
+def test_a_run_that_a_signal_stopped_waits_for_no_tracker_for_long(tmp_path, status, is_short):
+    waited = []
+    tracker: Any = types.SimpleNamespace(begin_end=lambda status, files: None, wait_for_end=waited.append)
+    Trackers(tmp_path, [tracker]).end(status)
+    assert (waited[0] <= 5) == is_short
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [("loss", "loss"), ("a@b", "a_b"), ("a/b", "a/b"), ("a/", "a"), ("/a//b", "a/b"), ("../a/./b", "a/b"), ("..", "_")],
+)
+def test_mlflow_refuses_no_batch_over_a_name(name, taken):
+    assert _allowed(name) == taken
+
+
 def test_a_tracker_that_hangs_costs_neither_rows_nor_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "_MOST_WAITING", 10)
     blocks, lines = threading.Event(), []
@@ -243,13 +278,13 @@ def test_wandb_resumes_its_own_run(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, login=lambda prompt: True))
     for step, status in ((1, "preempted"), (5, "done")):
-        config = LoggingConfig(wandb=True, tags={"team": "a"})
+        config = LoggingConfig(wandb=True, tags={"team": "a", "api_key": "s3cret"})
         trackers = open_trackers(tmp_path, config, info=INFO, is_resumed=step > 1, report=lambda line: None)
         trackers.scalars(step, {"loss": 0.5, "model_flops_utilization": None, "grad_norm": float("nan")})
         trackers.end(status)
     assert [given["id"] for given in settings] == [None, "id1"]
     assert settings[0]["config"] == {"train.steps": 4, "seed": 0}
-    assert {"team=a", "git_commit=abc"} <= set(settings[0]["tags"])
+    assert {"team=a", "git_commit=abc", "api_key=(redacted)"} <= set(settings[0]["tags"])
     first, second = {"step": 1, "loss": 0.5}, {"step": 5, "loss": 0.5}
     assert calls == [first, "preempting", ("finish", 75, "preempted"), second, ("finish", 0, "done")]
 

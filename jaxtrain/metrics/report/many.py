@@ -67,11 +67,12 @@ def write_many(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def _status(run: RunFiles) -> str:
-    """How a run ended; of a trial that left no run.json, what its process ended with."""
-    if run.info:
-        return run.status
+    """How a run ended; of a trial whose run.json does not say it, what its process ended with."""
     trial = read_json(run.run_dir / TRIAL_FILE)
     code = trial.get("exit_code")
+    # A process that was killed left a run that is running.
+    if run.info and (run.status != "running" or code is None):
+        return run.status
     return "broken" if not trial else "not started" if code is None else f"failed (exit code {code})"
 
 
@@ -90,6 +91,8 @@ def _sentences(runs: Sequence[RunFiles], names: Sequence[str], metric: str) -> I
             "",
             "Held-out losses are of different rows or tasks, or it is not recorded of which: the order says little.",
         )
+    elif metric == "loss" and len({run.task for run in scored}) > 1:
+        yield "", "Training losses are of different tasks, or it is not recorded of which: the order says little."
     counts: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         if (status := _status(run)) not in ("done", "early stopped"):

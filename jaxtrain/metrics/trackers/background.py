@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jaxtrain.metrics.trackers.tracker import RefusedError, Row, Text, Tracker
+from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Row, Text, Tracker
 from jaxtrain.runtime.files import write_json_atomic
 
 # Rows that wait while a tracker takes none; at a row per second these are three hours.
@@ -125,7 +125,7 @@ class BackgroundTracker:
 
     def _work(self) -> None:
         try:
-            tracker = self._insist(lambda: self._open(self._run_id))
+            tracker = self._insist(self._begin)
             self._run_id = tracker.run_id
             self._insist(lambda: self._settle(tracker))
             self._said.append(f"{self._name}: {tracker.place}")
@@ -142,6 +142,15 @@ class BackgroundTracker:
         except BaseException as error:  # a tracker may also raise what ends a thread, such as SystemExit
             self._reason = _line(error)
             self._warn()
+
+    def _begin(self) -> Tracker:
+        try:
+            return self._open(self._run_id)
+        except BegunError as error:
+            # Else each further try would begin one more run there.
+            self._run_id = error.run_id
+            self._note()
+            raise error.__cause__ or error from None
 
     def _settle(self, tracker: Tracker) -> None:
         """Find out how much of what an earlier process was sending when it was killed has arrived."""

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import LoggingConfig
+from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.trackers.background import BackgroundTracker
-from jaxtrain.metrics.trackers.table import TRACKERS, lacks_package
+from jaxtrain.metrics.trackers.table import STOPPED, TRACKERS, lacks_package
 from jaxtrain.metrics.trackers.tracker import TrackedRun, Tracker
 from jaxtrain.metrics.writers import Scalars
 
@@ -47,7 +48,7 @@ class Trackers:
             status: how the run ended.
         """
         files = [path for name in _FILES if (path := self._run_dir / name).is_file()]
-        until = time.monotonic() + (_HURRY_SECONDS if status == "preempted" else _END_SECONDS)
+        until = time.monotonic() + (_HURRY_SECONDS if status in STOPPED else _END_SECONDS)
         for tracker in self._trackers:
             tracker.begin_end(status, files)
         for tracker in self._trackers:
@@ -100,7 +101,7 @@ def open_trackers(
                 name=str(info.get("name") or run_dir.name),
                 known_id=known_id,
                 settings=_flat(info.get("config") or {}),
-                tags={**_facts(run_dir, info), **config.tags},
+                tags={**_facts(run_dir, info), **redacted(config.tags)},
             )
         )
 

@@ -18,12 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics.trackers.tracker import RefusedError, Row, Text, TrackedRun, Tracker
+from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Row, Text, TrackedRun, Tracker
 from jaxtrain.runtime.files import plain_number
 
 # How a run may end that did what it was asked to do, and how one that can go on.
 _DONE = ("done", "early stopped", "stopped by a callback")
-_STOPPED = ("preempted", "stopped")
+STOPPED = ("preempted", "stopped")
 _PREEMPTED_CODE = 75
 # What MLflow takes in one request, and as one parameter.
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_CHARACTERS = 1000, 100, 6000
@@ -60,14 +60,17 @@ def open_mlflow(run: TrackedRun) -> Tracker:
     else:
         run_id = run.known_id
         client.update_run(run_id, status="RUNNING")
-    known = client.get_run(run_id).data.params
-    settings = {_allowed(key): _text(value)[:_MOST_CHARACTERS] for key, value in run.settings.items()}
-    parameters = [entities.Param(key, value) for key, value in settings.items() if key not in known]
-    for start in range(0, len(parameters), _MOST_PARAMETERS):
-        client.log_batch(run_id, params=parameters[start : start + _MOST_PARAMETERS])
-    changed = {f"changed.{key}": value for key, value in settings.items() if known.get(key, value) != value}
-    for key, value in {**run.tags, **changed}.items():
-        client.set_tag(run_id, key, value[:_MOST_CHARACTERS])
+    try:
+        known = client.get_run(run_id).data.params
+        settings = {_allowed(key): _text(value)[:_MOST_CHARACTERS] for key, value in run.settings.items()}
+        parameters = [entities.Param(key, value) for key, value in settings.items() if key not in known]
+        for start in range(0, len(parameters), _MOST_PARAMETERS):
+            client.log_batch(run_id, params=parameters[start : start + _MOST_PARAMETERS])
+        changed = {f"changed.{key}": value for key, value in settings.items() if known.get(key, value) != value}
+        for key, value in {**run.tags, **changed}.items():
+            client.set_tag(run_id, key, value[:_MOST_CHARACTERS])
+    except Exception as error:
+        raise BegunError(run_id) from error
 
     def log_rows(rows: Sequence[Row]) -> None:
         found = [
@@ -93,7 +96,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         if status is not None:
             client.set_tag(run_id, "jaxtrain.status", status)
         # Before the files: a store of artifacts that is away must not leave a run that has ended as one that runs.
-        ended = "FINISHED" if status is None or status in _DONE else "KILLED" if status in _STOPPED else "FAILED"
+        ended = "FINISHED" if status is None or status in _DONE else "KILLED" if status in STOPPED else "FAILED"
         client.set_terminated(run_id, status=ended)
         for file in files:
             client.log_artifact(run_id, str(file))
@@ -224,8 +227,9 @@ def _experiment(client: Any, name: str) -> str:
 
 
 def _allowed(name: str) -> str:
-    """A name of a metric or parameter in the characters that MLflow takes."""
-    return re.sub(r"[^\w\-./ :]", "_", name, flags=re.ASCII)[:250]
+    """A name of a metric or parameter as MLflow takes it: its characters, and a path that no part leads out of."""
+    parts = re.sub(r"[^\w\-./ :]", "_", name, flags=re.ASCII)[:250].split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
 
 def _text(value: object) -> str:

@@ -9,6 +9,18 @@ class RefusedError(Exception):
     """A tracker refuses what it is given, and would refuse it again: it is not sent a second time."""
 
 
+class BegunError(Exception):
+    """A run has begun on a tracker, and what followed failed (the cause): another try goes on with that run.
+
+    Attributes:
+        run_id: what the tracker calls the run.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id)
+        self.run_id = run_id
+
+
 @dataclass(frozen=True)
 class Row:
     """Numbers of one step.
