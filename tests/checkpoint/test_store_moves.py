@@ -3,11 +3,15 @@
 import errno
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import going_back, remote
+from jaxtrain.checkpoint import Checkpointer, going_back, remote
 from jaxtrain.checkpoint.copies import copy_step
+from jaxtrain.checkpoint.directory import clear_leftovers, list_steps, remove
+from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.remote import RemotePath
+from jaxtrain.checkpoint.space import SaveError
 
 
 class Store:
@@ -29,6 +33,9 @@ class Store:
         if not found:
             raise FileNotFoundError(path)
         return sorted(found)
+
+    def info(self, path, *, refresh):
+        return self.ls(path, detail=False, refresh=refresh)
 
     def find(self, path, *, refresh):
         return [name for name in self.objects if name.startswith(f"{path}/")]
@@ -82,6 +89,58 @@ def test_a_step_on_its_way_back_is_not_taken_for_the_new_one(store):
         else:
             assert changes > 10
         assert (folder, store.objects) == before, changes
+
+
+def test_a_step_that_is_moved_away_is_lost_at_no_request(store):
+    """The start that follows finds the whole step again, and puts it back: the new one was never written."""
+    with_steps(store, [1, 2, 3])
+    before = dict(store.objects)
+    for changes in range(40):
+        folder = with_steps(store, [1, 2, 3])
+        store.left = changes
+        try:
+            going_back.begin(folder, after=1, step=2)
+        except KeyboardInterrupt:
+            assert going_back.live_steps(folder) in ([1, 3], [1, 2, 3]), changes
+        else:
+            assert changes > 10
+        store.left = 10**9
+        assert going_back.settle(folder, print) == []
+        assert store.objects == before, changes
+
+
+def test_a_removal_that_is_cut_off_leaves_no_step(store):
+    """Nor does what is left come back: the next save deletes it."""
+    for changes in range(7):
+        folder = with_steps(store, [1, 10, 100])
+        store.left = changes
+        try:
+            remove(folder, [1])
+        except KeyboardInterrupt:
+            store.left = 10**9
+        assert list_steps(folder) == ([10, 100] if changes else [1, 10, 100]), changes
+        clear_leftovers(folder)
+        assert folder.names() == (["10", "100"] if changes else ["1", "10", "100"]), changes
+
+
+def test_a_store_that_is_away_fails_a_save_and_no_run(store, monkeypatch):
+    """A SaveError is what a run counts, and goes on after; see checkpoint.max_failed_in_a_row."""
+    folder = with_steps(store, [1])
+    line = StepLine(folder, keep_last=2, keep_every=None, keep_best=False, report=print)
+    checkpointer = Checkpointer(folder)
+
+    def refused(path, **options):
+        raise PermissionError("Forbidden")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "ls", refused)
+        with pytest.raises(SaveError, match=r"^cannot save checkpoint s3://bucket/run/2: [^\n]*access denied[^\n]*$"):
+            checkpointer.save(2, {"w": np.zeros(3)}, metadata={})
+        line.clear()  # after a save that failed: what it left is deleted before the next one
+    (folder / "2" / "state" / "d").write_bytes(b"")
+    line.make_room(3, before_moving=lambda: None)
+    assert folder.names() == ["1"]
+    checkpointer.release()
 
 
 def test_copies_of_a_step_have_the_rights_of_its_folder(tmp_path: Path):
