@@ -7,7 +7,9 @@ from typing import Any
 
 from jaxtrain.checkpoint import digest
 from jaxtrain.checkpoint.directory import FORMAT_VERSION, CheckpointInfo, DamagedError
-from jaxtrain.checkpoint.failures import ReadError
+from jaxtrain.checkpoint.failures import ReadError, store_failures
+from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.checkpoint.tree import describe, is_key, shown_name
 from jaxtrain.errors import CheckpointError
@@ -30,6 +32,28 @@ def from_process_0(decide: Callable[[], int]) -> int:
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(numpy.int32(decide())))
+
+
+def decided(path: Place, decide: Callable[[], bool]) -> bool:
+    """Return what process 0 decides before a save; where a store keeps it from that, every process raises.
+
+    Raises:
+        SaveError: the store does not let process 0 look.
+    """
+    failures: list[SaveError] = []
+
+    def look() -> int:
+        try:
+            with store_failures(path):
+                return decide()
+        except SaveError as error:
+            failures.append(error)
+            return -1
+
+    found = from_process_0(look)
+    if found < 0:
+        raise failures[0] if failures else SaveError(f"cannot save checkpoint {path}: process 0 cannot look there")
+    return bool(found)
 
 
 def everyone(succeeded: bool) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from jaxtrain.checkpoint import arrays, checks, directory, places, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
-from jaxtrain.checkpoint.failures import save_error
+from jaxtrain.checkpoint.failures import save_error, store_failure, store_failures
 from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.places import Place, RemotePath
 from jaxtrain.checkpoint.space import SaveError, check_space
@@ -65,10 +65,9 @@ class Checkpointer:
         last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
         check_function(report, what="Checkpointer: report", takes="a function of one line", write="report=print")
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
-        self._read_only = read_only
+        self._read_only, self._is_begun = read_only, False
         self._storage: Storage | None = None
         self._saving: Place | None = None
-        self._is_begun = False
         second = None if mirror is None or read_only else places.absolute_place(mirror, what="checkpoint mirror")
         self._upkeep = Upkeep(self.directory, self._line, mirror=second, report=report)
 
@@ -157,9 +156,9 @@ class Checkpointer:
         record = arrays.step_record(step, flat, metadata=metadata, eval_loss=eval_loss, score=score)
         directory.seal(record)  # metadata that is not JSON fails before any work on the device
         stored = arrays.storable(flat)
-        if arrays.from_process_0(lambda: step in self.steps()):
+        if arrays.decided(path, lambda: step in self.steps()):
             record["digests"] = arrays.digests(stored)
-            if arrays.from_process_0(lambda: self._line.holds(step, record)):
+            if arrays.decided(path, lambda: self._line.holds(step, record)):
                 self._line.position = step
                 return False
         try:
@@ -348,9 +347,10 @@ class Checkpointer:
             raise self._failed(path, error) from None
         self._line.position = int(path.name)
         if arrays.is_process_0():
-            self._line.settle()
-            self._upkeep.begin(int(path.name))
-            self._upkeep.prune()
+            with store_failures(path):
+                self._line.settle()
+                self._upkeep.begin(int(path.name))
+                self._upkeep.prune()
 
     def _open(self) -> Storage:
         self._storage = self._storage or Storage(self.directory)
@@ -371,7 +371,7 @@ class Checkpointer:
                 self._line.make_room(int(path.name), before_moving=self._upkeep.pause)
                 check_space(self.directory, array_bytes, what=f"cannot save checkpoint {path}")
             except (OSError, CheckpointError) as error:
-                failure = error
+                failure = store_failure(path, error)
         # Otherwise the other processes would wait in the save for one that has failed.
         if not arrays.everyone(failure is None):
             raise failure or SaveError(f"cannot save checkpoint {path}: process 0 cannot write there")

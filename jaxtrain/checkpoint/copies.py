@@ -42,7 +42,8 @@ def copy_step(source: Place, target: Place, step: int, *, advance: Callable[[int
         digests: dict[str, str] = {}
         for name in _file_names(origin):
             written = partial / name
-            written.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            for folder in reversed(Path(name).parents):  # `parents=True` would give those between other rights
+                (partial / folder).mkdir(mode=0o750, exist_ok=True)
             digests[name] = _copy_file(origin / name, written, advance)
         for name, digest in digests.items():
             if _digest(partial / name, advance) != digest:
@@ -62,14 +63,14 @@ def _copy_to_store(origin: Place, place: RemotePath, advance: Callable[[int], No
         for name in _file_names(origin):
             file = origin / name
             if isinstance(file, RemotePath):
-                file.download(scratch)
+                file.download(scratch, advance)
                 digests[name] = _digest(scratch, advance)
-                (place / name).upload(scratch)
+                (place / name).upload(scratch, advance)
             else:
                 digests[name] = _digest(file, advance)
-                (place / name).upload(file)
+                (place / name).upload(file, advance)
         for name, digest in digests.items():
-            (place / name).download(scratch)
+            (place / name).download(scratch, advance)
             if _digest(scratch, advance) != digest:
                 raise OSError(f"{place / name} reads other than it was written")
     (place / COMMIT_FILE).write_bytes(b"copied by jaxtrain")
@@ -93,7 +94,7 @@ def _file_names(step: Place) -> Iterator[str]:
 
 def _copy_file(origin: Place, target: Path, advance: Callable[[int], None]) -> str:
     if isinstance(origin, RemotePath):
-        origin.download(target)
+        origin.download(target, advance)
         return _digest(target, advance)
     digest = hashlib.sha256()
     with origin.open("rb") as read, target.open("xb") as written:

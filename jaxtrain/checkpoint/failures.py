@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.remote import RemotePath
 from jaxtrain.checkpoint.space import SaveError
+from jaxtrain.errors import CheckpointError
 
 Found = TypeVar("Found")
 
@@ -149,6 +151,26 @@ def save_error(path: Place, error: BaseException) -> SaveError:
         _free_frames(error)
         gc.collect()
     return failure
+
+
+def store_failure(path: Place, error: Exception) -> Exception:
+    """The SaveError for what a store refuses beside a save, so that the run goes on and the next save tries again.
+
+    A disk is not away for a moment: its errors are returned as they are.
+    """
+    if isinstance(error, SaveError) or not isinstance(path, RemotePath):
+        return error
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return SaveError(f"cannot save checkpoint {path}: {reason}")
+
+
+@contextlib.contextmanager
+def store_failures(path: Place) -> Iterator[None]:
+    """Raise what `store_failure` gives."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        raise store_failure(path, error) from None
 
 
 def cause(error: BaseException) -> str:

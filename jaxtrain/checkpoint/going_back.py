@@ -45,8 +45,11 @@ def live_steps(directory: Place) -> list[int]:
     # The note first: a listing that is older than the note would show both lines.
     noted = _read_note(directory)
     steps = list_steps(directory)
-    if noted is None or not _is_complete(directory, noted, steps):
-        return steps
+    try:
+        if noted is None or not _is_complete(directory, noted, steps):
+            return steps
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
     return [step for step in steps if step <= noted.after or step == noted.step]
 
 
@@ -86,6 +89,7 @@ def settle(directory: Place, report: Callable[[str], None]) -> list[int]:
     folder = directory / noted.folder
     try:
         places.finish_moves(directory)
+        places.finish_moves(folder)  # of a step on its way back
         steps = list_steps(directory)
         if not _is_complete(directory, noted, steps):
             old, place = folder / str(noted.step), step_path(directory, noted.step)
@@ -117,7 +121,9 @@ def abandoned_folders(directory: Place) -> list[Place]:
 
 def _is_complete(directory: Place, noted: GoingBack, steps: Iterable[int]) -> bool:
     # Where the old line has a step of that number too, the new one is complete only if the old one was moved away.
-    return noted.step in steps and (not noted.replaces or (directory / noted.folder / str(noted.step)).is_dir())
+    return noted.step in steps and (
+        not noted.replaces or places.has_arrived(directory / noted.folder / str(noted.step))
+    )
 
 
 def _move(directory: Place, steps: Iterable[int], folder: str) -> None:

@@ -110,9 +110,17 @@ class StepLine:
             self._marks.pop(step, None)
 
     def clear(self) -> None:
-        """Delete what a failed save has written: the next one needs the disk; only the deciding process."""
-        directory.clear_leftovers(self._folder)
-        self.settle()
+        """Delete what a failed save has written: the next one needs the disk; only the deciding process.
+
+        A store that failed the save may fail here too: then the next save begins with it.
+        """
+        self._is_cleared = False
+        try:
+            directory.clear_leftovers(self._folder)
+            self.settle()
+        except (OSError, CheckpointError):
+            if not places.is_remote(self._folder):
+                raise
 
     def note_loss(self, step: int, eval_loss: float, score: float | None) -> None:
         """Write the eval_loss and score of a saved step into its record; only the deciding process."""

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxtrain.checkpoint import places
+from jaxtrain.checkpoint.directory import list_steps
 from jaxtrain.checkpoint.places import Place
-from jaxtrain.checkpoint.where import NOTE, read_note, write_note
+from jaxtrain.checkpoint.where import FOLDER, NOTE, read_note, write_note
 from jaxtrain.errors import CheckpointError, ConfigError
 
 MARKER = "jaxtrain_run.json"
@@ -63,6 +64,8 @@ class Owner:
             found = _read(self._folder)
         except OSError:
             return None  # the save that follows says what is wrong with the store
+        except CheckpointError:
+            return f"a start that the damaged {self._folder / MARKER} does not name"
         return None if found is None or found.start == self._marker.start else found.text()
 
 
@@ -83,7 +86,8 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
         CheckpointError: the note in the run directory is damaged.
     """
     noted = read_note(run_dir)
-    run = noted[1] if noted is not None and noted[0] == folder and noted[1] else uuid.uuid4().hex
+    known = noted[1] if noted is not None and noted[0] == folder else ""
+    run = known or uuid.uuid4().hex
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     marker = _Marker(run, uuid.uuid4().hex, name, str(run_dir.absolute()), socket.gethostname(), since)
     try:
@@ -94,6 +98,8 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
             if not takes_over:
                 raise _refused(folder, found)
             line = f"{folder} is taken over from {found.text()}"
+        if found is None and run != known and not takes_over:
+            _check_nobodys(folder, run_dir)
         # Before the marker: a kill between the two must not leave a folder that its own run takes for another's.
         before = _noted(run_dir)
         write_note(run_dir, folder, run)
@@ -113,6 +119,16 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
     except OSError as error:
         raise ConfigError(f"checkpoint.directory: {folder} cannot be used: {_reason(error, folder)}") from error
     return Owner(folder, marker), line
+
+
+def _check_nobodys(folder: Place, run_dir: Path) -> None:
+    """Refuse a folder whose steps somebody else saved who wrote no marker, such as that of another run's directory."""
+    steps = [] if folder == run_dir.absolute() / FOLDER else list_steps(folder)
+    if steps:
+        raise ConfigError(
+            f"checkpoint.directory: {folder} holds checkpoints (the newest is step {steps[-1]}) and does not say of "
+            "which run; name another folder, or go on with them in this directory with --resume must"
+        )
 
 
 def _reason(error: OSError, folder: Place) -> str:

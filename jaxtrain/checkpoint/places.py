@@ -190,6 +190,18 @@ def move(source: Place, target: Place) -> None:
     source.rename(target)
 
 
+def has_arrived(step: Place) -> bool:
+    """Whether a step was moved here whole, and is not on its way to another place.
+
+    Raises:
+        OSError: the store does not answer.
+    """
+    if not isinstance(step, RemotePath):
+        return step.is_dir()
+    found = step.names()
+    return COMMIT_FILE in found and _MOVING_FILE not in found
+
+
 def finish_moves(folder: Place) -> None:
     """Finish the moves of steps that a kill interrupted; a file system has none."""
     if isinstance(folder, RemotePath):

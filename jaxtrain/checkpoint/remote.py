@@ -8,8 +8,9 @@ remembered between two requests: other processes and libraries write too.
 import contextlib
 import errno
 import functools
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from jaxtrain.config.store_address import store_address
@@ -18,6 +19,8 @@ from jaxtrain.errors import ConfigError
 EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 # A request that is not answered is tried again by the clients; longer waits would look like a run that stands still.
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
+# s3fs asks in rounds of botocore's five requests: with its five rounds, a silent server would be waited for 25 minutes.
+_S3_ROUNDS = 2
 _LONGEST_REASON = 200
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
@@ -159,15 +162,29 @@ class RemotePath:
         with _in_words(self):
             _client(self.scheme).cp_file(self._full, target._full)
 
-    def upload(self, local: Any) -> None:
-        """Write an object with the content of a file of this machine."""
+    def upload(self, local: Any, advance: Callable[[int], None]) -> None:
+        """Write an object with the content of a file of this machine; `advance` gets the bytes of each part."""
         with _in_words(self):
-            _client(self.scheme).put_file(str(local), self._full)
+            _client(self.scheme).put_file(str(local), self._full, callback=_telling(advance))
 
-    def download(self, local: Any) -> None:
-        """Write a file of this machine with the content of the object."""
+    def download(self, local: Any, advance: Callable[[int], None]) -> None:
+        """Write a file of this machine with the content of the object; `advance` gets the bytes of each part."""
         with _in_words(self):
-            _client(self.scheme).get_file(self._full, str(local))
+            _client(self.scheme).get_file(self._full, str(local), callback=_telling(advance))
+
+
+def _telling(advance: Callable[[int], None]) -> Any:
+    """What the clients call with the bytes so far; a large object takes longer than what stands still may."""
+    from fsspec.callbacks import Callback
+
+    told = 0
+
+    def tell(size: int | None, value: int) -> None:
+        nonlocal told
+        advance(value - told)
+        told = value
+
+    return Callback(hooks={"advance": tell})
 
 
 def check_client(path: RemotePath) -> None:
@@ -191,7 +208,18 @@ def _client(scheme: str) -> Any:
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "s3":
         options["config_kwargs"] = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
-    return fsspec.filesystem({"gs": "gcs", "s3": "s3"}[scheme], **options)
+        client = fsspec.filesystem("s3", **options)
+        client.retries = _S3_ROUNDS
+        return client
+    import importlib
+
+    # It logs, with a traceback, what it raises too.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # Without a total: by default what takes five minutes is given up, however much has come.
+    wait = importlib.import_module("aiohttp").ClientTimeout(
+        total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
+    )
+    return fsspec.filesystem("gcs", requests_timeout=wait, **options)
 
 
 def forget_listings(scheme: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 from jaxtrain.checkpoint import directory, places
 from jaxtrain.checkpoint.aftercare import Aftercare
+from jaxtrain.checkpoint.failures import store_failures
 from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.places import Place
@@ -70,7 +71,8 @@ class Upkeep:
         for line in self._care.lines():
             self._report(line)
         for step, reason in self._care.damaged().items():
-            moved = directory.set_aside(self._folder, step, reason="corrupt")
+            with store_failures(directory.step_path(self._folder, step)):
+                moved = directory.set_aside(self._folder, step, reason="corrupt")
             raise SaveError(f"{reason}, read back after the save (renamed to {moved.name})")
 
     def finish(self) -> None:
@@ -82,7 +84,8 @@ class Upkeep:
         if self._has_begun:
             self._care.finish()
             self.look()
-            self.prune()
+            with store_failures(self._folder):
+                self.prune()
 
     def pause(self) -> None:
         """Wait until no step is read in the background: steps are about to be renamed."""

@@ -78,10 +78,11 @@ def identity_of_steps(folder: Place) -> int | None:
     Raises:
         OSError: the folder cannot be read.
     """
-    if isinstance(folder, Path) and folder.name == FOLDER:
-        return folder.stat().st_ino
-    # Elsewhere the folder stays, and its steps move into one of `previous`.
-    return hash(tuple(names(folder / PREVIOUS))) if names(folder) else None
+    if not any(name.isdecimal() for name in names(folder)):
+        return None
+    # The folder of a run directory is moved as a whole. Elsewhere it stays, and its steps move into one of `previous`.
+    number = folder.stat().st_ino if isinstance(folder, Path) else 0
+    return hash((number, *sorted(names(folder / PREVIOUS))))
 
 
 def set_steps_aside(folder: Place) -> Place | None:

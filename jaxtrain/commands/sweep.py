@@ -1,9 +1,6 @@
 """`jaxtrain sweep`: trains a config with every combination of some values, or with random ones. No jax here."""
 
-import itertools
 import json
-import math
-import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +9,7 @@ from pathlib import Path
 
 from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.commands.output import print_text
+from jaxtrain.commands.sweep_draws import draw_trials
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
@@ -24,7 +22,6 @@ from jaxtrain.runtime.remarks import print_remark
 
 # Another start would end in the same way; not so after a missing file or package, which may be there by then.
 _FINAL = (0, DivergedError.exit_code)
-_MOST_TRIALS = 1000
 
 
 def run_sweep(
@@ -64,58 +61,6 @@ def run_sweep(
         codes = list(pool.map(lambda place, settings: _run(config, settings, place, signals), folders, trials))
     print_text(f"report: {write_many(folders, folder / 'report.html')}")
     return PreemptedError.exit_code if signals.asked.is_set() else 0 if 0 in codes else codes[-1]
-
-
-def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) -> list[dict[str, str]]:
-    """Return the settings of each trial; those of trial i depend on the seed and i alone.
-
-    Raises:
-        ConfigError: a word cannot be read, or it is not said how many values of a range are drawn.
-    """
-    choices = {}
-    for word in words:
-        key, _, text = word.partition("=")
-        # A list, mapping or quoted text of YAML is one value, whatever is in it.
-        values = [text] if text.startswith(("[", "{", '"', "'")) else text.split(",")
-        if not key or "" in values:
-            raise ConfigError(f"cannot read {word!r}; write key=value, key=v1,v2 or key=low..high")
-        choices[key] = _read_range(word, text) or values
-    ranges = [key for key, found in choices.items() if not isinstance(found, list)]
-    if num_trials is None and (ranges or seed is not None):
-        raise ConfigError(f"values{f' of {ranges[0]}' if ranges else ''} are drawn; say how many: --trials 20")
-    lists = [one for one in choices.values() if isinstance(one, list)]
-    count = math.prod(map(len, lists)) if num_trials is None else num_trials
-    if count > _MOST_TRIALS:
-        raise ConfigError(f"{count} trials are too many, above {_MOST_TRIALS}; draw some: --trials 50 --random 0")
-    if not ranges and seed is None:
-        return [dict(zip(choices, one, strict=True)) for one in itertools.islice(itertools.product(*lists), count)]
-    generators = [random.Random(f"{seed or 0}/{number}") for number in range(count)]
-    return [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
-
-
-def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:
-    """The bounds of `low..high[:log]`; None where the text is no range."""
-    bounds, _, scale = text.partition(":")
-    low, _, high = bounds.partition("..")
-    try:
-        first, last = float(low), float(high)
-    except ValueError:
-        return None
-    if scale not in ("", "log") or not -math.inf < first < last < math.inf or (scale and first <= 0):
-        raise ConfigError(f"{word} is no range; write low..high, or low..high:log above 0, as in 1e-4..1e-2:log")
-    return low, high, scale == "log"
-
-
-def _draw(choice: list[str] | tuple[str, str, bool], generator: random.Random) -> str:
-    if isinstance(choice, list):
-        return generator.choice(choice)
-    low, high, is_log = choice
-    is_whole = low.lstrip("-").isdigit() and high.lstrip("-").isdigit()
-    if is_whole and not is_log:
-        return str(generator.randint(int(low), int(high)))
-    first, last = float(low), float(high)
-    value = math.exp(generator.uniform(math.log(first), math.log(last))) if is_log else generator.uniform(first, last)
-    return str(round(value)) if is_whole else f"{value:.6g}"
 
 
 def _check_same(folder: Path, trial: Mapping[str, object]) -> None:

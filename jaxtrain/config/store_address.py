@@ -32,4 +32,6 @@ def store_address(text: str) -> tuple[str, str, str]:
     parts = [part for part in found[3].split("/") if part]
     if any(part in (".", "..") for part in parts) or any(sign in found[3] for sign in "\0*?[]\n"):
         raise ValueError(f"{text} has a part or a sign that is no name (., .., *, ?, [, ]); write it without")
+    if found[1] == "gs" and "#" in found[3]:
+        raise ValueError(f"{text} has a #, which begins the number of a version in Google's store; write it without")
     return found[1], found[2], "/".join(parts)

@@ -64,7 +64,7 @@ def data_facts(run: Run) -> Facts:
 def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
     # Both values of what differs are shown, and a secret that differs between hosts trains the same.
     config = flat(redacted(loaded.config.model_dump(mode="json")))
-    facts = {key: (value, loaded.origins.get(key, "")) for key, value in config.items() if key not in MAY_DIFFER}
+    facts = {key: (value, loaded.origins.get(key, "")) for key, value in config.items() if not _may_differ(key)}
     versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
     settings = {name: jax.config.values[name] for name in _JAX_SETTINGS}
     return {
@@ -87,6 +87,10 @@ def package_digest() -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def _may_differ(key: str) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in MAY_DIFFER)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, str]:

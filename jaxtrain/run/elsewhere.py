@@ -49,6 +49,9 @@ def take_folder(
         if former != folder and resume != "never" and not live_steps(folder):
             _check_former(former, folder)
         if keep.directory is None:
+            if former != folder and resume != "never" and live_steps(folder):
+                # The run goes on here: who asks for its checkpoints must not be led to where they were.
+                (run_dir / NOTE).unlink()
             return folder, None
         owner, line = take(folder, run_dir, name=name, takes_over=resume == "must")
         if line is not None:
@@ -64,7 +67,7 @@ def _check_former(former: Place, folder: Place) -> None:
     if steps:
         raise ConfigError(
             f"checkpoint.directory: this run has its checkpoints in {former} (the newest is step {steps[-1]}), and "
-            f"{folder} has none; set it back, copy them there, or start again with --resume never"
+            f"{folder} has none; set it back, copy them there and add --resume must, or start again with --resume never"
         )
 
 

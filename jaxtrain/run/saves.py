@@ -14,7 +14,7 @@ from jaxtrain.checkpoint.owner import Owner
 from jaxtrain.checkpoint.places import SeenComplete, is_remote
 from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.config.checkpoint import CheckpointConfig
-from jaxtrain.errors import StorageError
+from jaxtrain.errors import CheckpointError, StorageError
 from jaxtrain.run.loop import is_due
 from jaxtrain.run.save_clock import SaveClock
 from jaxtrain.runtime.files import identity
@@ -182,7 +182,8 @@ class RunSaves:
     def _note_failure(self, failure: SaveError) -> None:
         self._failure, self._pending = failure, None
         self._failed_in_a_row += 1
-        self._complete = self._checkpointer.latest_step()
+        with contextlib.suppress(CheckpointError):  # a store that does not answer: what was known stays known
+            self._complete = self._checkpointer.latest_step()
         most = self._config.max_failed_in_a_row
         if self._failed_in_a_row >= most:
             count = "1 save" if most == 1 else f"{most} saves in a row"

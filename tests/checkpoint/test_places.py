@@ -6,9 +6,19 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer, places, remote
+from jaxtrain.checkpoint.owner import MARKER, take
 from jaxtrain.checkpoint.remote import EXTRAS, RemotePath, reason_of
-from jaxtrain.checkpoint.where import NOTE, checkpoint_folder, configured_folder, write_note
+from jaxtrain.checkpoint.where import (
+    NOTE,
+    checkpoint_folder,
+    configured_folder,
+    identity_of_steps,
+    set_steps_aside,
+    write_note,
+)
+from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.run.elsewhere import take_folder
 
 
 @pytest.mark.parametrize(
@@ -35,6 +45,7 @@ def test_an_address_has_one_form(written, means):
         ("gs://ab", "can be no bucket"),
         ("gs://bucket/../a", "is no name"),
         ("gs://bucket/a*", "is no name"),
+        ("gs://bucket/a#b", "number of a version"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused(written, said):
@@ -97,3 +108,48 @@ def test_a_step_in_a_store_is_written_once_its_commit_object_is_there(monkeypatc
     assert not places.is_written(step)
     there.add("bucket/run/10/commit_success.txt")
     assert places.is_written(step)
+
+
+def with_step(folder: Path, step: int) -> Path:
+    """A folder that holds a step, as far as names tell."""
+    (folder / str(step) / "jaxtrain").mkdir(parents=True)
+    return folder
+
+
+def test_steps_that_nobody_signed_are_not_taken_for_ones_own(tmp_path: Path):
+    """As where `checkpoint.directory` names the folder of another run's directory."""
+    run = tmp_path / "a"
+    run.mkdir()
+    others = with_step(tmp_path / "b" / "checkpoints", 4)
+    with pytest.raises(ConfigError, match=r"^checkpoint.directory: [^\n]*newest is step 4[^\n]*--resume must$"):
+        take(others, run, name="a", takes_over=False)
+    assert list(run.iterdir()) == []
+    assert not (others / MARKER).exists()
+    owner, _ = take(others, run, name="a", takes_over=True)
+    (others / MARKER).unlink()
+    assert take(others, run, name="a", takes_over=False)[1] is None  # the note in the run directory knows it
+    (others / MARKER).write_text("{")
+    assert "damaged" in str(owner.other())  # no error, which other processes would wait for
+    take(with_step(run / "checkpoints", 4), run, name="a", takes_over=False)
+
+
+def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path):
+    """Or its former checkpoints would be the ones that are evaluated."""
+    write_note(tmp_path, with_step(tmp_path / "elsewhere", 4), "an identity")
+    here = with_step(tmp_path / "checkpoints", 4)
+    options = {"name": "a", "main": True, "report": print}
+    assert take_folder(CheckpointConfig(), tmp_path, resume="never", **options) == (here, None)
+    assert checkpoint_folder(tmp_path) == tmp_path / "elsewhere"  # until what is there is moved aside
+    assert take_folder(CheckpointConfig(), tmp_path, resume=None, **options) == (here, None)
+    assert checkpoint_folder(tmp_path) == here
+
+
+def test_a_restart_knows_that_steps_elsewhere_were_moved_aside(tmp_path: Path):
+    """Or each restart of a run with `--resume never` would begin anew; the folder may have the usual name."""
+    folder = tmp_path / "shared" / "checkpoints"
+    folder.mkdir(parents=True)
+    assert identity_of_steps(folder) is None  # nothing is there to be taken for what was trained since
+    first = identity_of_steps(with_step(folder, 4))
+    assert first == identity_of_steps(folder) is not None
+    set_steps_aside(folder)
+    assert identity_of_steps(with_step(folder, 2)) not in (None, first)

@@ -181,7 +181,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "skip alone": (dict(skip=["head/*"]), "without anything to skip it in; give params="),
     "a number": (dict(params=3), r"params is 3; give a tree of arrays .* or the path of a run"),
     "no folder": (dict(params="runs/nothing"), r"no folder at runs/nothing; give a run \(runs/<name>\)"),
-    "an address": (dict(params="gs://bucket/run"), "is not a path on this machine"),
+    "an address": (dict(params="az://bucket/run"), "is not a path on this machine"),
 }
 
 

@@ -1,0 +1,164 @@
+"""Moves and going back in an object store that is a dictionary, cut off at every request that changes something."""
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.checkpoint import Checkpointer, going_back, remote
+from jaxtrain.checkpoint.copies import copy_step
+from jaxtrain.checkpoint.directory import clear_leftovers, list_steps, remove
+from jaxtrain.checkpoint.line import StepLine
+from jaxtrain.checkpoint.remote import RemotePath
+from jaxtrain.checkpoint.space import SaveError
+
+
+class Store:
+    """What `RemotePath` asks of a client, with `left` changes before the process is killed."""
+
+    def __init__(self):
+        self.objects: dict[str, bytes] = {}
+        self.left = 10**9
+
+    def _change(self):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def ls(self, path, *, detail, refresh):
+        found = {
+            f"{path}/{name[len(path) + 1 :].split('/')[0]}" for name in self.objects if name.startswith(f"{path}/")
+        }
+        if not found:
+            raise FileNotFoundError(path)
+        return sorted(found)
+
+    def info(self, path, *, refresh):
+        return self.ls(path, detail=False, refresh=refresh)
+
+    def find(self, path, *, refresh):
+        return [name for name in self.objects if name.startswith(f"{path}/")]
+
+    def cat_file(self, path):
+        if path not in self.objects:
+            raise FileNotFoundError(errno.ENOENT, "none", path)
+        return self.objects[path]
+
+    def pipe_file(self, path, content, *, mode):
+        self._change()
+        self.objects[path] = content
+
+    def cp_file(self, source, target):
+        self._change()
+        self.objects[target] = self.objects[source]
+
+    def rm_file(self, path):
+        self._change()
+        self.objects.pop(path, None)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    client = Store()
+    monkeypatch.setattr(remote, "_client", lambda scheme: client)
+    return client
+
+
+def with_steps(client, steps):
+    """A folder with complete steps, of which each object tells its step."""
+    names = ("_CHECKPOINT_METADATA", "commit_success.txt", "jaxtrain/metadata", "state/d/1", "state/manifest.ocdbt")
+    client.objects = {f"bucket/run/{step}/{name}": b"%d" % step for step in steps for name in names}
+    client.left = 10**9
+    return RemotePath("s3://bucket/run")
+
+
+def test_a_step_on_its_way_back_is_not_taken_for_the_new_one(store):
+    """A save that went back was killed before its step was complete, then the start that puts the old one back."""
+    before = with_steps(store, [1, 2, 3]), dict(store.objects)
+    for changes in range(40):
+        folder = with_steps(store, [1, 2, 3])
+        going_back.begin(folder, after=1, step=2)
+        store.left = changes
+        try:
+            going_back.settle(folder, print)
+        except KeyboardInterrupt:
+            store.left = 10**9
+            assert going_back.live_steps(folder) in ([1, 3], [1, 2, 3]), changes  # who only reads finishes nothing
+            assert going_back.settle(folder, print) == []
+        else:
+            assert changes > 10
+        assert (folder, store.objects) == before, changes
+
+
+def test_a_step_that_is_moved_away_is_lost_at_no_request(store):
+    """The start that follows finds the whole step again, and puts it back: the new one was never written."""
+    with_steps(store, [1, 2, 3])
+    before = dict(store.objects)
+    for changes in range(40):
+        folder = with_steps(store, [1, 2, 3])
+        store.left = changes
+        try:
+            going_back.begin(folder, after=1, step=2)
+        except KeyboardInterrupt:
+            assert going_back.live_steps(folder) in ([1, 3], [1, 2, 3]), changes
+        else:
+            assert changes > 10
+        store.left = 10**9
+        assert going_back.settle(folder, print) == []
+        assert store.objects == before, changes
+
+
+def test_a_removal_that_is_cut_off_leaves_no_step(store):
+    """Nor does what is left come back: the next save deletes it."""
+    for changes in range(7):
+        folder = with_steps(store, [1, 10, 100])
+        store.left = changes
+        try:
+            remove(folder, [1])
+        except KeyboardInterrupt:
+            store.left = 10**9
+        assert list_steps(folder) == ([10, 100] if changes else [1, 10, 100]), changes
+        clear_leftovers(folder)
+        assert folder.names() == (["10", "100"] if changes else ["1", "10", "100"]), changes
+
+
+def test_a_store_that_is_away_fails_a_save_and_no_run(store, monkeypatch):
+    """A SaveError is what a run counts, and goes on after; see checkpoint.max_failed_in_a_row."""
+    folder = with_steps(store, [1])
+    line = StepLine(folder, keep_last=2, keep_every=None, keep_best=False, report=print)
+    checkpointer = Checkpointer(folder)
+
+    def refused(path, **options):
+        raise PermissionError("Forbidden")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "ls", refused)
+        with pytest.raises(SaveError, match=r"^cannot save checkpoint s3://bucket/run/2: [^\n]*access denied[^\n]*$"):
+            checkpointer.save(2, {"w": np.zeros(3)}, metadata={})
+        line.clear()  # after a save that failed: what it left is deleted before the next one
+    (folder / "2" / "state" / "d").write_bytes(b"")
+    line.make_room(3, before_moving=lambda: None)
+    assert folder.names() == ["1"]
+    checkpointer.release()
+
+
+def test_copies_of_a_step_have_the_rights_of_its_folder(tmp_path: Path):
+    deep = tmp_path / "from" / "4" / "state" / "process_0" / "d"
+    deep.mkdir(parents=True)
+    (deep / "1").write_bytes(b"x")
+    (tmp_path / "to").mkdir()
+    copy_step(tmp_path / "from", tmp_path / "to", 4, advance=lambda count: None)
+    folders = [path for path in (tmp_path / "to").rglob("*") if path.is_dir()]
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o750] * 4
+
+
+def test_what_a_client_has_sent_so_far_is_told_in_parts():
+    """gcsfs tells the bytes so far and s3fs those since: a copy that moves is not left behind as one that stands."""
+    pytest.importorskip("fsspec")
+    parts: list[int] = []
+    callback = remote._telling(parts.append)
+    callback.set_size(9)
+    callback.absolute_update(4)
+    callback.relative_update(5)
+    assert parts == [0, 4, 5]
