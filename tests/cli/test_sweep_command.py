@@ -18,7 +18,7 @@ from jaxtrain.commands.sweep_draws import draw_trials
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 
-# Trials start with a function before exec, as the processes of `launch` do: jax warns of forks of a process that uses it.
+# Trials start with a function before exec, as the processes of `launch` do; jax warns of forks of its process.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 
 ROOT = Path(__file__).resolve().parents[2]
