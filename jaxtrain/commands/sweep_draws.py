@@ -59,4 +59,6 @@ def _draw(choice: list[str] | tuple[str, str, bool], generator: random.Random) -
         return str(generator.randint(int(low), int(high)))
     first, last = float(low), float(high)
     value = math.exp(generator.uniform(math.log(first), math.log(last))) if is_log else generator.uniform(first, last)
-    return str(round(value)) if is_whole else f"{value:.6g}"
+    # Six digits read well; in a range that is narrower than they are, all digits.
+    short = f"{value:.6g}"
+    return str(round(value)) if is_whole else short if first <= float(short) <= last else repr(value)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.secrets import redacted_words
 from jaxtrain.config.shipped import is_shipped
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
@@ -49,9 +50,15 @@ def checked_training(
         stay as they are: they are relative to the folder in which the command runs.
 
     Raises:
-        ConfigError: the config is wrong, or its degrees do not fit the devices.
+        ConfigError: the config is wrong, its degrees do not fit the devices, or a setting holds a secret.
     """
     loaded = load_config(config, overrides=overrides)
+    hidden = next((word for word in overrides if redacted_words([word]) != [word]), None)
+    if hidden is not None:
+        raise ConfigError(
+            f"{hidden.partition('=')[0]} holds a secret, which the script would show; put it into the environment, or "
+            "into the config file"
+        )
     if num_devices is not None and not loaded.config.parallel.auto:
         resolve_degrees(config_degrees(loaded.config.parallel), num_devices)
     folder = folder_of(loaded, run_dir).absolute()

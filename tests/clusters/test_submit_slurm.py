@@ -140,6 +140,10 @@ WRONG = {
         "-o no/x.sbatch cannot be written: No such file or directory; name a file in a folder",
     ),
     "no sbatch": ("--run", "no sbatch on PATH, so nothing was submitted; run this where Slurm's commands are"),
+    "secret": (
+        "data.call=my:rows data.args.api_key=abc",
+        "data.args.api_key holds a secret, which the script would show; put it into the environment",
+    ),
     "key": ("train.step=1", "unknown key 'train.step' (command line); did you mean 'train.steps'?"),
     "degrees": (
         "--nodes 2 --gpus-per-node 8 parallel.fsdp=3",

@@ -127,6 +127,10 @@ def test_bad_records_are_counted_over_all_blocks(tmp_path, capsys):
     assert f"skipped bad record 2: {tmp_path}/a.jsonl:401 is not JSON" in told
     with pytest.raises(DataError, match=r"a.jsonl:101 is not JSON"):
         prepare_tokens(JsonlData(path=str(tmp_path / "a.jsonl")), tmp_path / "none")
+    # What was encoded before it stays: the disk may have failed for a moment.
+    assert "documents are encoded in" in capsys.readouterr().err
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert prepare_tokens(JsonlData(path=str(tmp_path / "a.jsonl")), tmp_path / "none")["num_documents"] == len(ROWS)
     assert not (tmp_path / ".none.partial").exists()
 
 

@@ -67,8 +67,8 @@ def prepare_tokens(
 ) -> dict[str, Any]:
     """Encodes a text source into shards; the folder gets its name only when it is complete.
 
-    A call that was ended (kill -9, Ctrl+C, a full disk) goes on where it was when it is made again. The shards are the
-    same, bit for bit, whatever the number of processes and of such ends.
+    A call that was ended (kill -9, Ctrl+C, a full disk, a file that could not be read) goes on where it was when it is
+    made again. The shards are the same, bit for bit, whatever the number of processes and of such ends.
 
     Args:
         config: Which text, and its tokenizer.
@@ -96,6 +96,7 @@ def prepare_tokens(
         workers = min(usable_cores(), 1 + sum(file.state.num_bytes for file in files) // BLOCK_BYTES)
     partial = output.with_name(f".{output.name}.partial")
     with _own(partial, output):
+        state = None
         try:
             identity = _identity(config, files, tokens_per_shard)
             state = _resumed(partial, identity)
@@ -110,8 +111,14 @@ def prepare_tokens(
             (partial / _PROGRESS).unlink()
             partial.rename(output)
         except UserError:
-            # Going on would end in the same way.
-            shutil.rmtree(partial, ignore_errors=True)
+            if state is None or not state.tokens:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                # A disk or a store may have failed for a moment; of files that are mended since, it begins again.
+                print_remark(
+                    f"{state.documents:,} documents are encoded in {partial}; once the rest can be read, the same call "
+                    "goes on from there; else remove the folder"
+                )
             raise
     return {**metadata.model_dump(mode="json"), "output": str(output)}
 
