@@ -1,5 +1,6 @@
 """What a training on Kubernetes is given, and the objects that a Job needs around it. No jax here."""
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -151,12 +152,19 @@ def metadata(run: KubernetesRun, *, queue: bool = False) -> Manifest:
     return {"name": run.name, "namespace": run.namespace, "labels": labels}
 
 
+def config_map_name(run: KubernetesRun) -> str:
+    """Returns the name of the ConfigMap: one for each text, so that a job that runs keeps the config it began with."""
+    text = "" if run.config_file is None else run.config_file[1]
+    return f"{run.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
 def config_map(run: KubernetesRun) -> list[Manifest]:
     """Returns the object that carries a config which is no shipped one; none where it is."""
     if run.config_file is None:
         return []
     name, text = run.config_file
-    return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(run), "data": {name: text}}]
+    named = {**metadata(run), "name": config_map_name(run)}
+    return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": named, "immutable": True, "data": {name: text}}]
 
 
 def access(run: KubernetesRun) -> list[Manifest]:

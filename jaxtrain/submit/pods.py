@@ -3,7 +3,7 @@
 import re
 
 from jaxtrain.errors import ConfigError, DataError, DivergedError, PreemptedError
-from jaxtrain.submit.kubernetes import CONFIG_FOLDER, KubernetesRun, Manifest
+from jaxtrain.submit.kubernetes import CONFIG_FOLDER, KubernetesRun, Manifest, config_map_name
 
 # Name of the container that trains.
 CONTAINER = "train"
@@ -87,7 +87,7 @@ def pod_template(run: KubernetesRun, *, coordinator: str, subdomain: str | None 
     spec["volumes"] = [
         # Processes that share memory (NCCL, workers of the data) find 64 MiB otherwise.
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        *([{"name": "config", "configMap": {"name": run.name}}] if run.config_file is not None else []),
+        *([{"name": "config", "configMap": {"name": config_map_name(run)}}] if run.config_file is not None else []),
         *(
             {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.claim}}
             for number, volume in enumerate(run.volumes)

@@ -161,10 +161,16 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     assert container["command"] == ["jaxtrain"]
     assert container["args"] == ["train", "/etc/jaxtrain/my-run.yaml", *words, "--run-dir", "/runs/my run"]
     assert manifests["ConfigMap"]["data"] == {"my-run.yaml": file.read_text()}
-    assert {"name": "config", "configMap": {"name": "my-run"}} in pod_of(manifests)["volumes"]
+    named = manifests["ConfigMap"]["metadata"]["name"]
+    assert manifests["ConfigMap"]["immutable"]
+    assert {"name": "config", "configMap": {"name": named}} in pod_of(manifests)["volumes"]
     # Two dollars are one: Kubernetes replaces $(NAME) and nothing else.
     assert {"name": "GREETING", "value": "$$(HOME) $HOME"} in container["env"]
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+    # Another text has another name: a job that runs, and starts pods again, keeps the config that it began with.
+    file.write_text(file.read_text() + "seed: 7\n")
+    changed = submit("job", *words, *COMMON, config=str(file))
+    assert changed["ConfigMap"]["metadata"]["name"] != named
 
 
 # Kubernetes reads YAML by other rules than PyYAML, and dollars in values and arguments by rules of its own.
