@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image
 
@@ -29,7 +30,10 @@ def test_the_numbers_are_those_of_transformers(tmp_path, name, image):
     Image.fromarray(MADE[f"image/{image}"]).save(tmp_path / "image.png")
     # The pixels are the same; transformers multiplies and divides them in another order.
     expected = MADE[f"made/{name}/{image}"]
-    np.testing.assert_allclose(process_image(tmp_path / "image.png", processing), expected, rtol=0, atol=1e-6)
+    # The fixture is of Pillow 13; Pillow 12, which trackio asks for, rounds some pixels to the level beside.
+    level = 0.0 if int(PIL.__version__.partition(".")[0]) >= 13 else processing.scale / min(processing.deviation)
+    found = process_image(tmp_path / "image.png", processing)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 + level)
 
 
 def test_older_files_name_a_size_alone(tmp_path):

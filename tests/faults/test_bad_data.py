@@ -185,7 +185,7 @@ def test_archives_that_unpack_to_too_much_are_not_unpacked(tmp_path, monkeypatch
 
 @pytest.mark.long
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_files, "_MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(data_files, "MAX_LINE_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "x" * 5000)
     with pytest.raises(DataError, match=r"a\.jsonl:2 is a line of more than 1,000 bytes"):
         open_data(JsonlData(path=str(tmp_path / "a.jsonl"), sequence_length=4, **SKIP))
