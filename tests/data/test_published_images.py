@@ -31,7 +31,9 @@ def test_the_numbers_are_those_of_transformers(tmp_path, name, image):
     # The pixels are the same; transformers multiplies and divides them in another order.
     expected = MADE[f"made/{name}/{image}"]
     # The fixture is of Pillow 13; Pillow 12, which trackio asks for, rounds some pixels to the level beside.
-    level = 0.0 if int(PIL.__version__.partition(".")[0]) >= 13 else processing.scale / min(processing.deviation)
+    level = (
+        0.0 if int(PIL.__version__.partition(".")[0]) >= 13 else 1.001 * processing.scale / min(processing.deviation)
+    )
     found = process_image(tmp_path / "image.png", processing)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 + level)
 
