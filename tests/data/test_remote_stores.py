@@ -52,6 +52,8 @@ def store(tmp_path_factory):
         _wait(port)
         import s3fs
 
+        # A client of another file of tests, with the address of its server, would be taken for this one.
+        s3fs.S3FileSystem.clear_instance_cache()
         system = s3fs.S3FileSystem()
         system.mkdir("bucket")
         folder = tmp_path_factory.mktemp("files")
@@ -59,6 +61,7 @@ def store(tmp_path_factory):
         for name in ("a", "b"):
             system.put_file(str(local), f"bucket/rows/{name}.parquet")
         yield system, local
+        s3fs.S3FileSystem.clear_instance_cache()
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(20)

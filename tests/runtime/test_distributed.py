@@ -1,6 +1,7 @@
 """What the environment says about the cluster, and where compiled programs are kept."""
 
 import http.server
+import importlib.util
 import json
 import os
 import subprocess
@@ -180,8 +181,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("variables", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_environment(environment, variables, message):
+def test_wrong_environment(environment, monkeypatch, variables, message):
     environment(variables)
+    find_spec = importlib.util.find_spec  # the extra `dev` has the package of Kubernetes, and users have it not
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "kubernetes" else find_spec(name))
     with pytest.raises(ConfigError) as caught:
         detect_cluster()
     assert str(caught.value) == message
