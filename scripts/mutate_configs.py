@@ -206,7 +206,9 @@ def mistake(
         return "traceback"
     if any(character < " " and character not in "\n\t" for character in text):
         return "control characters"
-    if {path.name for path in folder.iterdir()} - before - {"runs", "cache"}:
+    # Checkpoints go where checkpoint.directory says.
+    asked_for = "checkpoint.directory" in case["name"]
+    if not asked_for and {path.name for path in folder.iterdir()} - before - {"runs", "cache"}:
         return f"wrote outside of runs: {sorted({path.name for path in folder.iterdir()} - before)}"
     if code in (2, 3):
         return "" if line.startswith("jaxtrain") or "fit" in case else "no line of ours"

@@ -84,7 +84,8 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
 
 
 def _folder(path: str, root: Path, *, what: str) -> tuple[DataFile, ...]:
-    found = {plain_suffix(file) for file in root.rglob("*") if file.is_file()}
+    # By its name first: what else is there, such as links of the system, may not be readable.
+    found = {suffix for file in root.rglob("*") if (suffix := plain_suffix(file)) in SUFFIXES and file.is_file()}
     # Chats may be in several formats: all files of one come before those of the next.
     there = [suffix for suffix in SUFFIXES if suffix in found]
     if not there:
