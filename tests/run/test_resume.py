@@ -19,7 +19,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.tree import describe, difference, flatten
 from jaxtrain.errors import PreemptedError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.resume import check_stream, config_changes, set_aside, state_changes
+from jaxtrain.run.resume import check_stream, config_changes, state_changes
 from jaxtrain.train.assemble import build_step
 
 
@@ -147,17 +147,6 @@ def test_never_starts_anew_and_keeps_what_was_there(tmp_path: Path) -> None:
     assert len(kept) == 1
     assert list(losses(kept[0])) == [1, 2, 3]
     assert (kept[0] / "checkpoints" / "3").is_dir()
-
-
-def test_two_runs_set_aside_within_a_second_both_stay(tmp_path: Path) -> None:
-    for content in ("first", "second"):
-        (tmp_path / "run.json").write_text(content)
-        (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-        folder = set_aside(tmp_path)
-        assert folder is not None
-        assert (folder / "run.json").read_text() == content
-    kept = sorted((tmp_path / "previous").iterdir())
-    assert [(path / "run.json").read_text() for path in kept] == ["first", "second"]
 
 
 def test_a_mistake_that_compiling_shows_leaves_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,3 +26,14 @@ def test_a_run_json_that_is_written_again_has_the_roll_backs(tmp_path: Path) -> 
     mend_run(tmp_path, lines.append)
     assert json.loads((tmp_path / "run.json").read_text())["rolled_back"] == rolled_back
     assert "it was written again from the checkpoint of step 4" in lines[0]
+
+
+def test_two_runs_set_aside_within_a_second_both_stay(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        (tmp_path / "run.json").write_text(content)
+        (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+        folder = set_aside(tmp_path)
+        assert folder is not None
+        assert (folder / "run.json").read_text() == content
+    kept = sorted((tmp_path / "previous").iterdir())
+    assert [(path / "run.json").read_text() for path in kept] == ["first", "second"]
