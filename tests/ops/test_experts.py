@@ -10,7 +10,7 @@ from dense_experts import dense_experts
 
 from jaxtrain.ops.experts import triton
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts, route, router_loss
-from jaxtrain.ops.experts.grouped import BLOCKED, Form, multiply_groups
+from jaxtrain.ops.experts.grouped import BLOCKED, multiply_groups, tiled
 
 BATCH, LENGTH, WIDTH, HIDDEN = 2, 12, 8, 16
 # fp32 sums of up to 24 tokens x 16 products in another order: a few times 2^-24 = 6e-8, measured below 1e-6.
@@ -140,17 +140,11 @@ GROUPS = {
     "all to the last": (0, 0, 256),
     "nothing": (0, 0, 0),
 }
-TILED_INTERPRETED = Form(
-    lambda rows, kernels, sizes, transposed: triton.tile_products(
-        rows, kernels, sizes, transposed=transposed, interpret=True
-    ),
-    lambda rows, gradient, sizes: triton.tile_kernel_gradients(rows, gradient, sizes, interpret=True),
-)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(
-    "form", [BLOCKED, pytest.param(TILED_INTERPRETED, marks=pytest.mark.long)], ids=["blocks", "tiles"]
+    "form", [BLOCKED, pytest.param(tiled(interpret=True), marks=pytest.mark.long)], ids=["blocks", "tiles"]
 )
 def test_forms_multiply_each_group_with_its_kernel(form, groups):
     """Products and both gradients of the filled rows, where the others hold NaN."""

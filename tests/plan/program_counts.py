@@ -16,7 +16,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
-from jaxtrain.ops.experts.blocks import MOST_BLOCKS, PARTS
+from jaxtrain.ops.experts.blocks import MOST_BLOCKS, PARTS, REST
 from jaxtrain.ops.experts.rows import block_rows, round_rows
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.compilers.exact import batch_shapes
@@ -44,16 +44,14 @@ def program_counts(
         text: optimized HLO, as `compiled.as_text()` gives it.
         kinds: of collectives.
         expert_blocks: blocks of the rows of an expert, which the routing gives; None: there are no experts. Most are
-            multiplied in whole parts, each in a turn of a loop; the rest in a turn each, or for the gradient of a
-            kernel in one branch. The loop of further rounds of the exchange does not turn, as with an even routing.
+            multiplied in whole parts, each in a turn of a loop; the rest at once, in the one turn of the loop for their
+            number. The loop of further rounds of the exchange does not turn, as with an even routing.
     """
     program = read_program(text)
 
     def count(computation: str) -> dict[str, float]:
         total = {"flops": 0.0, **dict.fromkeys(kinds, 0.0)}
         beside = program.named[computation]
-        sums = any(one.kind == "conditional" for one in beside.values())
-        parts, rest = _parts_and_rest(expert_blocks, sums=sums)
         for one in beside.values():
             if one.kind == "dot":
                 contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
@@ -63,16 +61,11 @@ def program_counts(
                 total["flops"] += 2 * math.prod(result) * math.prod(dims)
             elif one.kind in kinds:
                 total[one.kind] += array_bytes(one.result)
-            number_of_turns, called_here = 1, one.called
-            if one.kind == "conditional":
-                called_here = [one.called[rest]]
+            number_of_turns = 1
             if one.kind == "while":
                 turns = _TURNS.search(one.rest)
-                of_routing = parts if f"/{PARTS}/" in one.rest else rest
-                known = int(turns.group(1)) if turns else 0 if "further_rounds" in one.rest else of_routing
-                assert turns or expert_blocks is not None, f"a loop of unknown turns: {one.name} {one.rest[:200]}"
-                number_of_turns = known
-            for called in called_here:
+                number_of_turns = int(turns.group(1)) if turns else _turns_of_routing(one.rest, expert_blocks)
+            for called in one.called:
                 for what, number in count(called).items():
                     total[what] += number * number_of_turns
         return total
@@ -80,10 +73,18 @@ def program_counts(
     return count(program.entry)
 
 
-def _parts_and_rest(blocks: int | None, *, sums: bool) -> tuple[int, int]:
-    """Whole parts of the rows of an expert, and the blocks that are left; where they are summed, at least one is."""
-    parts = max((blocks or 0) - int(sums), 0) // MOST_BLOCKS
-    return parts, (blocks or 0) - parts * MOST_BLOCKS
+def _turns_of_routing(loop: str, blocks: int | None) -> int:
+    """How often a loop of the experts turns: over whole parts of an expert's blocks, or over what is left of them."""
+    assert blocks is not None, f"a loop of unknown turns: {loop[:200]}"
+    # Of blocks at least one is left.
+    parts = max(blocks - 1, 0) // MOST_BLOCKS
+    left = re.search(rf"/{REST}(\d+)/", loop)
+    if "further_rounds" in loop:
+        return 0
+    if left is not None:
+        return int(int(left.group(1)) == blocks - parts * MOST_BLOCKS)
+    assert f"/{PARTS}/" in loop, f"a loop of unknown turns: {loop[:200]}"
+    return parts
 
 
 def tiny_config(words: str) -> tuple[int, Config]:

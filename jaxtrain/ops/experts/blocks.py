@@ -1,120 +1,161 @@
 """Grouped matmuls by blocks of rows, in plain matmuls and loops: the form for CPU.
 
-The rows of an expert are multiplied part after part with its kernel: first in parts of several blocks, then what is
-left of them in blocks, of which the last reaches into the rows of the next expert, whose results are not written. Loops
-turn as often as there are filled parts, so that empty experts and unfilled rows cost nothing.
+The rows of an expert are multiplied part after part with its kernel, in parts of several blocks. What is left of whole
+parts is one product, of as many blocks as it fills, of which the last reaches into the rows of the next expert, whose
+results are not written. Empty experts and unfilled rows cost nothing. Each number of blocks has a loop of one turn or
+none: where a branch writes into a buffer, XLA on CPU copies the whole buffer (jax 0.10.2).
 
 Shapes: R rows, I input and O output features, E experts, T rows of a block, S rows of a part.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.layout.manual import vary_like
 
+State = TypeVar("State")
+
 # A product packs the kernel anew, and a sum of products is read and written anew, for every part.
 MOST_BLOCKS = 4
-# The scope of the loops over whole parts, by which a reader of a program tells them from those over blocks.
-PARTS = "parts"
+# Scopes of the loops over whole parts, and of those over what is left, with its number of blocks: a reader of a program
+# tells by them how often a loop turns.
+PARTS, REST = "parts", "rest_of_blocks_"
 
 
-def block_products(
-    rows_RI: jax.Array, kernels: jax.Array, group_sizes_E: jax.Array, *, block: int, transposed: bool = False
-) -> jax.Array:
+def block_products(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array, *, block: int) -> jax.Array:
     """Multiply each row with the kernel of its expert.
 
     Args:
         rows_RI: sorted by expert.
-        kernels: [E, I, O], or [E, O, I] if `transposed`.
+        kernels_EIO: in the dtype of the rows.
         group_sizes_E: int32, rows of each expert; the sum may be below R.
         block: T, at most R.
-        transposed: whether kernels are contracted over their last dim.
 
     Returns:
         [R, O] in the dtype of the rows; rows beyond the groups are 0.
     """
-    num_rows, outputs = rows_RI.shape[0], kernels.shape[1 if transposed else 2]
+    num_rows, outputs = rows_RI.shape[0], kernels_EIO.shape[2]
     ends_E = jnp.cumsum(group_sizes_E)
-    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-    part = blocks_per_part(num_rows, block) * block
+    most = blocks_per_part(num_rows, block)
+    part = most * block
 
     def expert(index: jax.Array, y_RO: jax.Array) -> jax.Array:
-        kernel = jax.lax.dynamic_index_in_dim(kernels, index, keepdims=False)
+        kernel = jax.lax.dynamic_index_in_dim(kernels_EIO, index, keepdims=False)
         size, end = group_sizes_E[index], ends_E[index]
-        num_parts = size // part
-        rest = end - size + num_parts * part
-
-        def product(at: jax.Array, length: int) -> jax.Array:
-            return jax.lax.dot_general(jax.lax.dynamic_slice_in_dim(rows_RI, at, length), kernel, contracted)
+        num_parts, rest = _parts_and_rest(size, end, part)
 
         def whole(turn: jax.Array, y_RO: jax.Array) -> jax.Array:
             at = end - size + turn * part
-            return jax.lax.dynamic_update_slice_in_dim(y_RO, product(at, part), at, 0)
+            y_SO = _product(jax.lax.dynamic_slice_in_dim(rows_RI, at, part), kernel)
+            return jax.lax.dynamic_update_slice_in_dim(y_RO, y_SO, at, 0)
 
-        def step(turn: jax.Array, y_RO: jax.Array) -> jax.Array:
-            at, is_own_T = _block_at(rest + turn * block, end, num_rows, block)
-            old_TO = jax.lax.dynamic_slice_in_dim(y_RO, at, block)
-            y_TO = jnp.where(is_own_T[:, None], product(at, block), old_TO)
-            return jax.lax.dynamic_update_slice_in_dim(y_RO, y_TO, at, 0)
+        def last(num_blocks: int, turn: jax.Array, y_RO: jax.Array) -> jax.Array:
+            length = num_blocks * block
+            at, is_own_S = _block_at(rest + turn * length, end, num_rows, length)
+            y_SO = _product(jax.lax.dynamic_slice_in_dim(rows_RI, at, length), kernel)
+            return _write(y_RO, y_SO, at, is_own_S)
 
         with jax.named_scope(PARTS):
             y_RO = jax.lax.fori_loop(0, num_parts, whole, y_RO)
-        return jax.lax.fori_loop(0, _turns(end - rest, block), step, y_RO)
+        return _choose_blocks(_turns(end - rest, block), most, last, y_RO)
 
     y_RO = vary_like(jnp.zeros((num_rows, outputs), rows_RI.dtype), rows_RI)
-    return jax.lax.fori_loop(0, kernels.shape[0], expert, y_RO)
+    return jax.lax.fori_loop(0, kernels_EIO.shape[0], expert, y_RO)
 
 
-def block_kernel_gradients(
-    rows_RI: jax.Array, gradient_RO: jax.Array, group_sizes_E: jax.Array, *, block: int
-) -> jax.Array:
-    """Sum row times gradient over the rows of each expert: float32 [E, I, O], the arguments as in `block_products`.
+def block_gradients(
+    rows_RI: jax.Array, kernels_EIO: jax.Array, gradient_RO: jax.Array, group_sizes_E: jax.Array, *, block: int
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the gradients of `block_products` in its rows and in its kernels, in one pass over the gradient's rows.
 
-    A product of few rows is as large as one of many, and takes as long to add. So what is left of whole parts is one
-    product, of as many blocks as it fills, with which the sum begins.
+    Args:
+        rows_RI: sorted by expert.
+        kernels_EIO: in the dtype of the rows.
+        gradient_RO: of the products.
+        group_sizes_E: int32, rows of each expert; the sum may be below R.
+        block: T, at most R.
+
+    Returns:
+        [R, I] in the dtype of the gradient, 0 in rows beyond the groups; and float32 [E, I, O], the sum of row times
+        gradient over the rows of each expert.
     """
     num_rows, most = rows_RI.shape[0], blocks_per_part(rows_RI.shape[0], block)
     part = most * block
 
-    def product(x_SI: jax.Array, g_SO: jax.Array) -> jax.Array:
+    def summed(x_SI: jax.Array, g_SO: jax.Array) -> jax.Array:
         contracted = (((0,), (0,)), ((), ()))
         return jax.lax.dot_general(x_SI, g_SO, contracted, preferred_element_type=jnp.float32)
 
-    def begin(num_blocks: int, start: jax.Array, end: jax.Array) -> jax.Array:
-        """The product of the rows from `start` to `end`, which are at most so many blocks."""
-        if num_blocks == 0:
-            return vary_like(jnp.zeros((rows_RI.shape[1], gradient_RO.shape[1]), jnp.float32), rows_RI)
-        length = num_blocks * block
-        at, is_own_S = _block_at(start, end, num_rows, length)
-        # Both are masked: the rows of others may hold anything, and 0 times infinity is no number.
-        x_SI = jnp.where(is_own_S[:, None], jax.lax.dynamic_slice_in_dim(rows_RI, at, length), 0)
-        g_SO = jnp.where(is_own_S[:, None], jax.lax.dynamic_slice_in_dim(gradient_RO, at, length), 0)
-        return product(x_SI, g_SO)
+    def expert(x_gradient_RI: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        kernel, size, end = group
+        num_parts, rest = _parts_and_rest(size, end, part)
 
-    def expert(_: None, group: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        size, end = group
-        # At least one row of a group that has any is left.
-        num_parts = jnp.maximum(size - 1, 0) // part
-        rest = end - size + num_parts * part
+        def begin(num_blocks: int, turn: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """The rows that are left of whole parts, with which the sum begins."""
+            x_gradient_RI, _ = state
+            length = num_blocks * block
+            at, is_own_S = _block_at(rest + turn * length, end, num_rows, length)
+            # Both are masked: the rows of others may hold anything, and 0 times infinity is no number.
+            x_SI = jnp.where(is_own_S[:, None], jax.lax.dynamic_slice_in_dim(rows_RI, at, length), 0)
+            g_SO = jnp.where(is_own_S[:, None], jax.lax.dynamic_slice_in_dim(gradient_RO, at, length), 0)
+            return _write(x_gradient_RI, _product(g_SO, kernel, transposed=True), at, is_own_S), summed(x_SI, g_SO)
 
-        def step(turn: jax.Array, sum_IO: jax.Array) -> jax.Array:
+        def step(turn: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x_gradient_RI, sum_IO = state
             at = end - size + turn * part
             x_SI = jax.lax.dynamic_slice_in_dim(rows_RI, at, part)
-            return sum_IO + product(x_SI, jax.lax.dynamic_slice_in_dim(gradient_RO, at, part))
+            g_SO = jax.lax.dynamic_slice_in_dim(gradient_RO, at, part)
+            x_gradient_SI = _product(g_SO, kernel, transposed=True)
+            x_gradient_RI = jax.lax.dynamic_update_slice_in_dim(x_gradient_RI, x_gradient_SI, at, 0)
+            return x_gradient_RI, sum_IO + summed(x_SI, g_SO)
 
-        forms = [partial(begin, num_blocks) for num_blocks in range(most + 1)]
-        sum_IO = jax.lax.switch(_turns(end - rest, block), forms, rest, end)
+        zeros_IO = vary_like(jnp.zeros((rows_RI.shape[1], gradient_RO.shape[1]), jnp.float32), rows_RI)
+        state = _choose_blocks(_turns(end - rest, block), most, begin, (x_gradient_RI, zeros_IO))
         with jax.named_scope(PARTS):
-            return None, jax.lax.fori_loop(0, num_parts, step, sum_IO)
+            return jax.lax.fori_loop(0, num_parts, step, state)
 
-    return jax.lax.scan(expert, None, (group_sizes_E, jnp.cumsum(group_sizes_E)))[1]
+    x_gradient_RI = vary_like(jnp.zeros(rows_RI.shape, gradient_RO.dtype), rows_RI)
+    return jax.lax.scan(expert, x_gradient_RI, (kernels_EIO, group_sizes_E, jnp.cumsum(group_sizes_E)))
 
 
 def blocks_per_part(num_rows: int, block: int) -> int:
     """Count the blocks of a part."""
     return min(MOST_BLOCKS, num_rows // block)
+
+
+def _parts_and_rest(size: jax.Array, end: jax.Array, part: int) -> tuple[jax.Array, jax.Array]:
+    """Count the whole parts of a group, and find its first row after them: of a group that has rows, one is left."""
+    num_parts = jnp.maximum(size - 1, 0) // part
+    return num_parts, end - size + num_parts * part
+
+
+def _choose_blocks(
+    num_blocks: jax.Array, most: int, form: Callable[[int, jax.Array, State], State], state: State
+) -> State:
+    """Apply the form of so many blocks to the state, none where there are no blocks.
+
+    Forms must read the turn of their loop, which is 0: XLA computes what does not change in a loop before it, even
+    where the loop does not turn.
+    """
+    for number in range(1, most + 1):
+        with jax.named_scope(f"{REST}{number}"):
+            turns = (num_blocks == number).astype(jnp.int32)
+            state = jax.lax.fori_loop(0, turns, partial(form, number), state)
+    return state
+
+
+def _product(rows: jax.Array, kernel: jax.Array, *, transposed: bool = False) -> jax.Array:
+    return jax.lax.dot_general(rows, kernel, (((1,), (1 if transposed else 0,)), ((), ())))
+
+
+def _write(y_RO: jax.Array, y_SO: jax.Array, at: jax.Array, is_own_S: jax.Array) -> jax.Array:
+    """Write the own rows of results that begin at a row of the buffer."""
+    old_SO = jax.lax.dynamic_slice_in_dim(y_RO, at, y_SO.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(y_RO, jnp.where(is_own_S[:, None], y_SO, old_SO), at, 0)
 
 
 def _turns(size: jax.Array, block: int) -> jax.Array:

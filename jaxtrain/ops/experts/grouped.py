@@ -12,7 +12,7 @@ import jax
 from jaxtrain.layout.manual import vary_alike
 from jaxtrain.layout.sharding import platform
 from jaxtrain.ops.experts import triton
-from jaxtrain.ops.experts.blocks import block_kernel_gradients, block_products
+from jaxtrain.ops.experts.blocks import block_gradients, block_products
 from jaxtrain.ops.experts.rows import block_rows
 
 
@@ -33,8 +33,8 @@ def grouped_matmul(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: ja
     where = platform()
     if where == "tpu":
         return jax.lax.ragged_dot(rows_RI, kernels_EIO, group_sizes_E)
-    tiled = where == "gpu" and triton.refusal(rows_RI.shape[0], *kernels_EIO.shape[1:]) is None
-    return multiply_groups(TILED if tiled else BLOCKED, rows_RI, kernels_EIO, group_sizes_E)
+    by_tiles = where == "gpu" and triton.refusal(rows_RI.shape[0], *kernels_EIO.shape[1:]) is None
+    return multiply_groups(TILED if by_tiles else BLOCKED, rows_RI, kernels_EIO, group_sizes_E)
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,40 @@ class Form:
     """A way to multiply groups of rows.
 
     Attributes:
-        products: (rows [R, I], kernels, group sizes, whether kernels are transposed) -> [R, O].
-        kernel_gradients: (rows [R, I], gradients [R, O], group sizes) -> float32 [E, I, O].
+        products: (rows [R, I], kernels [E, I, O], group sizes) -> [R, O].
+        gradients: (rows [R, I], kernels, gradients [R, O], group sizes) -> gradients of the rows [R, I], and of the
+            kernels, float32 [E, I, O].
     """
 
-    products: Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
-    kernel_gradients: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    products: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    gradients: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def _block(rows: jax.Array, group_sizes_E: jax.Array) -> int:
     return block_rows("cpu", rows.shape[0], group_sizes_E.size)
 
 
+def tiled(*, interpret: bool = False) -> Form:
+    """The form of the kernels for NVIDIA.
+
+    Args:
+        interpret: whether their steps run as plain operations, on any platform; for tests.
+    """
+
+    def gradients(
+        rows: jax.Array, kernels: jax.Array, gradient: jax.Array, sizes: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        of_rows = triton.tile_products(gradient, kernels, sizes, transposed=True, interpret=interpret)
+        return of_rows, triton.tile_kernel_gradients(rows, gradient, sizes, interpret=interpret)
+
+    return Form(partial(triton.tile_products, interpret=interpret), gradients)
+
+
 BLOCKED = Form(
-    lambda rows, kernels, sizes, transposed: block_products(
-        rows, kernels, sizes, block=_block(rows, sizes), transposed=transposed
-    ),
-    lambda rows, gradient, sizes: block_kernel_gradients(rows, gradient, sizes, block=_block(rows, sizes)),
+    lambda rows, kernels, sizes: block_products(rows, kernels, sizes, block=_block(rows, sizes)),
+    lambda rows, kernels, gradient, sizes: block_gradients(rows, kernels, gradient, sizes, block=_block(rows, sizes)),
 )
-TILED = Form(
-    lambda rows, kernels, sizes, transposed: triton.tile_products(rows, kernels, sizes, transposed=transposed),
-    lambda rows, gradient, sizes: triton.tile_kernel_gradients(rows, gradient, sizes),
-)
+TILED = tiled()
 
 
 def multiply_groups(form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
@@ -73,21 +85,20 @@ def multiply_groups(form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, grou
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
-    return form.products(rows_RI, kernels_EIO, group_sizes_E, False)
+    return form.products(rows_RI, kernels_EIO, group_sizes_E)
 
 
 def _multiply_forward(
     form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return form.products(rows_RI, kernels_EIO, group_sizes_E, False), (rows_RI, kernels_EIO, group_sizes_E)
+    return form.products(rows_RI, kernels_EIO, group_sizes_E), (rows_RI, kernels_EIO, group_sizes_E)
 
 
 def _multiply_backward(
     form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], gradient_RO: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     rows_RI, kernels_EIO, group_sizes_E = saved
-    rows_gradient = form.products(gradient_RO, kernels_EIO, group_sizes_E, True)
-    kernels_gradient = form.kernel_gradients(rows_RI, gradient_RO, group_sizes_E)
+    rows_gradient, kernels_gradient = form.gradients(rows_RI, kernels_EIO, gradient_RO, group_sizes_E)
     return rows_gradient, kernels_gradient.astype(kernels_EIO.dtype), None
 
 
