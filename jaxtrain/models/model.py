@@ -161,8 +161,8 @@ class Model:
         remat: the remat policy that the model was built with; None: none.
         rebuild: builds the model again with another remat policy; None: not possible.
         adapted: what `adapt` made of its linear layers; None: nothing.
-        convolutional: whether its steps spend their time on convolutions; a step on CPU then takes options of the
-            compiler that are for such models, and on one device adds the squares of its gradients in slices.
+        convolutional: whether its steps spend their time on convolutions; a step on several CPU devices then takes
+            options of the compiler that steps on one device take.
 
     Example:
         >>> def init(key):

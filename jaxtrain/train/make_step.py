@@ -98,12 +98,13 @@ def make_train_step(
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,
-        sliced_norm=model.convolutional and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
+        sliced_norm=mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
         spikes=spikes,
     )
     check_rows_of(task, accumulation_steps)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, convolutional=model.convolutional)
+    updates = mesh.size == 1 or model.convolutional
+    compiled_with = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, updates=updates)
     sharded_model = place_model(
         model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
     )

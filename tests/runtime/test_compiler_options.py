@@ -16,9 +16,9 @@ from jaxtrain.runtime.compiler_options import OPTIONS, choose_options, option_no
 BATCH = {"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 1), np.float32)}
 
 
-def small_step(**options):
+def small_step(*, devices=1, **options):
     model = from_functions(lambda key: {"w": jnp.ones((4, 1))}, lambda params, x: x @ params["w"])
-    mesh = make_mesh(devices=jax.devices()[:1])
+    mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
     return make_train_step(model, regression(), optax.sgd(0.1), mesh=mesh, compiler_options=options)
 
 
@@ -40,7 +40,7 @@ def test_options_reach_the_program(tmp_path, way):
 def test_an_unknown_option_is_told_and_the_others_are_used():
     step = small_step(xla_no_such_option=1, xla_llvm_disable_expensive_passes=False)
     of_cpu = [option for option in OPTIONS if option.backend == "cpu"]
-    shipped = {option.name: option.value for option in of_cpu if not option.convolutional}
+    shipped = {option.name: option.value for option in of_cpu}
     assert step.compiler_options.used == {**shipped, "xla_llvm_disable_expensive_passes": False}
     assert step.compiler_options.dropped == (
         "the compiler for cpu does not know xla_no_such_option, so programs go without it",
@@ -86,8 +86,14 @@ def test_each_option_has_its_reason():
     assert all(option.reason and option.seen for option in OPTIONS)
 
 
-def test_steps_of_convolutions_have_options_of_their_own():
+def test_steps_that_update_in_place_have_options_of_their_own():
     of_cpu = {option.name: option.value for option in OPTIONS if option.backend == "cpu"}
-    chosen = choose_options(jax.devices("cpu")[0], 1, convolutional=True)
+    chosen = choose_options(jax.devices("cpu")[0], 1, updates=True)
     assert chosen.used == of_cpu
     assert chosen.dropped == ()
+
+
+@pytest.mark.parametrize(("devices", "in_place"), [(1, True), (2, False)])
+def test_a_step_on_one_device_updates_in_place(devices, in_place):
+    step = small_step(devices=devices)
+    assert ("xla_cpu_copy_insertion_use_region_analysis" in step.compiler_options.used) == in_place

@@ -36,7 +36,7 @@ def block_products(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: ja
         block: T, at most R.
 
     Returns:
-        [R, O] in the dtype of the rows; rows beyond the groups are 0.
+        [R, O] in the dtype of the rows; rows beyond the groups hold anything.
     """
     num_rows, outputs = rows_RI.shape[0], kernels_EIO.shape[2]
     ends_E = jnp.cumsum(group_sizes_E)
@@ -63,7 +63,7 @@ def block_products(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: ja
             y_RO = jax.lax.fori_loop(0, num_parts, whole, y_RO)
         return _choose_blocks(_turns(end - rest, block), most, last, y_RO)
 
-    y_RO = vary_like(jnp.zeros((num_rows, outputs), rows_RI.dtype), rows_RI)
+    y_RO = _unwritten(kernels_EIO, num_rows, outputs)
     return jax.lax.fori_loop(0, kernels_EIO.shape[0], expert, y_RO)
 
 
@@ -80,8 +80,8 @@ def block_gradients(
         block: T, at most R.
 
     Returns:
-        [R, I] in the dtype of the gradient, 0 in rows beyond the groups; and float32 [E, I, O], the sum of row times
-        gradient over the rows of each expert.
+        [R, I] in the dtype of the gradient, anything in rows beyond the groups; and float32 [E, I, O], the sum of row
+        times gradient over the rows of each expert.
     """
     num_rows, most = rows_RI.shape[0], blocks_per_part(rows_RI.shape[0], block)
     part = most * block
@@ -118,7 +118,7 @@ def block_gradients(
         with jax.named_scope(PARTS):
             return jax.lax.fori_loop(0, num_parts, step, state)
 
-    x_gradient_RI = vary_like(jnp.zeros(rows_RI.shape, gradient_RO.dtype), rows_RI)
+    x_gradient_RI = _unwritten(gradient_RO, *rows_RI.shape)
     return jax.lax.scan(expert, x_gradient_RI, (kernels_EIO, group_sizes_E, jnp.cumsum(group_sizes_E)))
 
 
@@ -131,6 +131,14 @@ def _parts_and_rest(size: jax.Array, end: jax.Array, part: int) -> tuple[jax.Arr
     """Count the whole parts of a group, and find its first row after them: of a group that has rows, one is left."""
     num_parts = jnp.maximum(size - 1, 0) // part
     return num_parts, end - size + num_parts * part
+
+
+def _unwritten(given: jax.Array, num_rows: int, width: int) -> jax.Array:
+    """Make a buffer that holds anything, with the dtype and the mesh axes of an array.
+
+    It is filled with some number of that array: XLA would share the zeros of several loops, and copy them for each.
+    """
+    return jnp.broadcast_to(given[(0,) * given.ndim], (num_rows, width))
 
 
 def _choose_blocks(
