@@ -13,6 +13,9 @@ from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.remote import RemotePath, forget_listings
 
 _SAVE_TIMEOUT_SECONDS = 1200
+# Orbax divides what is replicated between the devices that hold it, and compiles a program for every part of every
+# shape: 20 ms a part on CPU, more than writing a small one takes. Parts of this size and more are divided.
+_SMALLEST_PART_BYTES = 4 * 2**20
 
 
 class Storage:
@@ -27,7 +30,7 @@ class Storage:
 
         failures.silence_log()
         handlers = {
-            ARRAYS_ITEM: ocp.PyTreeCheckpointHandler(),
+            ARRAYS_ITEM: ocp.PyTreeCheckpointHandler(type_handler_registry=_type_handlers()),
             RECORD_ITEM: ocp.JsonCheckpointHandler(),
         }
         self._checkpointer = ocp.AsyncCheckpointer(
@@ -98,6 +101,27 @@ class Storage:
     def close(self) -> None:
         """Release the threads."""
         self._checkpointer.close()
+
+
+def _type_handlers() -> Any:
+    """Orbax's own handlers of arrays and numbers, but for when replicated arrays are divided between devices.
+
+    Orbax's own handler of arrays has a store of its own for shapes and data types as well, which have no public name;
+    the record of a step holds them (`tree.describe`).
+    """
+    import jax
+    import numpy
+    from orbax.checkpoint import type_handlers
+
+    arrays = type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SMALLEST_PART_BYTES)
+    scalars = type_handlers.ScalarHandler()
+    return type_handlers.create_type_handler_registry(
+        (int, scalars),
+        (float, scalars),
+        (numpy.number, scalars),
+        (numpy.ndarray, type_handlers.NumpyHandler()),
+        (jax.Array, arrays),
+    )
 
 
 def _orbax_path(path: Place) -> Any:
