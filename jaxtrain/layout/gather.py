@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.layout.scatter import attach_layers
+from jaxtrain.layout.scatter import attach_after, attach_layers, is_waiting
 from jaxtrain.layout.sharding import (
     Layout,
     Params,
@@ -104,6 +104,21 @@ def gather_parameters(
         return _place(leaf, partial(_constrain, forward), (gathered, stored) if sum_first else (stored,))
 
     return jax.tree_util.tree_map_with_path(gather, params)
+
+
+def gather_after(carry: Any, params: Params) -> tuple[Any, Params]:
+    """The carry that leaves a stack, and the parameters that `attach_after` attaches, gathered for what follows.
+
+    Args:
+        carry: tree of arrays.
+        params: those outside the stack; only those that wait are not gathered yet.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_waiting)
+    gathered = tuple(path_name(path) for path, leaf in leaves if not is_waiting(leaf))
+    if len(gathered) == len(leaves):
+        return carry, params
+    carry, params = attach_after(carry, params)
+    return carry, gather_parameters(params, skip=gathered)
 
 
 def constrain_parameters(tree: Params) -> Params:

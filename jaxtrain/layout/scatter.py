@@ -7,8 +7,9 @@ backward pass sums the gradient over `data`, and keeps the part. So only one lay
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +36,49 @@ class Scattered:
     dim: int = field(metadata={"static": True})
 
 
-# Path -> (part, dim) of the parameters of the step that is being traced. Set by `use_parts` around a trace.
-_parts: contextvars.ContextVar[Mapping[str, tuple[jax.Array, int]] | None] = contextvars.ContextVar(
-    "jaxtrain_parts", default=None
-)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Waiting:
+    """A parameter that is read after the stack only, and is attached there, by `attach_after`.
+
+    Attributes:
+        whole: the parameter.
+        path: of the parameter.
+    """
+
+    whole: jax.Array
+    path: str = field(metadata={"static": True})
+
+
+# What a sum is multiplied by before it is added: the two factors one after the other, float32 [].
+Factors = tuple[jax.Array, jax.Array]
+
+
+@dataclass
+class Parts:
+    """What is differentiated in place of the parameters of the step that is being traced, by path.
+
+    Attributes:
+        parts: (part, dim) of each; of a stack, its gradients are what is pulled back to them.
+        sums: where the sum of a parameter outside the stack enters. Nothing reads it: what is pulled back through it
+            begins as the sum so far, to which the backward pass adds, so that no part stands beside the sum.
+        factors: enter with them, and are pulled back likewise.
+        ends: where the sums that are attached leave, with the factors.
+    """
+
+    parts: Mapping[str, tuple[jax.Array, int]]
+    sums: Mapping[str, jax.Array]
+    factors: Factors
+    ends: dict[str, tuple[jax.Array, Factors]] = field(default_factory=dict)
+
+
+# Set by `use_parts` around a trace.
+_parts: contextvars.ContextVar[Parts | None] = contextvars.ContextVar("jaxtrain_parts", default=None)
 
 
 @contextlib.contextmanager
-def use_parts(parts: Mapping[str, tuple[jax.Array, int]]) -> Iterator[None]:
-    """Give `attach_parts` what is differentiated while a model is traced, by path: a part and its dim."""
+def use_parts(parts: Parts) -> Iterator[None]:
+    """Give `attach_parts` what is differentiated while a model is traced."""
     token = _parts.set(parts)
     try:
         yield
@@ -51,7 +86,13 @@ def use_parts(parts: Mapping[str, tuple[jax.Array, int]]) -> Iterator[None]:
         _parts.reset(token)
 
 
-def attach_parts(params: Params, *, skip: tuple[str, ...]) -> Params:
+def has_parts() -> bool:
+    """Whether `use_parts` gave parts to the model that is being traced."""
+    parts = _parts.get()
+    return parts is not None and bool(parts.parts)
+
+
+def attach_parts(params: Params, *, skip: tuple[str, ...], later: Collection[str] = ()) -> Params:
     """The parameters attached to their parts, where `use_parts` gave any.
 
     Args:
@@ -59,20 +100,23 @@ def attach_parts(params: Params, *, skip: tuple[str, ...]) -> Params:
         skip: sub-trees whose layers are attached one at a time, by `attach_layers`; their arrays come as `Scattered`.
             The factors of an adapter, which are small and read before that, are attached at once, and so is a stack
             that is scattered over its layers, as one may be whose table does not name that dim.
+        later: paths of those that come as `Waiting`, for `attach_after`.
     """
-    parts = _parts.get()
-    if parts is None:
+    given = _parts.get()
+    if given is None:
         return params
 
-    def attach(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array | Scattered:
+    def attach(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array | Scattered | Waiting:
         name = path_name(path)
-        if name not in parts:
+        if name not in given.parts:
             return leaf
-        part, dim = parts[name]
+        part, dim = given.parts[name]
         is_array = all(isinstance(key, jax.tree_util.DictKey) for key in path)
         if dim > 0 and is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
             return Scattered(leaf, part, dim)
-        return _attach(leaf, part, dim)
+        if name in later:
+            return Waiting(leaf, name)
+        return _attach_sums([], {name: leaf})[1][name]
 
     return jax.tree_util.tree_map_with_path(attach, params)
 
@@ -86,6 +130,61 @@ def attach_layers(params: Params) -> Params:
     return jax.tree.map(attach, params, is_leaf=lambda leaf: isinstance(leaf, Scattered))
 
 
+def is_waiting(leaf: object) -> bool:
+    """Whether a leaf is a `Waiting` parameter."""
+    return isinstance(leaf, Waiting)
+
+
+def without_parts(params: Params) -> Params:
+    """Parameters as arrays, for code that reads none of those that wait."""
+    return jax.tree.map(lambda leaf: leaf.whole if is_waiting(leaf) else leaf, params, is_leaf=is_waiting)
+
+
+def attach_after(carry: Any, params: Params) -> tuple[Any, Params]:
+    """The carry that leaves a stack, and parameters of which those that wait are attached to their sums.
+
+    The backward pass adds their gradients to the sums before that of the carry goes on to the stack. Otherwise a
+    compiler may do so last, and the gradient of an output layer is whole while those of the layers are computed.
+    """
+    carried, structure = jax.tree.flatten(carry)
+    floats = [index for index, leaf in enumerate(carried) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    waiting = {leaf.path: leaf.whole for leaf in jax.tree.leaves(params, is_leaf=is_waiting) if is_waiting(leaf)}
+    left, attached = _attach_sums([carried[index] for index in floats], waiting)
+    for index, leaf in zip(floats, left, strict=True):
+        carried[index] = leaf
+    params = jax.tree.map(lambda leaf: attached[leaf.path] if is_waiting(leaf) else leaf, params, is_leaf=is_waiting)
+    return jax.tree.unflatten(structure, carried), params
+
+
+def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    """Parameters whose gradients are added to their sums, before that of a carry goes on."""
+    given = _parts.get()
+    assert given is not None, "parameters wait for the parts of the step that is being traced"
+    dims = {name: given.parts[name][1] for name in whole}
+    # Where a model is applied twice, the second sum goes on from the first.
+    starts = {name: given.ends.get(name, (given.sums[name], given.factors)) for name in whole}
+
+    @jax.custom_vjp
+    def attach(carry: list[jax.Array], whole: dict[str, jax.Array], starts: dict[str, Any]) -> Any:
+        return carry, whole, starts
+
+    def forward(carry: list[jax.Array], whole: dict[str, jax.Array], starts: dict[str, Any]) -> tuple[Any, None]:
+        return (carry, whole, starts), None
+
+    def backward(_: None, pulled: Any) -> tuple[Any, Any, Any]:
+        carry, gradients, ends = pulled
+        sums = {name: _add_part(gradients[name], dims[name], *end) for name, end in ends.items()}
+        if carry:
+            carry, sums = jax.lax.optimization_barrier((carry, sums))
+        added = {name: (sums[name], factors) for name, (_, factors) in ends.items()}
+        return carry, jax.tree.map(jnp.zeros_like, gradients), added
+
+    attach.defvjp(forward, backward)
+    carry, whole, ends = attach(carry, whole, starts)
+    given.ends.update(ends)
+    return carry, whole
+
+
 def _attach(whole: jax.Array, part: jax.Array, dim: int) -> jax.Array:
     """`whole`, whose gradient goes to `part`: summed over `data` in float32 and scattered over a dim."""
 
@@ -97,31 +196,37 @@ def _attach(whole: jax.Array, part: jax.Array, dim: int) -> jax.Array:
         return whole, None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros_like(gradient), _sum_and_scatter(gradient, jax.ShapeDtypeStruct(part.shape, part.dtype), dim)
+        return jnp.zeros_like(gradient), _sum_and_scatter(gradient, part.dtype, dim)
 
     attach.defvjp(forward, backward)
     return attach(whole, part)
 
 
-def _sum_and_scatter(gradient: jax.Array, part: jax.ShapeDtypeStruct, dim: int) -> jax.Array:
-    """Sum a gradient over `data` in the dtype of a device's part, and keep that part of it.
+def _sum_and_scatter(gradient: jax.Array, dtype: Any, dim: int) -> jax.Array:
+    """Sum a gradient over `data` in another dtype, and keep a device's part of a dim."""
+    return jax.lax.psum_scatter(gradient.astype(dtype), "data", scatter_dimension=dim, tiled=True)
+
+
+def _add_part(gradient: jax.Array, dim: int, total: jax.Array, factors: Factors) -> jax.Array:
+    """Add a device's part of a gradient, summed over `data` and times the factors, to a sum.
 
     Of a large gradient (an embedding's) a piece at a time, so that a copy of it in float32 is never whole.
     """
 
     def scatter(piece: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(piece.astype(part.dtype), "data", scatter_dimension=dim, tiled=True)
+        return _sum_and_scatter(piece, total.dtype, dim) * factors[0] * factors[1]
 
     split, count = _pieces(gradient, dim)
     if count == 1:
-        return scatter(gradient)
+        return total + scatter(gradient)
     width = gradient.shape[split] // count
 
-    def one(summed: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+    def one(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         piece = jax.lax.dynamic_slice_in_dim(gradient, start, width, axis=split)
-        return jax.lax.dynamic_update_slice_in_dim(summed, scatter(piece), start, axis=split), None
+        before = jax.lax.dynamic_slice_in_dim(total, start, width, axis=split)
+        return jax.lax.dynamic_update_slice_in_dim(total, before + scatter(piece), start, axis=split), None
 
-    return jax.lax.scan(one, jnp.zeros(part.shape, part.dtype), jnp.arange(count) * width)[0]
+    return jax.lax.scan(one, total, jnp.arange(count) * width)[0]
 
 
 def _pieces(gradient: jax.Array, dim: int) -> tuple[int, int]:

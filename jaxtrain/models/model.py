@@ -10,7 +10,9 @@ from jaxtrain.config.arguments import check_functions, check_kind, check_whole, 
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import parameters_table, parameters_text
+from jaxtrain.layout.gather import gather_after
 from jaxtrain.layout.rules import check_axes
+from jaxtrain.layout.scatter import without_parts
 from jaxtrain.layout.sharding import path_name, shard_key
 from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.decoder import Decoder as Decoder
@@ -281,9 +283,10 @@ class PartsApply:
         parts = self.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
         with hide_stack_sums():
-            carry = parts.embed(rest, inputs, key=key_for(parts.embed, key), train=train)
+            carry = parts.embed(without_parts(rest), inputs, key=key_for(parts.embed, key), train=train)
         layers_key = key_for(parts.layers, key)
         carry = parts.layers(params[parts.stack], carry, inputs, first_layer=0, key=layers_key, train=train)
+        carry, rest = gather_after(carry, rest)
         return parts.head(rest, carry, train=train), model_state
 
 

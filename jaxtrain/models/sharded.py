@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
-from jaxtrain.layout.scatter import attach_parts
+from jaxtrain.layout.scatter import attach_parts, has_parts
 from jaxtrain.layout.sharding import (
     Layout,
     current_layout,
@@ -23,6 +23,7 @@ from jaxtrain.layout.sharding import (
     path_name,
     with_parameters,
 )
+from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.context import model_context
 from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, key_for
 from jaxtrain.precision.kernels import is_quantized
@@ -143,14 +144,31 @@ class ShardedModel:
                 write = "sharded.apply(params, model_state, inputs, key=None, train=False)"
                 raise ConfigError(refusal(f"the model {self.model.name}", "its parameters", params, write))
             params = hold_parameters(cast_floats(params, compute))
-            params = attach_parts(params, skip=self.model.gathers_itself)
-            params = gather_parameters(params, skip=self.model.gathers_itself)
-            key = key_for(self.model.apply, key)
             inputs = cast_floats(inputs, compute)
+            stacks = self.model.gathers_itself
+            later = self._read_last(params, inputs, key, train) if has_parts() else ()
+            params = attach_parts(params, skip=stacks, later=later)
+            params = gather_parameters(params, skip=(*stacks, *later))
+            key = key_for(self.model.apply, key)
             try:
                 return apply(params, model_state, inputs, key=key, train=train)
             except (TypeError, ValueError, KeyError, IndexError, AttributeError, flax.errors.FlaxError) as error:
                 raise ConfigError(_inapplicable(self.model, inputs, error)) from error
+
+    def _read_last(self, params: Params, inputs: Any, key: jax.Array | None, train: bool) -> tuple[str, ...]:
+        """Paths of the parameters outside the stack that `embed` does not read."""
+        if not isinstance(self.model.apply, PartsApply):
+            return ()
+        parts = self.model.apply.parts
+        rest = {name: value for name, value in params.items() if name != parts.stack}
+        with hide_stack_sums():
+            traced = jax.make_jaxpr(lambda rest: parts.embed(rest, inputs, key=key_for(parts.embed, key), train=train))(
+                rest
+            ).jaxpr
+        read = {id(variable) for equation in traced.eqns for variable in equation.invars}
+        read |= {id(variable) for variable in traced.outvars}
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+        return tuple(name for name, variable in zip(paths, traced.invars, strict=True) if id(variable) not in read)
 
 
 def _inapplicable(model: Model, inputs: Any, error: Exception) -> str:

@@ -11,12 +11,37 @@ import numpy as np
 
 from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.manual import divides, run_manually, spec_of
+from jaxtrain.layout.manual import divides, run_manually, spec_of, vary_alike, vary_like
+from jaxtrain.layout.scatter import has_parts
 from jaxtrain.layout.sharding import current_layout
 
 
 def _take(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
     return jnp.take(table_VD, indices_BL, axis=0, mode="clip")
+
+
+def _take_late(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+    """`_take`, whose gradient is not allocated before there are rows to add to it.
+
+    The gradient of a table begins as zeros, which depend on nothing: a compiler may make them before the backward pass
+    of all layers and keep them through it.
+    """
+
+    @jax.custom_vjp
+    def take(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+        return _take(table_VD, indices_BL)
+
+    def forward(table_VD: jax.Array, indices_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _take(table_VD, indices_BL), indices_BL
+
+    def backward(indices_BL: jax.Array, rows_BLD: jax.Array) -> tuple[jax.Array, None]:
+        zero, rows_BLD = jax.lax.optimization_barrier((vary_like(jnp.zeros((), rows_BLD.dtype), rows_BLD), rows_BLD))
+        start_VD = jnp.broadcast_to(zero, table_VD.shape)
+        clipped_BL = jnp.clip(indices_BL, 0, table_VD.shape[0] - 1)
+        return start_VD.at[clipped_BL].add(rows_BLD, mode="promise_in_bounds"), None
+
+    take.defvjp(forward, backward)
+    return take(*vary_alike(table_VD, indices_BL))
 
 
 def _check_call(table: Any, indices: Any, rows: Any) -> None:
@@ -67,13 +92,15 @@ def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | 
         return _take(table_VD, indices_BL)
     table_spec = spec_of(layout, rows, None)
     sharded = table_spec[0] is not None
+    # Where gradients are scattered in every microbatch, memory counts, and nothing is differentiated forward.
+    take = _take_late if has_parts() else _take
 
     def local(table: jax.Array, indices: jax.Array) -> jax.Array:
         if not sharded:
-            return _take(table, indices)
+            return take(table, indices)
         own = jnp.clip(indices, 0, table_VD.shape[0] - 1) - jax.lax.axis_index(table_spec[0]) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
-        found = jnp.where(held[..., None], _take(table, own), jnp.zeros((), table.dtype))
+        found = jnp.where(held[..., None], take(table, own), jnp.zeros((), table.dtype))
         return jax.lax.psum(found, table_spec[0])
 
     return run_manually(

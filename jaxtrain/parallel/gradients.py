@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout.scatter import use_parts
+from jaxtrain.layout.scatter import Factors, Parts, use_parts
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
 from jaxtrain.layout.stack_sums import StackSums, use_stack_sums
 from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
@@ -30,9 +30,9 @@ LossParts = tuple[jax.Array, jax.Array, Tree, Sums]
 LossFunction = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[jax.Array, LossParts]]
 # By path, arrays of a tree of parameters.
 ByPath = dict[str, jax.Array]
-# (sums of the gradients of the stack, and the same arguments) -> (gradients of the other trained params, the sums after
-# this microbatch, the parts)
-Differentiate = Callable[[ByPath, Tree, Tree, Tree, Batch, jax.Array], tuple[ByPath, ByPath, LossParts]]
+# (sums of the gradients of the stack, those of the other trained params, and the same arguments) -> (gradients of those
+# that are in no sum yet, the other sums after this microbatch, the parts)
+Differentiate = Callable[[ByPath, ByPath, Tree, Tree, Tree, Batch, jax.Array], tuple[ByPath, ByPath, LossParts]]
 # The arguments of the loss -> (gradients summed over microbatches times their weights, model_state, sums)
 Accumulate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, TaskSums]]
 
@@ -208,7 +208,7 @@ def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: s
     """
 
     def differentiate(
-        sums: ByPath, params: Tree, fixed: Tree, model_state: Tree, batch: Batch, key: jax.Array
+        sums: ByPath, others: ByPath, params: Tree, fixed: Tree, model_state: Tree, batch: Batch, key: jax.Array
     ) -> tuple[ByPath, ByPath, LossParts]:
         constant = float(jax.tree.leaves(batch.get("targets", batch))[0].size)
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -219,28 +219,35 @@ def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: s
         def keep_part(name: str, gradient: jax.Array) -> jax.Array:
             return gradient if reduction is None else _scatter(gradient, dims[name], first_dim=1)
 
-        def of(starts: ByPath, sums: ByPath, factor: jax.Array) -> tuple[tuple[jax.Array, Any], LossParts]:
+        def of(
+            starts: ByPath, sums: ByPath, factor: jax.Array, others: ByPath, factors: Factors
+        ) -> tuple[tuple[jax.Array, Any, Any], LossParts]:
             # A parameter that no dim of divides has no part: it is differentiated itself.
             chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
             given = {name: (part, dim) for name, part in starts.items() if (dim := dims[name]) is not None}
+            parts = Parts(given, others, factors)
             with contextlib.ExitStack() as contexts:
                 if reduction is not None:
-                    contexts.enter_context(use_parts(given))
+                    contexts.enter_context(use_parts(parts))
                 passing = StackSums(stack or "", (sums, factor), keep_part)
                 if sums:
                     contexts.enter_context(use_stack_sums(passing))
                 mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
             assert passing.end is not None or not sums, f"{stack} is run by scan_stack"
             mean = mean if reduction is None else mean * (divisor(found[1]) / constant)
-            return (mean, passing.end or (sums, factor)), found
+            return (mean, passing.end or (sums, factor), parts.ends), found
 
         starts = {name: leaf if dims[name] is None else zeros[name] for name, leaf in whole.items() if name not in sums}
-        (mean, _), pull, found = jax.vjp(of, starts, sums, jnp.float32(0), has_aux=True)
+        unread = jnp.float32(0)
+        (mean, _, ends), pull, found = jax.vjp(of, starts, sums, unread, others, (unread, unread), has_aux=True)
         # As a mean, which the caller weights; what is added to sums is weighted there.
         factor = divisor(found[1]) if reduction is None else jnp.float32(constant)
-        gradients, sums, _ = pull((jnp.ones_like(mean), (sums, factor)))
+        unit = constant / divisor(found[1])
+        attached = {name: (others[name], (unit, divisor(found[1]))) for name in ends}
+        gradients, sums, _, others, _ = pull((jnp.ones_like(mean), (sums, factor), attached))
+        sums |= {name: others[name] for name in ends}
+        gradients = {name: gradient for name, gradient in gradients.items() if name not in ends}
         if reduction is not None:
-            unit = constant / divisor(found[1])
             gradients = {
                 name: (_scatter(g.astype(sum_dtype(g)), None) if dims[name] is None else g) * unit
                 for name, g in gradients.items()
@@ -283,8 +290,9 @@ def _accumulate(
         index, rows = microbatch
         totals = _by_path(total)
         sums = {name: totals[name] for name in summed_inside}
+        others = {name: total for name, total in totals.items() if name not in sums}
         gradients, sums, (loss_sum, weight, new_state, metrics) = differentiate(
-            sums, params, fixed, state, rows, jax.random.fold_in(key, index)
+            sums, others, params, fixed, state, rows, jax.random.fold_in(key, index)
         )
         # The carry keeps its dtypes, whatever dtype a model computes its state in.
         state = jax.tree.map(

@@ -135,8 +135,8 @@ def _parameters(
         scatters = zero == 2 and degrees["pipe"] == 1
         gradients = _FP32 * (for_state if zero == 2 else local)
         if scatters:
-            # And that of the next.
-            unscattered = 2 * one_layer
+            # Where the step does not add it to its sum before the next one begins, that too.
+            unscattered = (1 if layer_by_layer else 2) * one_layer
             gradients += 0 if layer_by_layer else _FP32 * for_state
         else:
             # Else the gradient of a microbatch comes whole, and in float32; on a pipeline that of a chunk.
