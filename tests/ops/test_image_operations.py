@@ -39,7 +39,7 @@ def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
         pytest.param(5, 8, 6, 1, 2, id="a 1x1 kernel with a stride, an odd side"),
         pytest.param(3, 64, 24, 3, 1, id="few pixels, many channels"),
         pytest.param(1, 32, 8, 3, 1, id="one pixel"),
-        pytest.param(2, 4, 8, 3, 1, id="2x2 pixels: a product for each"),
+        pytest.param(2, 4, 8, 3, 1, id="2x2 pixels: a product for each tap"),
         pytest.param(4, 4, 8, 3, 2, id="2x2 pixels by a stride"),
         pytest.param(3, 4, 8, 3, 2, id="2x2 pixels of an odd side", marks=pytest.mark.long),
         pytest.param(2, 4, 8, 7, 2, id="a kernel larger than the image", marks=pytest.mark.long),

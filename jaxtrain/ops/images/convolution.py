@@ -1,13 +1,13 @@
 """Convolutions without bias and with 'same' padding: the plain form, and on CPU products where those are faster.
 
 What runs on CPU, by shape (2 cores, float32, jax 0.10.2, by processor time; docs/benchmarks.md): 1x1 convolutions are
-products of the pixels by the kernel, whose gradients are products too and transpose nothing. Where the results have at
-most 2x2 pixels, each of these is one product of the pixels in its window by the part of the kernel that is over them:
-XLA has no fast form for images smaller than the kernel (2x2 pixels, 256 channels, batch 64, both gradients included:
-199 ms), and where it has one, it multiplies the padding, which is 8/9 of the window at one pixel. Of other 3x3
-convolutions of few pixels by many channels, the gradient of the images multiplies the kernel as it is stored, where the
-plain form flips and transposes 9 MB of it: 2.9 x as fast for 3x3 pixels and 512 channels. All others are plain, which
-is as fast as gathered patches or nine shifted products, or faster.
+products of the pixels by the kernel, whose gradients are products too and transpose nothing. Where the results of
+larger kernels have at most 2x2 pixels, they are sums of products, one for each tap of the kernel, by the pixels that it
+is over: XLA has no fast form for images smaller than the kernel (2x2 pixels, 256 channels, batch 64, both gradients
+included: 199 ms), and where it has one, it multiplies the padding, which is 8/9 of the window at one pixel. Of other
+3x3 convolutions of few pixels by many channels, the gradient of the images multiplies the kernel as it is stored, where
+the plain form flips and transposes 9 MB of it: 2.9 x as fast for 3x3 pixels and 512 channels. All others are plain,
+which is as fast as gathered patches or nine shifted products, or faster.
 
 Shapes: B batch, H height, W width, I channels in, O channels out, N pixels of all images, K side of the kernel.
 """
@@ -15,6 +15,7 @@ Shapes: B batch, H height, W width, I channels in, O channels out, N pixels of a
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxtrain.layout.sharding import platform
 
 # The kernel counts, and not the pixels, where there are at least so many channels per pixel of the batch.
 _CHANNELS_PER_PIXEL = 1
-# Results of at most so many pixels a side are products of windows, one for each pixel of a result.
+# Results of at most so many pixels a side are sums of products, one for each tap of the kernel.
 _SMALL_SIDE = 2
 
 
@@ -44,7 +45,7 @@ def convolve(x_BHWI: jax.Array, kernel_KKIO: jax.Array, *, stride: int) -> jax.A
     if size == 1:
         return _product(x_BHWI, kernel_KKIO, stride)
     if max(x_BHWI.shape[1:3]) <= _SMALL_SIDE * stride:
-        return _by_windows(x_BHWI, kernel_KKIO, stride)
+        return _by_taps(x_BHWI, kernel_KKIO, stride)
     pixels = math.prod(x_BHWI.shape[:3])
     if stride == 1 and inputs >= _CHANNELS_PER_PIXEL * pixels:
         return _few_pixels(x_BHWI, kernel_KKIO)
@@ -69,23 +70,46 @@ def _product(x_BHWI: jax.Array, kernel_11IO: jax.Array, stride: int) -> jax.Arra
     return y_NO.reshape(*x_BhwI.shape[:3], -1)
 
 
-def _by_windows(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Array:
-    """Compute each pixel of the results as one product of its window without the padding."""
-    batch, *sides, _ = x_BHWI.shape
+def _by_taps(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Array:
+    """Add one product for each tap of the kernel, of those pixels that it is over in some window."""
+    batch, *sides, inputs = x_BHWI.shape
     size, outputs = kernel_KKIO.shape[0], kernel_KKIO.shape[-1]
-    places = [[_window(side, size, stride, at) for at in range(-(-side // stride))] for side in sides]
-    pixels = []
-    for (rows, over_rows), (columns, over_columns) in itertools.product(*places):
-        x_BN = x_BHWI[:, rows, columns].reshape(batch, -1)
-        pixels.append(x_BN @ kernel_KKIO[over_rows, over_columns].reshape(-1, outputs))
-    return jnp.stack(pixels, axis=1).reshape(batch, *map(len, places), outputs)
+    rows, columns = ([_meeting(side, size, stride, tap) for tap in range(size)] for side in sides)
+    # The gradient of a split is one concatenation; that of a slice per product would be a padded kernel per product.
+    taps = jax.lax.split(kernel_KKIO.reshape(-1, inputs, outputs), (1,) * size**2)
+    total = jnp.zeros((batch, *(-(-side // stride) for side in sides), outputs), x_BHWI.dtype)
+    for (row, column), tap_1IO in zip(itertools.product(rows, columns), taps, strict=True):
+        if row is None or column is None:
+            continue
+        x_BhWI = x_BHWI[:, row.pixels]
+        height, width = x_BhWI.shape[1:3]
+        x_RwI = x_BhWI.reshape(batch * height, width, inputs)[:, column.pixels]
+        y_RwO = (x_RwI.reshape(-1, inputs) @ tap_1IO[0]).reshape(*x_RwI.shape[:2], outputs)
+        y_BhWO = jnp.pad(y_RwO, ((0, 0), column.around, (0, 0))).reshape(batch, height, -1, outputs)
+        total += jnp.pad(y_BhWO, ((0, 0), row.around, (0, 0), (0, 0)))
+    return total
 
 
-def _window(side: int, size: int, stride: int, at: int) -> tuple[slice, slice]:
-    """The pixels in the window of a result along a dim, and the part of the kernel that is over them."""
-    start = at * stride - (size - 1) // 2
-    first, stop = max(0, start), min(side, start + size)
-    return slice(first, stop), slice(first - start, stop - start)
+class _Meeting(NamedTuple):
+    """Where a tap of the kernel is over pixels, along a dim.
+
+    Attributes:
+        pixels: the pixels that it is over.
+        around: number of results before those of these pixels, and after them.
+    """
+
+    pixels: slice
+    around: tuple[int, int]
+
+
+def _meeting(side: int, size: int, stride: int, tap: int) -> _Meeting | None:
+    """Find the pixels that a tap is over along a dim; None where it is over the padding in every window."""
+    results, shift = -(-side // stride), tap - (size - 1) // 2
+    over = [at for at in range(results) if 0 <= at * stride + shift < side]
+    if not over:
+        return None
+    first, last = over[0] * stride + shift, over[-1] * stride + shift
+    return _Meeting(slice(first, last + 1, stride), (over[0], results - 1 - over[-1]))
 
 
 @jax.custom_vjp
