@@ -161,8 +161,9 @@ def compile_trying(
     """
     if not tried:
         return lowered.compile(), ()
+    options: dict[str, Any] = {**tried}  # jax declares fewer types of values than it takes
     try:
-        return lowered.compile(compiler_options={**tried}), ()
+        return lowered.compile(compiler_options=options), ()
     except RuntimeError as error:
         # What libtpu runs out of with them (vmem) has a message of many lines; its first says which memory.
         why = " ".join(str(error).split())[:120]
