@@ -112,7 +112,9 @@ def write_program(folder: str, target: str, words: list[str]) -> None:
         (Path(folder) / "jit__step.after_optimizations.txt").write_text(text)
         return
     with out_of_cache():
-        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        dumped = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options: dict[str, Any] = {**step.compiler_options.tried, **dumped}
+        lowered.compile(compiler_options=options)
 
 
 def row_of(found: list[Transfer]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.agreement import together
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
+from jaxtrain.runtime.compiler_options import compile_trying
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.own_step import OwnStep
@@ -339,11 +340,13 @@ def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], 
     jax.monitoring.register_event_listener(listen)
     try:
         with progress.phase("compiling") as phase:
-            run.step.use(lowered.compile(), choices=choices)
+            compiled, lines = compile_trying(lowered, run.step.compiler_options.tried)
+            run.step.use(compiled, choices=[*choices, *lines])
             folder = cache_folder(run.config.compilation_cache)
             kept = folder is not None and why_not_writable(folder) is None
             # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
             found = "cache_hits" in seen and "cache_misses" not in seen
-            phase.note("from cache" if found else "cached next time" if kept else "")
+            cached = "from cache" if found else "cached next time" if kept else ""
+            phase.note("; ".join([*([cached] if cached else []), *lines]))
     finally:
         jax.monitoring.unregister_event_listener(listen)

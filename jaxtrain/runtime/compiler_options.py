@@ -6,11 +6,14 @@ flag in the environment ends the process, whereas an unknown option raises an er
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
 
 Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
@@ -30,6 +33,10 @@ class Option:
         updates: Whether the option is only for train steps on one device, and for those of models of convolutions.
         older: Name of the option in older compilers; None: the same.
         older_value: Value of the option under its older name.
+        device_kinds: As in `device.device_kind`, the kinds that the option is for; empty: all of the backend.
+        axes: The only mesh axes that may have several devices where the option is used; empty: all may.
+        may_fail: Whether the compiler may give up on a program because of the option. Only steps that are compiled
+            ahead of their first call get it, and go without it where that happens.
     """
 
     backend: str
@@ -41,6 +48,9 @@ class Option:
     updates: bool = False
     older: str | None = None
     older_value: Value = True
+    device_kinds: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    may_fail: bool = False
 
 
 _PIPELINED = (
@@ -66,14 +76,33 @@ _GPU = tuple(
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 
+_SEEN_V5E = (
+    "libtpu 0.0.42.1, compiled for v5e:2x4, Llama-3 8B of 8 layers, fsdp=8, one sequence of 4,096 per chip "
+    "(scripts/overlap.py): 65 % of the bytes with both options, 43 % without. On a model of width 1,024 and rows of "
+    "128 tokens the compiler runs out of vmem with them. Never run on a TPU"
+)
+
+# For layouts of data and fsdp, the only ones whose programs were looked at.
+_TPU = tuple(
+    Option(
+        "tpu",
+        name,
+        True,
+        "puts the steps of a reduce-scatter of gradients into the fusions of the matmuls beside it",
+        _SEEN_V5E,
+        device_kinds=("TPU v5 lite", "TPU v5e"),
+        axes=("data", "fsdp"),
+        may_fail=True,
+    )
+    for name in ("xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter", "xla_enable_async_reduce_scatter_fusion")
+)
+
 # These options were tried and left the program of jax 0.10.2 unchanged: the latency-hiding scheduler,
 # optimization_level=1 and (data=8) the analytical latency estimator on H100; the scheduler on v5p; asynchronous
-# collective fusion on v5e. Two collectives at a time (xla_gpu_experimental_parallel_collective_overlap_limit=2) took
-# fsdp=8 on H100 from 90 to 89 % of bytes beside matmuls. On v5p libtpu refuses fused all-gathers ("incorrect results,
-# hang, SDC"). Two that help by the schedule are left out: fused reduce-scatters on v5e
-# (xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter with xla_enable_async_reduce_scatter_fusion) take fsdp=8
-# of Llama-3 8B with 8 layers from 43.5 to 64.9 %, but with them libtpu 0.0.51 ran out of vmem at width 1,024;
-# xla_tpu_decompose_einsum_reduce_scatter on v5p takes it from 0 to 35 %, but code of that was never generated.
+# collective fusion alone on v5e. Two collectives at a time (xla_gpu_experimental_parallel_collective_overlap_limit=2)
+# took fsdp=8 on H100 from 90 to 89 % of bytes beside matmuls. On v5p fused all-gathers and all-reduces take fsdp=8 from
+# 0 to 52 %, and are left out: libtpu 0.0.51 refused fused all-gathers there ("incorrect results, hang, SDC"), and that
+# 0.0.42.1 compiles them without a word does not make them safe. What else was tried is in docs/benchmarks.md.
 OPTIONS = (
     Option(
         "cpu",
@@ -97,6 +126,7 @@ OPTIONS = (
         updates=True,
     ),
     *_GPU,
+    *_TPU,
 )
 
 
@@ -107,14 +137,47 @@ class CompilerOptions:
     Attributes:
         used: Name -> value of each option that the compiler knows.
         dropped: One line per option that the compiler does not know or refuses.
+        tried: Name -> value of options that `compile_trying` adds, and goes without where the compiler gives up.
     """
 
     used: Mapping[str, Value]
     dropped: tuple[str, ...] = ()
+    tried: Mapping[str, Value] = field(default_factory=dict)
+
+
+def compile_trying(
+    lowered: "jax.stages.Lowered", tried: Mapping[str, Value]
+) -> "tuple[jax.stages.Compiled, tuple[str, ...]]":
+    """Compiles a program with some more options, or without them where the compiler gives up with them.
+
+    Args:
+        lowered: The program, lowered with the options that it has in either case.
+        tried: The options to add; those of a user are not among them.
+
+    Returns:
+        The compiled program, and a line where it goes without the options.
+
+    Raises:
+        jax.errors.JaxRuntimeError: The compiler gives up without them too.
+    """
+    if not tried:
+        return lowered.compile(), ()
+    options: dict[str, Any] = {**tried}  # jax declares fewer types of values than it takes
+    try:
+        return lowered.compile(compiler_options=options), ()
+    except RuntimeError as error:
+        # What libtpu runs out of with them (vmem) has a message of many lines; its first says which memory.
+        why = " ".join(str(error).split())[:120]
+    return lowered.compile(), (f"compiler: goes without {', '.join(tried)}, with which it gave up: {why}",)
 
 
 def choose_options(
-    device: Any, num_devices: int, more: Mapping[str, Value] | None = None, *, updates: bool = False
+    device: Any,
+    num_devices: int,
+    more: Mapping[str, Value] | None = None,
+    *,
+    updates: bool = False,
+    axes: Collection[str] | None = None,
 ) -> CompilerOptions:
     """Returns the compiler options for a program on devices like this one.
 
@@ -123,6 +186,7 @@ def choose_options(
         num_devices: Number of devices of the program.
         more: Options of the user, which replace those of the table.
         updates: Whether the program is a train step on one device, or one of a model of convolutions.
+        axes: Mesh axes of several devices; None: unknown, so that options for some axes are left out.
 
     Raises:
         ConfigError: The compiler knows an option of the user but refuses its value.
@@ -133,6 +197,8 @@ def choose_options(
         if option.backend == device.platform
         and (num_devices > 1 or not option.several_devices)
         and (updates or not option.updates)
+        and (not option.device_kinds or device.device_kind in option.device_kinds)
+        and (not option.axes or (axes is not None and set(axes) <= set(option.axes)))
     ]
     asked = dict(more or {})
     wanted = {option.name: option.value for option in table} | asked
@@ -143,8 +209,10 @@ def choose_options(
     older = {option.name: option for option in table if option.older is not None and option.name not in asked}
     instead = {older[name].older: older[name].older_value for name in refused if name in older}
     without = refused_options(device, tuple(sorted(instead.items()))) if instead else {}
+    known = {name: value for name, value in {**instead, **wanted}.items() if name not in {**refused, **without}}
+    tried = {option.name for option in table if option.may_fail} - set(asked)
     return CompilerOptions(
-        {name: value for name, value in {**instead, **wanted}.items() if name not in {**refused, **without}},
+        {name: value for name, value in known.items() if name not in tried},
         tuple(
             f"the compiler for {device.platform} does not know {name}, so programs go without it"
             if _UNKNOWN in why
@@ -152,6 +220,7 @@ def choose_options(
             for name, why in refused.items()
             if name not in older or older[name].older in without
         ),
+        {name: value for name, value in known.items() if name in tried},
     )
 
 

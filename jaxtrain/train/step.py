@@ -16,7 +16,7 @@ from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import Policy
 from jaxtrain.runtime.card import card
 from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compiler_options import CompilerOptions
+from jaxtrain.runtime.compiler_options import CompilerOptions, compile_trying
 from jaxtrain.runtime.heap import give_back_free_memory
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
@@ -50,7 +50,8 @@ class TrainStep:
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
         state_on_host: a `TrainState` that says of each array whether it is kept in the host's memory.
-        compiler_options: what every program of the step is compiled with, however it comes about.
+        compiler_options: what every program of the step is compiled with, however it comes about; and what is tried
+            for the step itself, where `compile` or a run compiles it.
         initial_state: what is remembered of the last state from `init`.
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
@@ -241,7 +242,8 @@ class TrainStep:
         """Compile for a batch of these global shapes and keep the result: later calls run exactly this program."""
         with record_choices() as choices:
             lowered = self.lower(batch)
-        return self.use(lowered.compile(), choices=choices)
+        compiled, lines = compile_trying(lowered, self.compiler_options.tried)
+        return self.use(compiled, choices=[*choices, *lines])
 
     def use(self, compiled: jax.stages.Compiled, *, choices: Sequence[str] | None = None) -> jax.stages.Compiled:
         """Make later calls run this compiled program (the result of `lower(batch).compile(...)`).

@@ -75,6 +75,7 @@ BIASED: dict[str, tuple[dict[str, int], int, Logits, bool]] = {
     "tensor and data, accumulation, vocabulary": ({"data": 2, "tensor": 2}, 2, "vocabulary", False),
     "tensor, context and fsdp, tokens, tied": ({"context": 2, "tensor": 2, "fsdp": 2}, 1, "tokens", True),
     "context and data, vocabulary, tied": ({"context": 2, "data": 2}, 1, "vocabulary", True),
+    "data, vocabulary": ({"data": 4}, 1, "vocabulary", False),
     "tensor and data, whole": ({"data": 2, "tensor": 2}, 1, "whole", False),
 }
 
@@ -117,3 +118,15 @@ def test_bias_and_softcap_on_a_mesh_move_parameters_as_on_one_device(name: str) 
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     for path, value in wanted.items():
         np.testing.assert_allclose(params[path], value, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_the_kernel_s_gradient_is_summed_block_by_block_where_every_device_keeps_all_of_it(axis: str) -> None:
+    """There a block is sent while the next is computed; where a device keeps a part, one sum can be scattered."""
+    mesh = jt.make_mesh(**{"data": 1, axis: 4}, devices=jax.devices()[:4])
+    task = language_modeling(logits="vocabulary", block=10)
+    step = jt.make_train_step(biased(tied=False), task, optax.sgd(1.0), mesh=mesh)
+    shapes = {name: jax.ShapeDtypeStruct((8, 8), np.int32) for name in ("inputs", "targets")}
+    found = programs.collectives(step.compile(shapes).as_text() or "")
+    in_loop = [c.size for c in found if c.in_loop and c.kind == "all-reduce"]
+    assert (64 * 10 in in_loop) == (axis == "data")

@@ -1,5 +1,6 @@
 """Compiler options reach every program of a step; what a compiler does not know is told and left out."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jaxtrain import from_functions, make_mesh, make_train_step, regression
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime import compiler_options
-from jaxtrain.runtime.compiler_options import OPTIONS, choose_options, option_notes
+from jaxtrain.runtime.compiler_options import OPTIONS, choose_options, compile_trying, option_notes
 
 BATCH = {"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 1), np.float32)}
 
@@ -97,3 +98,49 @@ def test_steps_that_update_in_place_have_options_of_their_own():
 def test_a_step_on_one_device_updates_in_place(devices, in_place):
     step = small_step(devices=devices)
     assert ("xla_cpu_copy_insertion_use_region_analysis" in step.compiler_options.used) == in_place
+
+
+V5E = "TPU v5 lite"
+FUSE_SCATTER = "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter"
+# id: (kind of device, mesh axes of several devices, whether options are tried).
+TPUS = {
+    "v5e, fsdp": (V5E, ("fsdp",), True),
+    "v5e, data and fsdp": (V5E, ("data", "fsdp"), True),
+    "v5e, tensor, of which no program was looked at": (V5E, ("fsdp", "tensor"), False),
+    "v5p, where fusions may compute wrong numbers": ("TPU v5", ("fsdp",), False),
+    "axes unknown, as in evaluation": (V5E, None, False),
+}
+
+
+@pytest.mark.parametrize("name", TPUS)
+def test_options_that_may_fail_are_for_kinds_of_tpus_and_layouts(monkeypatch, name):
+    kind, axes, expected = TPUS[name]
+    monkeypatch.setattr(compiler_options, "refused_options", lambda device, options: {})
+    device = SimpleNamespace(platform="tpu", device_kind=kind)
+    chosen = choose_options(device, 8, axes=axes)
+    assert chosen.used == {}, "programs that are compiled on the way are compiled without"
+    assert (FUSE_SCATTER in chosen.tried) == expected
+    if expected:  # what a user says is no try
+        asked = choose_options(device, 8, {FUSE_SCATTER: False}, axes=axes)
+        assert asked.used == {FUSE_SCATTER: False}
+        assert set(asked.tried) == set(chosen.tried) - {FUSE_SCATTER}
+
+
+def test_a_compiler_that_gives_up_compiles_without_what_was_tried():
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(()))
+    compiled, lines = compile_trying(lowered, {})
+    assert (float(compiled(jnp.zeros(()))), lines) == (1.0, ())
+    compiled, lines = compile_trying(lowered, {"xla_llvm_disable_expensive_passes": True})
+    assert (float(compiled(jnp.zeros(()))), lines) == (1.0, ())
+    compiled, (line,) = compile_trying(lowered, {"xla_no_such_option": True})
+    assert float(compiled(jnp.zeros(()))) == 1.0
+    assert line.startswith("compiler: goes without xla_no_such_option, with which it gave up: ")
+
+
+def test_a_step_says_what_it_was_compiled_without():
+    step = small_step()
+    tried = {"xla_no_such_option": True}
+    step.compiler_options = replace(step.compiler_options, tried=tried)
+    step.compile(BATCH)
+    assert any("goes without xla_no_such_option" in line for line in step.choices)
+    assert step(step.init(0), BATCH)[1]["loss"] > 0

@@ -48,6 +48,9 @@ class BlockedLoss:
         softcap: logits become softcap * tanh(logits / softcap); None: as they are.
         vocabulary_axes: mesh axes that V is sharded over, to sum over.
         token_axes: those that N is sharded over.
+        sums_each_block: whether the kernel's gradient is summed over `token_axes` block by block, so that a block is
+            sent while the next is computed; else at once, which a compiler can turn into a sum of which each device
+            keeps a part.
     """
 
     by: Logits
@@ -57,6 +60,7 @@ class BlockedLoss:
     softcap: float | None = None
     vocabulary_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
+    sums_each_block: bool = False
 
     @property
     def vocabulary_dim(self) -> int:
@@ -137,6 +141,12 @@ def gradients_by_vocabulary(
     size, ids = form.size, _own_ids(kernel, form)
     dim = form.vocabulary_dim
 
+    def sum_kernel(d_kernel: jax.Array) -> jax.Array:
+        # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and the full output layer would
+        # become an array of float32: 1.5 GiB more for Llama 8B on 8 H100.
+        summed_in = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
+        return _sum(d_kernel.astype(summed_in), form.token_axes).astype(kernel.dtype)
+
     def step(carry: tuple[jax.Array, OutputLayer], number: jax.Array) -> tuple[tuple[jax.Array, OutputLayer], None]:
         d_h_ND, (mixed, d_bias) = carry
         start, fresh_C = _block(number, size, ids.size)
@@ -148,6 +158,8 @@ def gradients_by_vocabulary(
             d_logits_NC = jnp.where(fresh_C, d_logits_NC, 0.0)
         d_h, d_block = _pull(h_ND, block, d_logits_NC.astype(h_ND.dtype), form)
         d_block = d_block.astype(kernel.dtype)
+        if form.sums_each_block:
+            d_block = sum_kernel(d_block)
         if fresh_C is not None:
             d_block = jnp.where(fresh_C[:, None] if form.tied else fresh_C, d_block, block)
         mixed = jax.lax.dynamic_update_slice_in_dim(mixed, d_block, start, dim)
@@ -162,12 +174,7 @@ def gradients_by_vocabulary(
     d_h_ND = _sum(d_h_ND.astype(h_ND.dtype), form.vocabulary_axes)
     if bias is not None and d_bias is not None:
         d_bias = _sum(d_bias, form.token_axes).astype(bias.dtype)
-    if kernel.dtype != jnp.float16:
-        return d_h_ND, OutputLayer(_sum(d_kernel, form.token_axes), d_bias)
-    # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and would become a float32 array of
-    # the full output layer: 1.5 GiB more for Llama 8B on 8 H100.
-    d_kernel = _sum(d_kernel.astype(jnp.float32), form.token_axes).astype(kernel.dtype)
-    return d_h_ND, OutputLayer(d_kernel, d_bias)
+    return d_h_ND, OutputLayer(d_kernel if form.sums_each_block else sum_kernel(d_kernel), d_bias)
 
 
 def by_tokens(

@@ -112,10 +112,21 @@ def _on_mesh(form: BlockedLoss) -> _OnMesh:
     if layout is None or not is_sharded(layout):
         return _OnMesh(form)
     token_axes = mesh_axes(layout, "batch") + mesh_axes(layout, "sequence")
-    form = replace(form, vocabulary_axes=mesh_axes(layout, "activation_vocab"), token_axes=token_axes)
+    form = replace(
+        form,
+        vocabulary_axes=mesh_axes(layout, "activation_vocab"),
+        token_axes=token_axes,
+        sums_each_block=bool(token_axes) and not _keeps_part(layout, token_axes),
+    )
     kernel = ("activation_vocab", None) if form.tied else (None, "activation_vocab")
     output = OutputLayer(spec_of(layout, *kernel), spec_of(layout, "activation_vocab"))
     return _OnMesh(form, layout, spec_of(layout, *TOKENS, None), output, spec_of(layout, *TOKENS))
+
+
+def _keeps_part(layout: Layout, token_axes: tuple[str, ...]) -> bool:
+    """Whether a device keeps a part only of the kernel's gradient, summed over devices with other tokens."""
+    kept_by = {*mesh_axes(layout, "embed"), *(axis for axis in layout.state_axes if layout.degree(axis) > 1)}
+    return bool(kept_by & set(token_axes))
 
 
 # --- On global arrays: the loss, the loss with what its backward pass needs, and the backward pass. ---
