@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.initializers import MEAN, WORDS, exact_normal
+from jaxtrain.models.initializers import MEAN, WORDS
 from jaxtrain.models.unrolled_keys import threefry
 
 # Numbers per call of the compiled function. A small parameter takes a whole call, about a millisecond.
 _BLOCK = 2**18
 _CALLS = ("pjit", "jit")
+_DRAWS = "exact_normal"  # the function of models/initializers.py, as traced programs name it
 
 
 class CannotFollowError(Exception):
@@ -65,10 +66,12 @@ def _evaluate(traced: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
     for equation in program.eqns:
         given = [value_of(variable) for variable in equation.invars]
         name, into = equation.primitive.name, [variable.aval for variable in equation.outvars]
-        if name in _CALLS and equation.params["name"] == exact_normal.__name__:
+        if name in _CALLS and equation.params["name"] == _DRAWS:
             found = [_normal(given[0], given[1], into[0].shape)]
         elif name in _CALLS:
             found = _evaluate(equation.params["jaxpr"], given)
+        elif name == "unstack":  # of jax 0.12: the words or keys of a split, one by one
+            found = list(np.moveaxis(given[0], equation.params["axis"], 0))
         elif name in _RULES:
             found = [_RULES[name](equation.params, into[0], *given)]
         else:

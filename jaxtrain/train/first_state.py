@@ -31,6 +31,7 @@ class FirstState:
 
     def __init__(self, create: Callable[..., TrainState], wanted: TrainState, shardings: TrainState):
         self._create, self._shardings, self._shapes = create, shardings, wanted
+        self._devices = list(jax.tree.leaves(shardings)[0].mesh.devices.flat)
         self._wanted = paths_of(wanted.params)
         # What is left out -> the program; that of a state that is drawn is traced where its shapes were found.
         self._programs: dict[frozenset[str], Any] = {frozenset(): jax.jit(create, out_shardings=shardings)}
@@ -59,17 +60,19 @@ class FirstState:
         return replace(state, params=merge_leaves(ready, state.params))
 
     def _is_on_host(self, key: jax.Array) -> bool:
-        devices = self._shardings.step.mesh.devices
-        return devices.size == 1 and devices.flat[0].platform == "cpu" and can_draw(key)
+        (device, *others) = self._devices
+        return not others and device.platform == "cpu" and can_draw(key)
 
     def _drawn_on_host(self, key: jax.Array) -> TrainState:
         traced = self._program(frozenset()).trace(key, params=None, model_state=None)
-        with jax.default_device(self._shardings.step.mesh.devices.flat[0]):
+        with jax.default_device(self._devices[0]):
             drawn = follow(traced.jaxpr, key)
             shapes, structure = jax.tree.flatten(self._shapes)
             for number, like in enumerate(shapes):
-                if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-                    drawn[number] = jax.random.wrap_key_data(drawn[number], impl=jax.random.key_impl(key))
+                if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+                    drawn[number] = jax.random.wrap_key_data(
+                        jax.numpy.asarray(drawn[number]), impl=jax.random.key_impl(key)
+                    )
                 # A copy, because memory of NumPy cannot be donated.
                 drawn[number] = jax.device_put(drawn[number], like.sharding, may_alias=False)
         return jax.tree.unflatten(structure, drawn)

@@ -46,7 +46,7 @@ def built(group: dict[str, Any]) -> jt.Model:
 
 def bits(tree: Any) -> dict[str, Any]:
     def one(leaf: jax.Array) -> tuple[Any, ...]:
-        plain = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        plain = jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return leaf.shape, leaf.dtype, leaf.sharding, np.asarray(plain).tobytes()
 
     return {path: one(leaf) for path, leaf in paths_of(tree).items()}
