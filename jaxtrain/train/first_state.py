@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.host_draws import CannotFollowError, can_draw, follow
@@ -69,12 +70,12 @@ class FirstState:
             drawn = follow(traced.jaxpr, key)
             shapes, structure = jax.tree.flatten(self._shapes)
             for number, like in enumerate(shapes):
+                # A copy first: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax
+                # 0.10.2), and parameters and their moving average may be one array here.
+                own = np.array(drawn[number])
                 if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
-                    drawn[number] = jax.random.wrap_key_data(
-                        jax.numpy.asarray(drawn[number]), impl=jax.random.key_impl(key)
-                    )
-                # A copy, because memory of NumPy cannot be donated.
-                drawn[number] = jax.device_put(drawn[number], like.sharding, may_alias=False)
+                    own = jax.random.wrap_key_data(jax.numpy.asarray(own), impl=jax.random.key_impl(key))
+                drawn[number] = jax.device_put(own, like.sharding)
         return jax.tree.unflatten(structure, drawn)
 
     def _program(self, placed: frozenset[str]) -> Any:
