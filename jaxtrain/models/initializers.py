@@ -4,6 +4,7 @@ The usual normal draw ends in a polynomial (the inverse error function) that com
 shapes of a shard: on jax 0.12, kernels in four shards differed in the last bit. Integers do not round.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
-_WORDS = 4  # of 32 random bits, each two 16-bit integers
-_MEAN = _WORDS * (2**16 - 1)
-_STDDEV = math.sqrt(2 * _WORDS * (2**32 - 1) / 12)
+WORDS = 4  # of 32 random bits, each two 16-bit integers
+MEAN = WORDS * (2**16 - 1)
+_STDDEV = math.sqrt(2 * WORDS * (2**32 - 1) / 12)
 
 
 def normal(stddev: float) -> Initializer:
@@ -32,15 +33,33 @@ def normal(stddev: float) -> Initializer:
     """
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        def add(total: jax.Array, word_key: jax.Array) -> tuple[jax.Array, None]:
-            word = jax.random.bits(word_key, shape, jnp.uint32)
-            return total + (word & 0xFFFF).astype(jnp.int32) + (word >> 16).astype(jnp.int32), None
-
-        # A loop, because each random draw adds a long program to compile.
-        total, _ = jax.lax.scan(add, jnp.full(shape, -_MEAN, jnp.int32), jax.random.split(key, _WORDS))
-        return (total.astype(jnp.float32) * jnp.float32(stddev / _STDDEV)).astype(dtype)
+        return exact_normal(key, jnp.float32(stddev / _STDDEV), shape=shape).astype(dtype)
 
     return initialize
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def exact_normal(key: jax.Array, scale: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    """Draw centred sums of eight 16-bit uniform integers, times a scale.
+
+    A function with a name of its own in a traced program, so that `models/host_draws.py` finds it there.
+
+    Args:
+        key: typed key.
+        scale: float32 [].
+        shape: of the draws.
+
+    Returns:
+        float32 of this shape.
+    """
+
+    def add(total: jax.Array, word_key: jax.Array) -> tuple[jax.Array, None]:
+        word = jax.random.bits(word_key, shape, jnp.uint32)
+        return total + (word & 0xFFFF).astype(jnp.int32) + (word >> 16).astype(jnp.int32), None
+
+    # A loop, because each random draw adds a long program to compile.
+    total, _ = jax.lax.scan(add, jnp.full(shape, -MEAN, jnp.int32), jax.random.split(key, WORDS))
+    return total.astype(jnp.float32) * scale
 
 
 def fan_in_normal(gain: float) -> Initializer:

@@ -8,9 +8,11 @@ Written out, a hash is part of one elementwise kernel.
 import functools
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import random as extended
 
 from jaxtrain.layout.sharding import platform
@@ -62,8 +64,8 @@ def _random_bits(key_2: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Arr
         own = jax.random.wrap_key_data(key_2, impl="threefry2x32")
         return jax.random.bits(own, shape, f"uint{bits}")
     numbers = _numbers(shape)
-    words = _hash(key_2, jnp.stack([jnp.zeros_like(numbers), numbers]))
-    return words[0] ^ words[1]
+    left, right = threefry(key_2[0], key_2[1], jnp.zeros_like(numbers), numbers)
+    return left ^ right
 
 
 def _numbers(shape: tuple[int, ...]) -> jax.Array:
@@ -77,12 +79,24 @@ def _numbers(shape: tuple[int, ...]) -> jax.Array:
 
 def _hash(key_2: jax.Array, counts: jax.Array) -> jax.Array:
     """Hash pairs of words: uint32 [2, ...] -> uint32 [2, ...]."""
-    words = [key_2[0], key_2[1], key_2[0] ^ key_2[1] ^ jnp.uint32(_PARITY)]
-    left, right = counts[0] + words[0], counts[1] + words[1]
+    return jnp.stack(threefry(key_2[0], key_2[1], counts[0], counts[1]))
+
+
+def threefry(first: Any, second: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    """Hash pairs of words by pairs of words, uint32 arrays of jax or of NumPy whose shapes broadcast.
+
+    Args:
+        first: first word of the key.
+        second: second word of the key.
+        left: first word of what is hashed.
+        right: second word of what is hashed.
+    """
+    words = [first, second, first ^ second ^ np.uint32(_PARITY)]
+    left, right = left + words[0], right + words[1]
     for group in range(_GROUPS):
         for rotation in _ROTATIONS[group % 2]:
             left = left + right
-            right = ((right << rotation) | (right >> (32 - rotation))) ^ left
+            right = ((right << np.uint32(rotation)) | (right >> np.uint32(32 - rotation))) ^ left
         left = left + words[(group + 1) % 3]
-        right = right + words[(group + 2) % 3] + jnp.uint32(group + 1)
-    return jnp.stack([left, right])
+        right = right + words[(group + 2) % 3] + np.uint32(group + 1)
+    return left, right

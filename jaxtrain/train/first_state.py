@@ -1,12 +1,17 @@
-"""The state at step 0 on its devices: what was read for it becomes part of it, and is not copied by a program."""
+"""The state at step 0 on its devices: what was read for it becomes part of it, and is not copied by a program.
+
+On one CPU device what is drawn is evaluated on the host, where that is known to give the same bits.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.host_draws import CannotFollowError, can_draw, follow
 from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, merge_leaves, select_leaves
@@ -26,7 +31,8 @@ class FirstState:
     """
 
     def __init__(self, create: Callable[..., TrainState], wanted: TrainState, shardings: TrainState):
-        self._create, self._shardings = create, shardings
+        self._create, self._shardings, self._shapes = create, shardings, wanted
+        self._devices = list(jax.tree.leaves(shardings)[0].mesh.devices.flat)
         self._wanted = paths_of(wanted.params)
         # What is left out -> the program; that of a state that is drawn is traced where its shapes were found.
         self._programs: dict[frozenset[str], Any] = {frozenset(): jax.jit(create, out_shardings=shardings)}
@@ -38,6 +44,11 @@ class FirstState:
             key: typed key.
             start: what it starts from.
         """
+        if start.params is None and start.model_state is None and self._is_on_host(key):
+            try:
+                return self._drawn_on_host(key)
+            except CannotFollowError:
+                pass  # the program is compiled
         leaves = paths_of(start.params)
         placed = frozenset(path for path in start.ours if _fits(leaves[path], self._wanted[path]))
         # Moving averages and optimizers may read them, hence they are arguments; jax drops those that nothing reads.
@@ -48,6 +59,24 @@ class FirstState:
             lambda path, _: leaves[path_name(path)] if path_name(path) in placed else None, self._shardings.params
         )
         return replace(state, params=merge_leaves(ready, state.params))
+
+    def _is_on_host(self, key: jax.Array) -> bool:
+        (device, *others) = self._devices
+        return not others and device.platform == "cpu" and can_draw(key)
+
+    def _drawn_on_host(self, key: jax.Array) -> TrainState:
+        traced = self._program(frozenset()).trace(key, params=None, model_state=None)
+        with jax.default_device(self._devices[0]):
+            drawn = follow(traced.jaxpr, key)
+            shapes, structure = jax.tree.flatten(self._shapes)
+            for number, like in enumerate(shapes):
+                # A copy first: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax
+                # 0.10.2), and parameters and their moving average may be one array here.
+                own = np.array(drawn[number])
+                if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+                    own = jax.random.wrap_key_data(jax.numpy.asarray(own), impl=jax.random.key_impl(key))
+                drawn[number] = jax.device_put(own, like.sharding)
+        return jax.tree.unflatten(structure, drawn)
 
     def _program(self, placed: frozenset[str]) -> Any:
         if placed not in self._programs:

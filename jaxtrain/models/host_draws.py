@@ -1,0 +1,169 @@
+"""Initial values evaluated on the host, so that no program is compiled for them.
+
+The program that draws the parameters of a ResNet-50 and fills the rest of the first state has two hundred kernels of
+its own, each of which runs once. On CPU compiling it took 12 s of processor time (jax 0.10.2). What it computes is
+little: NumPy follows its equations, and the draws of `models/initializers.py` are made by one compiled function for
+blocks of one size. They are sums of integers, scaled once, so that the bits are those of the compiled program.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.initializers import MEAN, WORDS
+from jaxtrain.models.unrolled_keys import threefry
+
+# Numbers per call of the compiled function. A small parameter takes a whole call, about a millisecond.
+_BLOCK = 2**18
+_CALLS = ("pjit", "jit")
+_DRAWS = "exact_normal"  # the function of models/initializers.py, as traced programs name it
+
+
+class CannotFollowError(Exception):
+    """A program has an equation that is not followed on the host."""
+
+
+def can_draw(key: jax.Array) -> bool:
+    """Return whether the numbers that follow from a typed key are known here: those of threefry keys.
+
+    Args:
+        key: typed key.
+    """
+    # Attributes of jax.config are made at run time.
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    return str(jax.random.key_impl(key)) == "threefry2x32" and partitionable
+
+
+def follow(traced: Any, key: jax.Array) -> list[np.ndarray]:
+    """Evaluate a traced function of a key.
+
+    Args:
+        traced: a `jax.core.ClosedJaxpr` with one argument.
+        key: that argument, a threefry key.
+
+    Returns:
+        The results. In place of keys their words, uint32 [..., 2]; arrays may be views of one number.
+
+    Raises:
+        CannotFollowError: an equation of the program is none that initial values as a rule are made of.
+    """
+    # Wrapping around is what unsigned integers are for; NumPy warns of it for single numbers.
+    with np.errstate(over="ignore"):
+        return _evaluate(traced, [np.asarray(jax.random.key_data(key))])
+
+
+def _evaluate(traced: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+    program = traced.jaxpr
+    values = dict(zip((*program.constvars, *program.invars), (*traced.consts, *arguments), strict=True))
+
+    def value_of(variable: Any) -> np.ndarray:
+        # Only literals have a value.
+        return np.asarray(variable.val, variable.aval.dtype) if hasattr(variable, "val") else values[variable]
+
+    for equation in program.eqns:
+        given = [value_of(variable) for variable in equation.invars]
+        name, into = equation.primitive.name, [variable.aval for variable in equation.outvars]
+        if name in _CALLS and equation.params["name"] == _DRAWS:
+            found = [_normal(given[0], given[1], into[0].shape)]
+        elif name in _CALLS:
+            found = _evaluate(equation.params["jaxpr"], given)
+        elif name == "unstack":  # of jax 0.12: the words or keys of a split, one by one
+            found = list(np.moveaxis(given[0], equation.params["axis"], 0))
+        elif name in _RULES:
+            found = [_RULES[name](equation.params, into[0], *given)]
+        else:
+            raise CannotFollowError(name)
+        values.update(zip(equation.outvars, found, strict=True))
+    return [value_of(variable) for variable in program.outvars]
+
+
+def _normal(keys: np.ndarray, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """What `exact_normal` draws from keys uint32 [..., 2]: float32 of the shape of the keys and that of the draws."""
+    stacked = keys.shape[:-1]
+    if shape[: len(stacked)] != stacked or scale.shape:
+        raise CannotFollowError("the layers of a stack are not drawn along its leading dims")
+    drawn = np.empty((int(np.prod(stacked)), int(np.prod(shape[len(stacked) :]))), np.float32)
+    if drawn.shape[1] >= 2**32:
+        raise CannotFollowError("numbers of elements have more than one word")
+    for row, key in zip(drawn, keys.reshape(-1, 2), strict=True):
+        words = _split(key, (WORDS,))
+        for first in range(0, row.size, _BLOCK):
+            part = row[first : first + _BLOCK]
+            part[:] = np.asarray(_draw_block(words, np.uint32(first), scale))[: part.size]
+    return drawn.reshape(shape)
+
+
+@jax.jit
+def _draw_block(words: jax.Array, first: jax.Array, scale: jax.Array) -> jax.Array:
+    """Numbers `first` to `first + _BLOCK` of a draw with keys of words uint32 [WORDS, 2]: float32 [_BLOCK]."""
+    numbers = first + jax.lax.iota(jnp.uint32, _BLOCK)
+    total = jnp.full(_BLOCK, -MEAN, jnp.int32)
+    for index in range(WORDS):
+        left, right = threefry(words[index, 0], words[index, 1], jnp.zeros_like(numbers), numbers)
+        word = left ^ right
+        total = total + (word & 0xFFFF).astype(jnp.int32) + (word >> 16).astype(jnp.int32)
+    return total.astype(jnp.float32) * scale
+
+
+def _hash(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Keys from keys and numbers (uint32) whose shapes broadcast: uint32 [..., 2]."""
+    return np.stack(threefry(keys[..., 0], keys[..., 1], np.zeros_like(numbers), numbers), axis=-1)
+
+
+def _split(keys: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Split each key as `jax.random.split` does: uint32 [..., 2] -> uint32 [..., *shape, 2]."""
+    numbers = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
+    return _hash(keys.reshape(*keys.shape[:-1], *(1,) * len(shape), 2), numbers)
+
+
+def _slice(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
+    steps = params["strides"] or (1,) * len(params["start_indices"])
+    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
+
+
+def _broadcast(params: Any, into: Any, x: np.ndarray, *sizes: np.ndarray) -> np.ndarray:
+    _check_plain(into)
+    widened = [1] * len(into.shape)
+    for dim, size in zip(params["broadcast_dimensions"], x.shape, strict=True):
+        widened[dim] = size
+    return np.broadcast_to(x.reshape(widened), into.shape)
+
+
+def _transpose(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
+    order = params["permutation"]
+    return x.transpose(*order, *range(len(order), x.ndim))
+
+
+def _convert(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
+    # Of other conversions than these, rounding and what does not fit may differ between NumPy and XLA.
+    if x.dtype not in (np.float32, np.int32, np.uint32) or not jnp.issubdtype(into.dtype, jnp.floating):
+        raise CannotFollowError(f"conversion of {x.dtype} to {into.dtype}")
+    return x.astype(into.dtype)
+
+
+def _copy(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _check_plain(like: Any) -> None:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        raise CannotFollowError("an operation on keys")
+
+
+# Primitive -> (its parameters, its result as a shape, arguments) -> result. Keys are their words.
+_RULES: dict[str, Callable[..., np.ndarray]] = {
+    "add": lambda params, into, x, y: np.add(x, y, dtype=into.dtype),
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": _convert,
+    "copy": _copy,
+    "random_fold_in": lambda params, into, keys, numbers: _hash(keys, numbers),
+    "random_split": lambda params, into, keys: _split(keys, params["shape"]),
+    "random_unwrap": _copy,
+    "random_wrap": _copy,
+    "slice": _slice,
+    "squeeze": lambda params, into, x: x.squeeze(params["dimensions"]),
+    "transpose": _transpose,
+}

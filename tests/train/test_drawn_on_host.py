@@ -1,0 +1,91 @@
+"""States at step 0 that are evaluated on the host have the bits of the compiled program."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxtrain as jt
+from jaxtrain.models.host_draws import CannotFollowError, follow
+from jaxtrain.train.first_state import FirstState
+from jaxtrain.train.given_params import paths_of
+
+# The embedding of 270,000 numbers takes more than one block.
+TRANSFORMER = {"kind": "transformer", "embed_dim": 64, "num_heads": 4, "mlp_dim": 128, "num_layers": 2}
+RESNET = {"kind": "resnet", "stage_blocks": [2, 3], "width": 4, "stem": "small"}
+MLP = {"kind": "mlp", "hidden_dims": [8, 8]}
+CASES = [
+    pytest.param(RESNET, jt.classification(), {"optimizer": optax.sgd(0.1, momentum=0.9)}, id="keys written out"),
+    pytest.param(
+        TRANSFORMER,
+        jt.language_modeling(),
+        {"optimizer": jt.lookahead(optax.adamw(1e-3)), "ema_decay": 0.9},
+        id="stacked layers, averages",
+    ),
+    pytest.param(
+        MLP,
+        jt.classification(),
+        {"optimizer": optax.adafactor(1e-3), "policy": "fp16"},
+        id="a loss scale, other moments",
+    ),
+]
+
+
+def step_of(model: jt.Model, task: jt.Task, **options: Any) -> jt.TrainStep:
+    return jt.make_train_step(model, task, mesh=jt.make_mesh(data=1, devices=jax.devices()[:1]), **options)
+
+
+def built(group: dict[str, Any]) -> jt.Model:
+    if group["kind"] == "transformer":
+        return jt.build_model(group, input_shape=(16,), vocab_size=4219)
+    return jt.build_model(group, input_shape=(8, 8, 3), num_outputs=10)
+
+
+def bits(tree: Any) -> dict[str, Any]:
+    def one(leaf: jax.Array) -> tuple[Any, ...]:
+        plain = jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        return leaf.shape, leaf.dtype, leaf.sharding, np.asarray(plain).tobytes()
+
+    return {path: one(leaf) for path, leaf in paths_of(tree).items()}
+
+
+@pytest.mark.parametrize(("group", "task", "options"), CASES)
+def test_bits_are_those_of_the_program(
+    group: dict[str, Any], task: jt.Task, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = step_of(built(group), task, **options)
+    expected = step._first_state._program(frozenset())(jax.random.key(2**31 + 7), params=None, model_state=None)
+    monkeypatch.setattr(FirstState, "_program", lambda self, placed: _OnlyTraced(step, placed))
+    found = step.init(jax.random.key(2**31 + 7))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert bits(found) == bits(expected)
+
+
+class _OnlyTraced:
+    """The program of a first state, which is not to be compiled."""
+
+    def __init__(self, step: jt.TrainStep, placed: frozenset[str]):
+        self.trace = step._first_state._programs[placed].trace
+
+
+def test_a_model_that_draws_in_another_way_is_compiled() -> None:
+    model = jt.from_nnx(lambda rngs: nnx.Linear(8, 3, rngs=rngs))
+    step = step_of(model, jt.classification(), optimizer=optax.sgd(0.1))
+    key = jax.random.key(0)
+    program = step._first_state._program(frozenset())
+    with pytest.raises(CannotFollowError):
+        follow(program.trace(key, params=None, model_state=None).jaxpr, key)
+    assert bits(step.init(key)) == bits(program(key, params=None, model_state=None))
+
+
+def test_arrays_of_the_host_are_copied() -> None:
+    """Else the first step could not reuse the memory of the state."""
+    step = step_of(built(MLP), jt.classification(), optimizer=optax.sgd(0.1))
+    state = step.init(0)
+    rows = {"inputs": np.zeros((4, 8, 8, 3), np.float32), "targets": np.zeros(4, np.int32)}
+    kernel = jax.tree.leaves(state.params)[0]
+    step(state, rows)
+    assert kernel.is_deleted()
