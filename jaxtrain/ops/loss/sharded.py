@@ -30,6 +30,14 @@ _REPLICATED_OUTPUT = OutputLayer(_REPLICATED, _REPLICATED)
 _SUMS_SPECS = (_REPLICATED, _REPLICATED, _REPLICATED)
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Trains:
+    """Whether the gradient of the output layer's kernel is asked for; a static part of what a backward pass needs."""
+
+    kernel: bool
+
+
 @dataclass(frozen=True)
 class _OnMesh:
     """The loss and how its arrays are sharded.
@@ -83,7 +91,7 @@ def blockwise_sums(
     """
     where = _on_mesh(form)
     call = jax.custom_vjp(partial(_sums, where))
-    call.defvjp(partial(_sums_and_saved, where), partial(_gradients, where))
+    call.defvjp(partial(_sums_and_saved, where), partial(_gradients, where), symbolic_zeros=True)
     with jax.named_scope("cross_entropy"):
         return call(hidden_BLD, output, targets_BL, weights_BL)
 
@@ -101,7 +109,7 @@ def blockwise_losses(hidden_BLD: jax.Array, output: OutputLayer, targets_BL: jax
     """
     where = _on_mesh(form)
     call = jax.custom_vjp(partial(_losses, where))
-    call.defvjp(partial(_losses_and_saved, where), partial(_loss_gradients, where))
+    call.defvjp(partial(_losses_and_saved, where), partial(_loss_gradients, where), symbolic_zeros=True)
     with jax.named_scope("cross_entropy"):
         return call(hidden_BLD, output, targets_BL)
 
@@ -136,43 +144,70 @@ def _sums(where: _OnMesh, *arguments: Any) -> _Sums:
     return _run(where, _local_sums, where.inputs, (_SUMS_SPECS, where.tokens, where.tokens))(*arguments)[0]
 
 
-def _sums_and_saved(where: _OnMesh, *arguments: Any) -> tuple[_Sums, tuple[Any, ...]]:
+def _sums_and_saved(where: _OnMesh, *given: Any) -> tuple[_Sums, tuple[Any, ...]]:
     """The sums, and by tokens both gradients, or by vocabulary the arguments and the normalizer."""
+    arguments, trains = _opened(given)
     if where.form.by == "tokens":
         outputs = (_SUMS_SPECS, where.hidden, where.output)
         sums, *gradients = _run(where, _local_sums_and_gradients, where.inputs, outputs)(*arguments)
         return sums, tuple(gradients)
     sums, *normalizer = _run(where, _local_sums, where.inputs, (_SUMS_SPECS, where.tokens, where.tokens))(*arguments)
-    return sums, (*arguments, *normalizer)
+    return sums, (trains, *arguments, *normalizer)
 
 
 def _gradients(where: _OnMesh, saved: tuple[Any, ...], cotangents: _Sums) -> tuple[jax.Array, OutputLayer, None, None]:
-    push = cotangents[0]  # the other sums are for reports: nothing is differentiated through them
+    push = _array(cotangents[0])  # the other sums are for reports: nothing is differentiated through them
     if where.form.by == "tokens":
         dtype = saved[0].dtype
         scale = lambda gradient: (gradient.astype(jnp.float32) * push).astype(dtype)  # noqa: E731
         d_hidden, d_output = jax.tree.map(scale, saved)
         return d_hidden, d_output, None, None
-    inputs = (*where.inputs, where.tokens, where.tokens, _REPLICATED)
-    d_hidden, d_output = _run(where, _local_gradients, inputs, (where.hidden, where.output))(*saved, push)
+    trains, *arguments = saved
+    where, inputs = _for_gradients(where, trains), (*where.inputs, where.tokens, where.tokens, _REPLICATED)
+    d_hidden, d_output = _run(where, _local_gradients, inputs, (where.hidden, where.output))(*arguments, push)
     return d_hidden, d_output, None, None
 
 
 def _losses(where: _OnMesh, *arguments: Any) -> jax.Array:
-    return _losses_and_saved(where, *arguments)[0]
+    return _losses_and_normalizer(where, *arguments)[0]
 
 
-def _losses_and_saved(where: _OnMesh, *arguments: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+def _losses_and_normalizer(where: _OnMesh, *arguments: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _run(where, _local_losses, where.inputs[:3], (where.tokens, where.tokens, where.tokens))(*arguments)
+
+
+def _losses_and_saved(where: _OnMesh, *given: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     """The losses, and the arguments with the normalizer."""
-    outputs = (where.tokens, where.tokens, where.tokens)
-    losses_BL, *normalizer = _run(where, _local_losses, where.inputs[:3], outputs)(*arguments)
-    return losses_BL, (*arguments, *normalizer)
+    arguments, trains = _opened(given)
+    losses_BL, *normalizer = _losses_and_normalizer(where, *arguments)
+    return losses_BL, (trains, *arguments, *normalizer)
 
 
 def _loss_gradients(where: _OnMesh, saved: tuple[Any, ...], push_BL: jax.Array) -> tuple[jax.Array, OutputLayer, None]:
-    inputs = (*where.inputs[:3], where.tokens, where.tokens, where.tokens)
-    d_hidden, d_output = _run(where, _local_loss_gradients, inputs, (where.hidden, where.output))(*saved, push_BL)
+    trains, *arguments = saved
+    where, inputs = _for_gradients(where, trains), (*where.inputs[:3], where.tokens, where.tokens, where.tokens)
+    places = (where.hidden, where.output)
+    d_hidden, d_output = _run(where, _local_loss_gradients, inputs, places)(*arguments, _array(push_BL))
     return d_hidden, d_output, None
+
+
+def _opened(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], _Trains]:
+    """The arguments that jax hands over with whether each is differentiated, and what of it matters here."""
+    return jax.tree.map(lambda leaf: leaf.value, given), _Trains(given[1].kernel.perturbed)
+
+
+def _for_gradients(where: _OnMesh, trains: _Trains) -> _OnMesh:
+    """How gradients are computed: that of a frozen kernel is summed at once, a sum that compilers leave out.
+
+    A sum inside the loop over blocks they keep, because each turn writes into the array that the next one reads.
+    """
+    return replace(where, form=replace(where.form, sums_each_block=where.form.sums_each_block and trains.kernel))
+
+
+def _array(cotangent: Any) -> jax.Array:
+    """A gradient that jax may hand over as the shape of zeros."""
+    zeros = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if zeros else cotangent
 
 
 def _run(where: _OnMesh, function: Callable, inputs: tuple, outputs: tuple) -> Callable:
