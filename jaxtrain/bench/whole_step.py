@@ -195,13 +195,14 @@ def host_seconds(
     hooks = Hooks(
         lambda number: None, finished, lambda number: False, lambda number, state: False, lambda number: False
     )
+    compiled_with = step.compiled_with
     step.use(passing.lower(step.abstract_state, shapes).compile())
     loaded = prefetch(load, 0, _HOST_STEPS)
     try:
         train_loop(step, state, loaded, first=1, last=_HOST_STEPS, max_skipped_in_a_row=10, hooks=hooks)
     finally:
         loaded.close()
-        step.use(compiled)
+        step.use(compiled, tried=compiled_with)
     return (
         statistics.median(max(seconds - waited, 0.0) for seconds, waited in rows[1:]),
         statistics.fmean(waited for _, waited in rows[1:]),

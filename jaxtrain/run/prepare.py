@@ -341,7 +341,8 @@ def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], 
     try:
         with progress.phase("compiling") as phase:
             compiled, lines = compile_trying(lowered, run.step.compiler_options.tried)
-            run.step.use(compiled, choices=[*choices, *lines])
+            tried = {} if lines else run.step.compiler_options.tried
+            run.step.use(compiled, choices=[*choices, *lines], tried=tried)
             folder = cache_folder(run.config.compilation_cache)
             kept = folder is not None and why_not_writable(folder) is None
             # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.

@@ -380,7 +380,7 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
     if RECORD in metadata:
         info[RECORD] = metadata[RECORD]
     info["choices"] = list(run.step.choices)
-    info["compiler_options"] = dict(run.step.compiler_options.used)
+    info["compiler_options"] = dict(run.step.compiled_with)
     return info
 
 

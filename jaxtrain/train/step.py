@@ -16,7 +16,7 @@ from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import Policy
 from jaxtrain.runtime.card import card
 from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compiler_options import CompilerOptions, compile_trying
+from jaxtrain.runtime.compiler_options import CompilerOptions, Value, compile_trying
 from jaxtrain.runtime.heap import give_back_free_memory
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
@@ -52,6 +52,7 @@ class TrainStep:
         state_on_host: a `TrainState` that says of each array whether it is kept in the host's memory.
         compiler_options: what every program of the step is compiled with, however it comes about; and what is tried
             for the step itself, where `compile` or a run compiles it.
+        compiled_with: name -> value of each option that the program that runs was compiled with.
         initial_state: what is remembered of the last state from `init`.
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
@@ -74,6 +75,7 @@ class TrainStep:
         divided = microbatches(program.pipeline, program.settings.accumulation_steps)
         self.feed = BatchFeed(self.sharded_model, self.task, divided)
         self.compiler_options = compiler_options
+        self.compiled_with: Mapping[str, Value] = {**compiler_options.used}
 
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
             return create_state(program, key, params=params, model_state=model_state)
@@ -243,14 +245,21 @@ class TrainStep:
         with record_choices() as choices:
             lowered = self.lower(batch)
         compiled, lines = compile_trying(lowered, self.compiler_options.tried)
-        return self.use(compiled, choices=[*choices, *lines])
+        return self.use(compiled, choices=[*choices, *lines], tried={} if lines else self.compiler_options.tried)
 
-    def use(self, compiled: jax.stages.Compiled, *, choices: Sequence[str] | None = None) -> jax.stages.Compiled:
+    def use(
+        self,
+        compiled: jax.stages.Compiled,
+        *,
+        choices: Sequence[str] | None = None,
+        tried: Mapping[str, Value] | None = None,
+    ) -> jax.stages.Compiled:
         """Make later calls run this compiled program (the result of `lower(batch).compile(...)`).
 
         Args:
             compiled: takes a state and a batch.
             choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
+            tried: options of `compiler_options.tried` that it was compiled with; None: none.
 
         Raises:
             ConfigError: something that is no compiled step, or a pipeline stage that would wait for other stages for
@@ -261,6 +270,7 @@ class TrainStep:
             check_branches(compiled.as_text() or "", self.layout)
         arguments, _ = compiled.args_info
         self._compiled, self._compiled_for = compiled, given_state.leaf_shapes(arguments[1])
+        self.compiled_with = {**self.compiler_options.used, **(tried or {})}
         give_back_free_memory()
         self.choices = self.choices if choices is None else tuple(choices)
         return compiled

@@ -1,6 +1,7 @@
 """A run as a whole: what it writes, what it evaluates and keeps, how it ends, and every mistake by its exit code."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,26 @@ import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.config import load_config
 from jaxtrain.plan.catalogue.hardware import measured_cpu, target_of
-from jaxtrain.runtime.compiler_options import choose_options
+from jaxtrain.runtime.compiler_options import CompilerOptions, choose_options
+from jaxtrain.train import make_step
 from jaxtrain.train.assemble import length_notes
 
 
 def train(run_dir: Path, **overrides: Any) -> jt.Result:
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     return jt.run_config(TINY, run_dir=run_dir, overrides=dotted)
+
+
+def test_run_json_has_the_options_that_were_tried_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = {"xla_llvm_disable_expensive_passes": True}
+
+    def choose(*arguments: Any, **options: Any) -> CompilerOptions:
+        return replace(choose_options(*arguments, **options), tried=tried)
+
+    monkeypatch.setattr(make_step, "choose_options", choose)
+    train(tmp_path, train__steps=1)
+    found = json.loads((tmp_path / "run.json").read_text())["compiler_options"]
+    assert found == {**choose_options(jax.devices()[0], 8).used, **tried}
 
 
 def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

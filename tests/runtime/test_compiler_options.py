@@ -143,4 +143,13 @@ def test_a_step_says_what_it_was_compiled_without():
     step.compiler_options = replace(step.compiler_options, tried=tried)
     step.compile(BATCH)
     assert any("goes without xla_no_such_option" in line for line in step.choices)
+    assert step.compiled_with == step.compiler_options.used
     assert step(step.init(0), BATCH)[1]["loss"] > 0
+
+
+def test_a_step_tells_which_tried_options_it_was_compiled_with():
+    step = small_step()
+    tried = {"xla_llvm_disable_expensive_passes": True}
+    step.compiler_options = replace(step.compiler_options, tried=tried)
+    step.compile(BATCH)
+    assert step.compiled_with == {**step.compiler_options.used, **tried}
