@@ -206,8 +206,10 @@ def _for_gradients(where: _OnMesh, trains: _Trains) -> _OnMesh:
 
 def _array(cotangent: Any) -> jax.Array:
     """A gradient that jax may hand over as the shape of zeros."""
-    zeros = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if zeros else cotangent
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    shape, dtype = (getattr(cotangent, name) for name in ("shape", "dtype"))
+    return jnp.zeros(shape, dtype)
 
 
 def _run(where: _OnMesh, function: Callable, inputs: tuple, outputs: tuple) -> Callable:
