@@ -22,7 +22,7 @@ def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
     windowed sums take 27 instead of 47 ms (`scripts/bench_experts.py`, profiles of three steps on the idle machine).
 
     Args:
-        tree: gradients, float32.
+        tree: gradients, float32, or complex64 where parameters are complex.
         sliced: whether large arrays are added up in slices, for arrays that are on one device.
     """
     leaves = jax.tree.leaves(tree)
@@ -33,6 +33,11 @@ def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     if x.size < _LARGE or x.size % _SLICES:
-        return jnp.sum(jnp.square(x))
+        return jnp.sum(_square(x))
     parts = jax.lax.split(x.reshape(_SLICES, -1), (1,) * _SLICES)
-    return jnp.sum(functools.reduce(jnp.add, map(jnp.square, parts)))
+    return jnp.sum(functools.reduce(jnp.add, map(_square, parts)))
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """The squared magnitude, which of complex numbers is no square."""
+    return jnp.square(x) if not jnp.iscomplexobj(x) else jnp.square(x.real) + jnp.square(x.imag)

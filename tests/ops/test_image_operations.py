@@ -58,6 +58,16 @@ def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
     )
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, 8), (jnp.float16, 11)])
+def test_products_of_taps_are_rounded_once(dtype, bits):
+    x, kernel = drawn(2, 2, 2, 16, dtype=dtype), drawn(3, 3, 16, 64, seed=1, dtype=dtype)
+    found = jax.jit(functools.partial(convolution.convolve, stride=1))(x, kernel)
+    assert found.dtype == dtype
+    exact = convolution.reference_convolve(x.astype(jnp.float32), kernel.astype(jnp.float32), 1)
+    # Half of the last bit, and sums of 64 products in float32 in another order.
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=2.0**-bits, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "shape",
     [

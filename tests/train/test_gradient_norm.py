@@ -24,6 +24,14 @@ def test_slices_give_the_norm(shape):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(16, 2**12), (7,)], ids=["large", "small"])
+def test_complex_numbers_count_by_their_magnitude(shape):
+    values = np.full(shape, 3 + 4j, np.complex64)
+    norm = gradient_norm({"a": values}, sliced=True)
+    assert norm.dtype == np.float32
+    np.testing.assert_allclose(norm, 5 * np.sqrt(values.size), rtol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_one_bad_number_shows_in_the_norm(bad):
     values = np.zeros((16, 2**12), np.float32)

@@ -77,17 +77,20 @@ def _by_taps(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Arra
     rows, columns = ([_meeting(side, size, stride, tap) for tap in range(size)] for side in sides)
     # The gradient of a split is one concatenation; that of a slice per product would be a padded kernel per product.
     taps = jax.lax.split(kernel_KKIO.reshape(-1, inputs, outputs), (1,) * size**2)
-    total = jnp.zeros((batch, *(-(-side // stride) for side in sides), outputs), x_BHWI.dtype)
+    # Rounded once, as the plain form is, and not after each tap.
+    summed = jnp.promote_types(x_BHWI.dtype, jnp.float32)
+    total = jnp.zeros((batch, *(-(-side // stride) for side in sides), outputs), summed)
     for (row, column), tap_1IO in zip(itertools.product(rows, columns), taps, strict=True):
         if row is None or column is None:
             continue
         x_BhWI = x_BHWI[:, row.pixels]
         height, width = x_BhWI.shape[1:3]
         x_RwI = x_BhWI.reshape(batch * height, width, inputs)[:, column.pixels]
-        y_RwO = (x_RwI.reshape(-1, inputs) @ tap_1IO[0]).reshape(*x_RwI.shape[:2], outputs)
+        y_NO = jnp.matmul(x_RwI.reshape(-1, inputs), tap_1IO[0], preferred_element_type=summed)
+        y_RwO = y_NO.reshape(*x_RwI.shape[:2], outputs)
         y_BhWO = jnp.pad(y_RwO, ((0, 0), column.around, (0, 0))).reshape(batch, height, -1, outputs)
         total += jnp.pad(y_BhWO, ((0, 0), row.around, (0, 0), (0, 0)))
-    return total
+    return total.astype(x_BHWI.dtype)
 
 
 class _Meeting(NamedTuple):
