@@ -135,6 +135,11 @@ def is_waiting(leaf: object) -> bool:
     return isinstance(leaf, Waiting)
 
 
+def waiting_paths(params: Params) -> tuple[str, ...]:
+    """Paths of the parameters that wait for `attach_after`."""
+    return tuple(leaf.path for leaf in jax.tree.leaves(params, is_leaf=is_waiting) if is_waiting(leaf))
+
+
 def without_parts(params: Params) -> Params:
     """Parameters as arrays, for code that reads none of those that wait."""
     return jax.tree.map(lambda leaf: leaf.whole if is_waiting(leaf) else leaf, params, is_leaf=is_waiting)
@@ -147,7 +152,9 @@ def attach_after(carry: Any, params: Params) -> tuple[Any, Params]:
     compiler may do so last, and the gradient of an output layer is whole while those of the layers are computed.
     """
     carried, structure = jax.tree.flatten(carry)
-    floats = [index for index, leaf in enumerate(carried) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    # Python numbers stay what they are: a head may branch on them.
+    arrays = [(index, leaf) for index, leaf in enumerate(carried) if isinstance(leaf, jax.Array)]
+    floats = [index for index, leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     waiting = {leaf.path: leaf.whole for leaf in jax.tree.leaves(params, is_leaf=is_waiting) if is_waiting(leaf)}
     left, attached = _attach_sums([carried[index] for index in floats], waiting)
     for index, leaf in zip(floats, left, strict=True):

@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
-from jaxtrain.layout.scatter import attach_parts, has_parts
+from jaxtrain.layout.scatter import attach_parts, has_parts, waiting_paths
 from jaxtrain.layout.sharding import (
     Layout,
     current_layout,
@@ -148,7 +148,8 @@ class ShardedModel:
             stacks = self.model.gathers_itself
             later = self._read_last(params, inputs, key, train) if has_parts() else ()
             params = attach_parts(params, skip=stacks, later=later)
-            params = gather_parameters(params, skip=(*stacks, *later))
+            # Those that do not wait, as frozen ones, are gathered here wherever they are read.
+            params = gather_parameters(params, skip=(*stacks, *waiting_paths(params)))
             key = key_for(self.model.apply, key)
             try:
                 return apply(params, model_state, inputs, key=key, train=train)

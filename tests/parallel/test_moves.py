@@ -55,14 +55,18 @@ def test_state_and_next_losses_are_the_same(row: str, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, state, metadata={})
         moved = checkpointer.restore(target.abstract_state)
-    for kept, found, wanted in zip(
-        jax.tree.leaves((state.params, state.optimizer_state)),
-        jax.tree.leaves((moved.params, moved.optimizer_state)),
-        jax.tree.leaves((target.abstract_state.params, target.abstract_state.optimizer_state)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(jax.device_get(found), jax.device_get(kept))
-        assert found.sharding.is_equivalent_to(wanted.sharding, found.ndim)
+        # And back, which compiles nothing.
+        checkpointer.save(3, moved, metadata={})
+        returned = checkpointer.restore(source.abstract_state)
+    for there, abstract in ((moved, target.abstract_state), (returned, source.abstract_state)):
+        for kept, found, wanted in zip(
+            jax.tree.leaves((state.params, state.optimizer_state)),
+            jax.tree.leaves((there.params, there.optimizer_state)),
+            jax.tree.leaves((abstract.params, abstract.optimizer_state)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(jax.device_get(found), jax.device_get(kept))
+            assert found.sharding.is_equivalent_to(wanted.sharding, found.ndim)
     for batch in batches[2:5]:
         state, stayed = source(state, batch)
         moved, went = target(moved, batch)
