@@ -3,7 +3,8 @@
 The program that draws the parameters of a ResNet-50 and fills the rest of the first state has two hundred kernels of
 its own, each of which runs once. On CPU compiling it took 12 s of processor time (jax 0.10.2). What it computes is
 little: NumPy follows its equations, and the draws of `models/initializers.py` are made by one compiled function for
-blocks of one size. They are sums of integers, scaled once, so that the bits are those of the compiled program.
+blocks of one size. They are sums of integers, scaled once, so that the bits are those of the compiled program. Sums of
+floats are not followed: XLA multiplies and adds with one rounding, and leaves out roundings of short floats.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from jaxtrain.models.unrolled_keys import threefry
 # Numbers per call of the compiled function. A small parameter takes a whole call, about a millisecond.
 _BLOCK = 2**18
 _CALLS = ("pjit", "jit")
-_DRAWS = "exact_normal"  # the function of models/initializers.py, as traced programs name it
+_DRAWS = "jaxtrain_exact_normal"  # the function of models/initializers.py, as traced programs name it
+_IMPLEMENTATIONS = ("threefry2x32", "threefry2x32_unrolled")  # of keys; the other is that of models/unrolled_keys.py
 
 
 class CannotFollowError(Exception):
@@ -48,20 +50,47 @@ def follow(traced: Any, key: jax.Array) -> list[np.ndarray]:
         The results. In place of keys their words, uint32 [..., 2]; arrays may be views of one number.
 
     Raises:
-        CannotFollowError: an equation of the program is none that initial values as a rule are made of.
+        CannotFollowError: an equation of the program is none that initial values as a rule are made of; mostly found
+            before anything is drawn.
     """
+    _check(traced.jaxpr)
     # Wrapping around is what unsigned integers are for; NumPy warns of it for single numbers.
     with np.errstate(over="ignore"):
         return _evaluate(traced, [np.asarray(jax.random.key_data(key))])
 
 
+def _check(program: Any) -> None:
+    """Raise where an equation of a `jax.core.Jaxpr`, or of a function that it calls, is not followed."""
+    for equation in program.eqns:
+        name, params = equation.primitive.name, equation.params
+        given, into = ([variable.aval.dtype for variable in some] for some in (equation.invars, equation.outvars))
+        if name in _CALLS:
+            if params["name"] != _DRAWS:
+                _check(params["jaxpr"].jaxpr)
+        elif name not in _RULES and name != "unstack":
+            raise CannotFollowError(name)
+        elif name == "add" and not jnp.issubdtype(into[0], jnp.integer):
+            raise CannotFollowError(f"sum of {into[0]}")
+        elif name == "convert_element_type":
+            # Of other conversions than these, rounding and what does not fit may differ between NumPy and XLA.
+            if given[0] not in (np.float32, np.int32, np.uint32) or not jnp.issubdtype(into[0], jnp.floating):
+                raise CannotFollowError(f"conversion of {given[0]} to {into[0]}")
+        elif name == "broadcast_in_dim" and _is_key(into[0]):
+            raise CannotFollowError("an operation on keys")
+        elif name == "random_wrap" and params["impl"].name not in _IMPLEMENTATIONS:
+            raise CannotFollowError(f"keys of {params['impl'].name}")
+
+
 def _evaluate(traced: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
     program = traced.jaxpr
-    values = dict(zip((*program.constvars, *program.invars), (*traced.consts, *arguments), strict=True))
+    constants = [_words(value) for value in traced.consts]
+    values = dict(zip((*program.constvars, *program.invars), (*constants, *arguments), strict=True))
 
     def value_of(variable: Any) -> np.ndarray:
-        # Only literals have a value.
-        return np.asarray(variable.val, variable.aval.dtype) if hasattr(variable, "val") else values[variable]
+        if not hasattr(variable, "val"):  # which only literals have
+            return values[variable]
+        key = _is_key(variable.aval.dtype)
+        return _words(variable.val) if key else np.asarray(variable.val, variable.aval.dtype)
 
     for equation in program.eqns:
         given = [value_of(variable) for variable in equation.invars]
@@ -81,9 +110,10 @@ def _evaluate(traced: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _normal(keys: np.ndarray, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """What `exact_normal` draws from keys uint32 [..., 2]: float32 of the shape of the keys and that of the draws."""
+    """What `jaxtrain_exact_normal` draws from keys uint32 [..., 2]: float32 [..., *shape of the draws]."""
     stacked = keys.shape[:-1]
-    if shape[: len(stacked)] != stacked or scale.shape:
+    # Two dims of one size may be those of the keys in another order.
+    if shape[: len(stacked)] != stacked or len(set(stacked)) < len(stacked) or scale.shape:
         raise CannotFollowError("the layers of a stack are not drawn along its leading dims")
     drawn = np.empty((int(np.prod(stacked)), int(np.prod(shape[len(stacked) :]))), np.float32)
     if drawn.shape[1] >= 2**32:
@@ -125,7 +155,6 @@ def _slice(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
 
 
 def _broadcast(params: Any, into: Any, x: np.ndarray, *sizes: np.ndarray) -> np.ndarray:
-    _check_plain(into)
     widened = [1] * len(into.shape)
     for dim, size in zip(params["broadcast_dimensions"], x.shape, strict=True):
         widened[dim] = size
@@ -138,9 +167,6 @@ def _transpose(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
 
 
 def _convert(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
-    # Of other conversions than these, rounding and what does not fit may differ between NumPy and XLA.
-    if x.dtype not in (np.float32, np.int32, np.uint32) or not jnp.issubdtype(into.dtype, jnp.floating):
-        raise CannotFollowError(f"conversion of {x.dtype} to {into.dtype}")
     return x.astype(into.dtype)
 
 
@@ -148,9 +174,17 @@ def _copy(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _check_plain(like: Any) -> None:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        raise CannotFollowError("an operation on keys")
+def _words(value: Any) -> np.ndarray:
+    """A constant of a program, which is a key where a model has one of its own, as NumPy holds it."""
+    if not _is_key(getattr(value, "dtype", None)):
+        return np.asarray(value)
+    if str(jax.random.key_impl(value)) not in _IMPLEMENTATIONS:
+        raise CannotFollowError(f"keys of {jax.random.key_impl(value)}")
+    return np.asarray(jax.random.key_data(value))
+
+
+def _is_key(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 # Primitive -> (its parameters, its result as a shape, arguments) -> result. Keys are their words.

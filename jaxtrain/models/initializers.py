@@ -33,16 +33,16 @@ def normal(stddev: float) -> Initializer:
     """
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return exact_normal(key, jnp.float32(stddev / _STDDEV), shape=shape).astype(dtype)
+        return jaxtrain_exact_normal(key, jnp.float32(stddev / _STDDEV), shape=shape).astype(dtype)
 
     return initialize
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def exact_normal(key: jax.Array, scale: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+def jaxtrain_exact_normal(key: jax.Array, scale: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     """Draw centred sums of eight 16-bit uniform integers, times a scale.
 
-    A function with a name of its own in a traced program, so that `models/host_draws.py` finds it there.
+    A function with a name that no user's has in a traced program, so that `models/host_draws.py` finds it there.
 
     Args:
         key: typed key.

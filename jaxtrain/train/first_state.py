@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.host_draws import CannotFollowError, can_draw, follow
@@ -62,11 +63,14 @@ class FirstState:
 
     def _is_on_host(self, key: jax.Array) -> bool:
         (device, *others) = self._devices
-        return not others and device.platform == "cpu" and can_draw(key)
+        # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
+        known = not isinstance(key, Tracer)
+        return not others and device.platform == "cpu" and known and can_draw(key)
 
     def _drawn_on_host(self, key: jax.Array) -> TrainState:
         traced = self._program(frozenset()).trace(key, params=None, model_state=None)
-        with jax.default_device(self._devices[0]):
+        # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.
+        with jax.default_device(self._devices[0]), jax.transfer_guard("allow"):
             drawn = follow(traced.jaxpr, key)
             shapes, structure = jax.tree.flatten(self._shapes)
             for number, like in enumerate(shapes):
@@ -74,6 +78,8 @@ class FirstState:
                 # 0.10.2), and parameters and their moving average may be one array here.
                 own = np.array(drawn[number])
                 if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+                    if like.dtype != key.dtype:
+                        raise CannotFollowError("a state with keys of several kinds")
                     own = jax.random.wrap_key_data(jax.numpy.asarray(own), impl=jax.random.key_impl(key))
                 drawn[number] = jax.device_put(own, like.sharding)
         return jax.tree.unflatten(structure, drawn)

@@ -3,13 +3,16 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import jaxtrain as jt
+from jaxtrain.models import host_draws
 from jaxtrain.models.host_draws import CannotFollowError, follow
+from jaxtrain.models.initializers import normal
 from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.given_params import paths_of
 
@@ -89,3 +92,71 @@ def test_arrays_of_the_host_are_copied() -> None:
     kernel = jax.tree.leaves(state.params)[0]
     step(state, rows)
     assert kernel.is_deleted()
+
+
+OWN_KEY, OTHER_KEY = jax.random.key(7), jax.random.key(7, impl="rbg")
+
+
+@jax.jit
+def exact_normal(key: jax.Array, scale: float) -> jax.Array:
+    """A user's function with a name that could be ours."""
+    return jax.random.normal(key, (4, 3)) * scale
+
+
+def drawn_along(axes: int, keys: jax.Array) -> jax.Array:
+    return jax.vmap(jax.vmap(lambda key: normal(0.1)(key, (3,), jnp.float32)), in_axes=axes)(keys)
+
+
+OWN_MODELS = [
+    pytest.param(lambda key: normal(0.1)(OWN_KEY, (4, 3), jnp.float32), id="a key of its own"),
+    pytest.param(lambda key: normal(0.1)(jax.random.fold_in(OWN_KEY, 3), (4, 3), jnp.float32), id="folded"),
+    pytest.param(lambda key: normal(0.1)(OTHER_KEY, (4, 3), jnp.float32), id="a key of another kind"),
+    pytest.param(
+        lambda key: normal(0.1)(
+            jax.random.wrap_key_data(jnp.arange(4, dtype=jnp.uint32), impl="rbg"), (4, 3), jnp.float32
+        ),
+        id="words of another kind",
+    ),
+    pytest.param(lambda key: exact_normal(key, 2.0), id="a function of one name"),
+    pytest.param(lambda key: drawn_along(1, jax.random.split(key, (3, 3))), id="keys in another order"),
+    pytest.param(lambda key: drawn_along(0, jax.random.split(key, (2, 3))), id="keys in rows"),
+]
+
+
+@pytest.mark.parametrize("draw", OWN_MODELS)
+def test_own_models_have_the_bits_of_the_program(draw: Any) -> None:
+    model = jt.from_functions(lambda key: {"w": draw(key)}, lambda params, inputs: inputs @ params["w"])
+    step = step_of(model, jt.regression(), optimizer=optax.sgd(0.1))
+    key = jax.random.key(5)
+    program = step._first_state._program(frozenset())
+    assert bits(step.init(key)) == bits(program(key, params=None, model_state=None))
+
+
+def test_sums_of_floats_are_not_followed() -> None:
+    """With LLVM's optimizations, which tests go without, a product and a sum are rounded once."""
+    key = jax.random.key(0)
+    traced = jax.jit(lambda key: 1 + normal(0.02)(key, (4,), jnp.float32)).trace(key)
+    with pytest.raises(CannotFollowError, match="sum of float32"):
+        follow(traced.jaxpr, key)
+
+
+def test_nothing_is_drawn_for_a_program_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's state comes last: a large model would be drawn twice."""
+
+    def first_scales(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: 2 * jnp.abs(leaf), params)
+
+    step = step_of(
+        built(MLP), jt.classification(), optimizer=optax.GradientTransformation(first_scales, optax.sgd(0.1).update)
+    )
+    monkeypatch.setattr(host_draws, "_normal", lambda *_: pytest.fail("drawn on the host"))
+    step.init(0)
+
+
+def test_where_a_seed_has_no_numbers_yet_and_where_transfers_are_refused() -> None:
+    step = step_of(built(MLP), jt.classification(), optimizer=optax.sgd(0.1))
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(step.init, key)
+    with jax.transfer_guard("disallow"):
+        state = step.init(key)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, shapes)
