@@ -14,8 +14,10 @@ from jaxtrain.checkpoint.remote import RemotePath, forget_listings
 
 _SAVE_TIMEOUT_SECONDS = 1200
 # Orbax divides what is replicated between the devices that hold it, and compiles a program for every part of every
-# shape: 20 ms a part on CPU, more than writing a small one takes. Parts of this size and more are divided.
+# shape: 20 ms a part on CPU, more than writing a small one takes. Parts of this size and more are divided, and no device
+# writes more than the second size of an array that many others hold too.
 _SMALLEST_PART_BYTES = 4 * 2**20
+_LARGEST_WHOLE_BYTES = 32 * 2**20
 
 
 class Storage:
@@ -113,7 +115,8 @@ def _type_handlers() -> Any:
     import numpy
     from orbax.checkpoint import type_handlers
 
-    arrays = type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SMALLEST_PART_BYTES)
+    smallest = min(_SMALLEST_PART_BYTES, _LARGEST_WHOLE_BYTES // jax.device_count())
+    arrays = type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=smallest)
     scalars = type_handlers.ScalarHandler()
     return type_handlers.create_type_handler_registry(
         (int, scalars),
