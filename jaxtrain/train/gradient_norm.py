@@ -17,9 +17,7 @@ def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
 
     XLA on CPU writes the squares of an array to memory and adds them in three further kernels, on which a step of
     ResNet-50 spent a fifth of its time. Sixteen slices of an array, whose squares are added to one another first, are
-    read once: the norm and the update of 29 MB of gradients take 5 instead of 15 ms of processor time (medians of nine,
-    one after the other on a busy machine, 2 cores, jax 0.10.2), and in a step with 53 M parameters of experts all
-    windowed sums take 27 instead of 47 ms (`scripts/bench_experts.py`, profiles of three steps on the idle machine).
+    read once (docs/benchmarks.md has both times).
 
     Args:
         tree: gradients, float32, or complex64 where parameters are complex.
