@@ -14,8 +14,8 @@ from jaxtrain.checkpoint.remote import RemotePath, forget_listings
 
 _SAVE_TIMEOUT_SECONDS = 1200
 # Orbax divides what is replicated between the devices that hold it, and compiles a program for every part of every
-# shape: 20 ms a part on CPU, more than writing a small one takes. Parts of this size and more are divided, and no device
-# writes more than the second size of an array that many others hold too.
+# shape: 20 ms a part on CPU, more than writing a small one takes. Parts of this size and more are divided, and no
+# device writes an array of more than the second size alone.
 _SMALLEST_PART_BYTES = 4 * 2**20
 _LARGEST_WHOLE_BYTES = 32 * 2**20
 
