@@ -78,7 +78,7 @@ def _by_taps(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Arra
     # The gradient of a split is one concatenation; that of a slice per product would be a padded kernel per product.
     taps = jax.lax.split(kernel_KKIO.reshape(-1, inputs, outputs), (1,) * size**2)
     # Rounded once, as the plain form is, and not after each tap.
-    summed = jnp.promote_types(x_BHWI.dtype, jnp.float32)
+    summed = x_BHWI.dtype if x_BHWI.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
     total = jnp.zeros((batch, *(-(-side // stride) for side in sides), outputs), summed)
     for (row, column), tap_1IO in zip(itertools.product(rows, columns), taps, strict=True):
         if row is None or column is None:
