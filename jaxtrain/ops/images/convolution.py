@@ -1,13 +1,14 @@
 """Convolutions without bias and with 'same' padding: the plain form, and on CPU products where those are faster.
 
 What runs on CPU, by shape (2 cores, float32, jax 0.10.2, by processor time; docs/benchmarks.md): 1x1 convolutions are
-products of the pixels by the kernel, whose gradients are products too and transpose nothing. Where the results of
+products of the pixels by the kernel, and so are their gradients. Where the results of
 larger kernels have at most 2x2 pixels, they are sums of products, one for each tap of the kernel, by the pixels that it
 is over: XLA has no fast form for images smaller than the kernel (2x2 pixels, 256 channels, batch 64, both gradients
 included: 199 ms), and where it has one, it multiplies the padding, which is 8/9 of the window at one pixel. Of other
 3x3 convolutions of few pixels by many channels, the gradient of the images multiplies the kernel as it is stored, where
 the plain form flips and transposes 9 MB of it: 2.9 x as fast for 3x3 pixels and 512 channels. All others are plain,
-which is as fast as gathered patches or nine shifted products, or faster.
+which is as fast as gathered patches or nine shifted products, or faster. Gradients are written in the order of dims
+that the fast form takes: XLA brings others into it outside of loops only, and the blocks of a ResNet are a loop.
 
 Shapes: B batch, H height, W width, I channels in, O channels out, N pixels of all images, K side of the kernel.
 """
@@ -86,9 +87,8 @@ def _product_backward(stride: int, residuals: Residuals, gradient_BhwO: jax.Arra
     gradient_NO = gradient_BhwO.reshape(-1, outputs)
     dx_BhwI = (gradient_NO @ kernel_11IO[0, 0].T).reshape(*gradient_BhwO.shape[:3], inputs)
     if stride > 1:
-        ends = [
-            side - 1 - (small - 1) * stride for side, small in zip(x_BHWI.shape[1:3], dx_BhwI.shape[1:3], strict=True)
-        ]
+        sides = zip(x_BHWI.shape[1:3], dx_BhwI.shape[1:3], strict=True)
+        ends = [side - 1 - (small - 1) * stride for side, small in sides]
         edges = [(0, end, stride - 1) for end in ends]
         dx_BhwI = jax.lax.pad(dx_BhwI, jnp.zeros((), dx_BhwI.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
     x_IN = x_BHWI[:, ::stride, ::stride].reshape(-1, inputs).T
@@ -182,11 +182,7 @@ def _few_pixels_backward(residuals: Residuals, gradient_BHWO: jax.Array) -> tupl
 
 
 def _kernel_gradient(x_BHWI: jax.Array, gradient_BHWO: jax.Array, size: int) -> jax.Array:
-    """Convolve the images with the gradient: the channels in are the images, the images the channels.
-
-    XLA's fast convolutions on CPU take one order of dims. Outside of loops its compiler brings others into it; in the
-    body of a loop over blocks it leaves them, and what autodiff writes is 70 times as slow there.
-    """
+    """Convolve the images with the gradient: the channels in are the images, and the images are the channels."""
     gradient_IKKO = _padded(x_BHWI.transpose(3, 1, 2, 0), gradient_BHWO.transpose(1, 2, 0, 3), (size - 1) // 2)
     return gradient_IKKO.transpose(1, 2, 0, 3)
 
