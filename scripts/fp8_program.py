@@ -19,6 +19,7 @@ from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.tried_options import compile_trying
 from jaxtrain.train.assemble import build_step
 
 
@@ -40,7 +41,11 @@ def main() -> None:
             num_outputs=workload.num_outputs,
             devices=devices,
         )
-        text = compile_for(devices[0], step.lower(batch_shapes(workload))).as_text() or ""
+        lowered = step.lower(batch_shapes(workload))
+        taken = compile_trying(
+            lambda more, lowered=lowered: compile_for(devices[0], lowered, options=more), step.compiler_options.tried
+        )
+        text = taken.compiled.as_text() or ""
         products = {name: dataclasses.asdict(found) for name, found in fp8_products(text).items()}
         print(json.dumps({"target": target.name, "config": words, "jax": jax.__version__, **products}), flush=True)
 

@@ -7,7 +7,8 @@ whose start and end have matmuls between them. The rows after it are the collect
 
 Layers stand in a loop, whose turns are counted, so that a program of few layers takes as long to compile as one of
 many. Of TPUs the scheduled program is read as soon as the compiler has written it; generating code, which takes
-minutes, is not waited for. Needs the compilers of the targets (pip install 'jaxtrain[aot,aot-tpu]').
+minutes, is not waited for: where the compiler would give up there with options that are tried, the row is of a program
+that a run does not take. Needs the compilers of the targets (pip install 'jaxtrain[aot,aot-tpu]').
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,8 @@ def write_program(folder: str, target: str, words: list[str]) -> None:
     from jaxtrain.plan.compilers.exact import planned_step
     from jaxtrain.plan.compilers.topology import compile_for, topology_devices
     from jaxtrain.plan.workload.describe import describe_workload
-    from jaxtrain.runtime.compiler_options import out_of_cache
+    from jaxtrain.runtime.compiler_options import Value, out_of_cache
+    from jaxtrain.runtime.tried_options import compile_trying
 
     topology = parse_targets(target)[0].topology
     if topology is None:
@@ -111,10 +114,15 @@ def write_program(folder: str, target: str, words: list[str]) -> None:
         text = compile_for(devices[0], lowered).as_text() or ""
         (Path(folder) / "jit__step.after_optimizations.txt").write_text(text)
         return
+
+    def compile_with(more: Mapping[str, Value]) -> Any:
+        for path in Path(folder).glob("*_step*"):
+            path.unlink()  # of a program that the compiler gave up on
+        options: dict[str, Any] = {**more, "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        return lowered.compile(compiler_options=options)
+
     with out_of_cache():
-        dumped = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        options: dict[str, Any] = {**step.compiler_options.tried, **dumped}
-        lowered.compile(compiler_options=options)
+        compile_trying(compile_with, step.compiler_options.tried)
 
 
 def row_of(found: list[Transfer]) -> dict[str, Any]:

@@ -56,9 +56,11 @@ def agree_on_start(loaded: Loaded, run_dir: Path, *, resume: str | None) -> None
     together(lambda: None, says=lambda _: _start_facts(loaded, run_dir, resume))
 
 
-def data_facts(run: Run) -> Facts:
-    """What identifies the rows of each batch."""
-    return {f"data ({name})": (value, "") for name, value in flat(run.stream).items()}
+def run_facts(run: Run) -> Facts:
+    """What identifies the rows of each batch, and the options that the compiler of each process was found to accept."""
+    options = run.step.compiler_options
+    found = {f"data ({name})": (value, "") for name, value in flat(run.stream).items()}
+    return found | {"compiler options": (str(sorted({**options.used, **options.tried})), "")}
 
 
 def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:

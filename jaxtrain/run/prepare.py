@@ -20,12 +20,12 @@ from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.fresh import check_fits, fresh_notes
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.progress import Phase, Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
 from jaxtrain.run.activity import Activity
-from jaxtrain.run.agreed import data_facts
+from jaxtrain.run.agreed import run_facts
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
@@ -54,10 +54,10 @@ from jaxtrain.run.session import Session
 from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
-from jaxtrain.runtime.agreement import together
+from jaxtrain.runtime.agreement import together, told
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
-from jaxtrain.runtime.compiler_options import compile_trying
+from jaxtrain.runtime.tried_options import Attempt, settle, try_options
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.own_step import OwnStep
@@ -106,7 +106,7 @@ def prepare_session(
     spent = TimeSpent(during=activity.during)
     with spent.measure("reading data"):
         parts = {"model": model, "task": task, "data": data, "own_step": own_step}
-        run = together(lambda: _assembled(loaded, **parts, progress=progress), says=data_facts)
+        run = together(lambda: _assembled(loaded, **parts, progress=progress), says=run_facts)
     interrupt.check()
     optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
     own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
@@ -285,7 +285,7 @@ def _compiled_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
-            together(lambda: _compile_beside(created, run, progress, check))
+            _compile(created, run, progress, check)
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
@@ -311,43 +311,58 @@ def _created(run: Run, own_step: OwnStep) -> TrainState:
     return run.step.init(run.config.seed, **start_of(run, own_step))
 
 
-def _compile_beside(
+def _compile(
     created: Future[TrainState] | None, run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]
 ) -> None:
-    """Compile the step while another thread creates the state; of several processes, none goes on before both are done.
+    """Compile the step for the shapes of its batches, and show whether the program came from the cache.
 
-    Collectives of the two threads could meet in another order in another process.
+    Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
+    collectives of the two threads could meet in another order in another process; and all take the same program, so
+    that each says whether its compiler gave up with the options that are tried before one of them runs a step.
     """
-    try:
-        _compile(run, progress, check)
-    finally:
-        if created is not None and jax.process_count() > 1:
-            wait([created])
-
-
-def _compile(run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]) -> None:
-    """Compile the step for the shapes of its batches, and show whether the program came from the cache."""
-    with progress.phase("tracing") as phase, record_choices() as choices:
-        traced = run.step.trace(run.batches.spec())
-        lowered = traced.lower()
-        phase.note("; ".join(choices))
-    check(traced)
     seen: set[str] = set()
+    chosen: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
         seen.add(event.removeprefix("/jax/compilation_cache/"))
 
-    jax.monitoring.register_event_listener(listen)
-    try:
-        with progress.phase("compiling") as phase:
-            compiled, lines = compile_trying(lowered, run.step.compiler_options.tried)
-            tried = {} if lines else run.step.compiler_options.tried
-            run.step.use(compiled, choices=[*choices, *lines], tried=tried)
-            folder = cache_folder(run.config.compilation_cache)
-            kept = folder is not None and why_not_writable(folder) is None
-            # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
-            found = "cache_hits" in seen and "cache_misses" not in seen
-            cached = "from cache" if found else "cached next time" if kept else ""
-            phase.note("; ".join([*([cached] if cached else []), *lines]))
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
+    with contextlib.ExitStack() as ends:
+
+        def attempt() -> tuple[Attempt, Phase]:
+            try:
+                lowered = _lowered(run, progress, check, chosen)
+                phase = ends.enter_context(progress.phase("compiling"))
+                jax.monitoring.register_event_listener(listen)
+                ends.callback(jax.monitoring.unregister_event_listener, listen)
+                return try_options(lowered, run.step.compiler_options, run.step.mesh), phase
+            finally:
+                if created is not None and jax.process_count() > 1:
+                    wait([created])
+
+        (tried, phase), everyone = told(attempt, tells=lambda result: result[0].gave_up)
+
+        def settled() -> Sequence[str]:
+            taken = settle(tried, everyone, run.step.compiler_options)
+            run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
+            return taken.lines
+
+        lines = together(settled)
+        folder = cache_folder(run.config.compilation_cache)
+        kept = folder is not None and why_not_writable(folder) is None
+        # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
+        found = "cache_hits" in seen and "cache_misses" not in seen
+        cached = "from cache" if found else "cached next time" if kept else ""
+        phase.note("; ".join([*([cached] if cached else []), *lines]))
+
+
+def _lowered(
+    run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None], chosen: list[str]
+) -> jax.stages.Lowered:
+    """Trace and lower the step, which `check` then sees; what was chosen in tracing is added to a list."""
+    with progress.phase("tracing") as phase, record_choices() as choices:
+        traced = run.step.trace(run.batches.spec())
+        lowered = traced.lower()
+        phase.note("; ".join(choices))
+    chosen += choices
+    check(traced)
+    return lowered

@@ -90,21 +90,48 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] | None =
             that process.
         ConfigError: facts differ; names each with both values.
     """
+    return _by_all(work, says=says, tells=None)[0]
+
+
+def told(work: Callable[[], Work], *, tells: Callable[[Work], str]) -> tuple[Work, list[str]]:
+    """Do the same work in every process as `together` does, and learn what each process tells of it.
+
+    All processes learn the same, so that what they decide by it they decide alike.
+
+    Args:
+        work: is called; it may contain no collective.
+        tells: gives the text that this process tells of its result.
+
+    Returns:
+        What the work gave, and the texts of all processes in their order.
+
+    Raises:
+        UserError: as for `together`.
+    """
+    return _by_all(work, says=None, tells=tells)
+
+
+def _by_all(
+    work: Callable[[], Work], *, says: Callable[[Work], Facts] | None, tells: Callable[[Work], str] | None
+) -> tuple[Work, list[str]]:
     import jax
 
     if jax.process_count() == 1:
-        return work()
+        result = work()
+        return result, [] if tells is None else [tells(result)]
     result, failure, said = None, None, {}
     try:
         result = work()
-        said = {"facts": {} if says is None else {name: list(fact) for name, fact in says(result).items()}}
+        facts = {} if says is None else {name: list(fact) for name, fact in says(result).items()}
+        said = {"facts": facts, "tells": "" if tells is None else tells(result)}
     except Exception as error:
         failure, said = error, _described(error)
-    everyone = exchange(json.dumps(said, sort_keys=True))
-    verdict = verdict_of([json.loads(text) for text in everyone])
+    everyone = [json.loads(text) for text in exchange(json.dumps(said, sort_keys=True))]
+    verdict = verdict_of(everyone)
     if verdict is None:
         assert failure is None
-        return result  # pyright: ignore[reportReturnType]  no failure, so it is what the work gave
+        # No failure, so the result is what the work gave.
+        return result, [one.get("tells", "") for one in everyone]  # pyright: ignore[reportReturnType]
     leave_together()
     raise failure or verdict
 

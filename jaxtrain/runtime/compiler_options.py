@@ -8,12 +8,9 @@ import contextlib
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    import jax
 
 Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
@@ -137,38 +134,12 @@ class CompilerOptions:
     Attributes:
         used: Name -> value of each option that the compiler knows.
         dropped: One line per option that the compiler does not know or refuses.
-        tried: Name -> value of options that `compile_trying` adds, and goes without where the compiler gives up.
+        tried: Name -> value of options that `tried_options.py` adds, and leaves out where the compiler gives up.
     """
 
     used: Mapping[str, Value]
     dropped: tuple[str, ...] = ()
     tried: Mapping[str, Value] = field(default_factory=dict)
-
-
-def compile_trying(
-    lowered: "jax.stages.Lowered", tried: Mapping[str, Value]
-) -> "tuple[jax.stages.Compiled, tuple[str, ...]]":
-    """Compiles a program with some more options, or without them where the compiler gives up with them.
-
-    Args:
-        lowered: The program, lowered with the options that it has in either case.
-        tried: The options to add; those of a user are not among them.
-
-    Returns:
-        The compiled program, and a line where it goes without the options.
-
-    Raises:
-        jax.errors.JaxRuntimeError: The compiler gives up without them too.
-    """
-    if not tried:
-        return lowered.compile(), ()
-    options: dict[str, Any] = {**tried}  # jax declares fewer types of values than it takes
-    try:
-        return lowered.compile(compiler_options=options), ()
-    except RuntimeError as error:
-        # What libtpu runs out of with them (vmem) has a message of many lines; its first says which memory.
-        why = " ".join(str(error).split())[:120]
-    return lowered.compile(), (f"compiler: goes without {', '.join(tried)}, with which it gave up: {why}",)
 
 
 def choose_options(

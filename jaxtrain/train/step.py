@@ -16,8 +16,9 @@ from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import Policy
 from jaxtrain.runtime.card import card
 from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compiler_options import CompilerOptions, Value, compile_trying
+from jaxtrain.runtime.compiler_options import CompilerOptions, Value
 from jaxtrain.runtime.heap import give_back_free_memory
+from jaxtrain.runtime.tried_options import compile_together
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
 from jaxtrain.train.checks import random_key
@@ -241,11 +242,14 @@ class TrainStep:
         return self._make_jitted().trace(self.abstract_state, specs)
 
     def compile(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        """Compile for a batch of these global shapes and keep the result: later calls run exactly this program."""
+        """Compile for a batch of these global shapes and keep the result: later calls run exactly this program.
+
+        Where the mesh has devices of all of several processes, every process calls it: all take the same program.
+        """
         with record_choices() as choices:
             lowered = self.lower(batch)
-        compiled, lines = compile_trying(lowered, self.compiler_options.tried)
-        return self.use(compiled, choices=[*choices, *lines], tried={} if lines else self.compiler_options.tried)
+        taken = compile_together(lowered, self.compiler_options, self.mesh)
+        return self.use(taken.compiled, choices=[*choices, *taken.lines], tried=taken.tried)
 
     def use(
         self,

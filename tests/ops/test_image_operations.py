@@ -37,6 +37,9 @@ def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
     [
         pytest.param(4, 8, 16, 1, 1, id="a 1x1 kernel is one product"),
         pytest.param(5, 8, 6, 1, 2, id="a 1x1 kernel with a stride, an odd side"),
+        pytest.param(
+            8, 4, 6, 1, 3, id="a 1x1 kernel with a stride that leaves pixels at the end", marks=pytest.mark.long
+        ),
         pytest.param(3, 64, 24, 3, 1, id="few pixels, many channels"),
         pytest.param(1, 32, 8, 3, 1, id="one pixel"),
         pytest.param(2, 4, 8, 3, 1, id="2x2 pixels: a product for each tap"),
@@ -44,7 +47,8 @@ def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
         pytest.param(3, 4, 8, 3, 2, id="2x2 pixels of an odd side", marks=pytest.mark.long),
         pytest.param(2, 4, 8, 7, 2, id="a kernel larger than the image", marks=pytest.mark.long),
         pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel", marks=pytest.mark.long),
-        pytest.param(6, 4, 8, 3, 1, id="many pixels: plain", marks=pytest.mark.long),
+        pytest.param(6, 4, 8, 3, 1, id="many pixels: plain, with gradients of its own"),
+        pytest.param(7, 3, 8, 5, 1, id="the same with a 5x5 kernel", marks=pytest.mark.long),
         pytest.param(6, 64, 8, 3, 2, id="a stride: plain", marks=pytest.mark.long),
     ],
 )

@@ -62,6 +62,32 @@ def test_cpu_is_refused() -> None:
     assert cudnn_attention.refusal(q, q, None, CAUSAL) == "the platform is cpu"
 
 
+@functools.cache
+def first_state(row: str) -> Any:
+    """The state that every kernel of a layout starts from, on the host."""
+    step = make_step(CASES["transformer"], TRANSFORMERS[row], 4, "dots")
+    return jax.device_get(dataclasses.replace(step.init(0), key=0))
+
+
+def losses(row: str) -> np.ndarray:
+    """Losses of three steps with the kernel that the table of attention chooses."""
+    batch = load_batches("transformer")[0]
+    step = make_step(CASES["transformer"], TRANSFORMERS[row], 4, "dots")
+    step.compile(batch)
+    state = dataclasses.replace(first_state(row), key=jax.random.key(0))
+    state, found = jax.device_put(state, step.state_shardings), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        found.append(metrics["loss"])
+    return np.array(jax.device_get(found))
+
+
+@functools.cache
+def plain_losses(row: str) -> np.ndarray:
+    """Those of the reference, before any kernel is replaced."""
+    return losses(row)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "pipe=2,data=2,tensor=2,zero=1"])
 @pytest.mark.parametrize("kernel", ["cudnn", "splash", "blockwise"])
@@ -71,23 +97,7 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel:
     The kernels of absent hardware are replaced inside, cuDNN's by XLA's attention and splash by the plain formula; what
     stands around them is what runs there.
     """
-    batch = load_batches("transformer")[0]
-
-    start: list[Any] = []
-
-    def losses() -> np.ndarray:
-        step = make_step(CASES["transformer"], TRANSFORMERS[row], 4, "dots")
-        step.compile(batch)
-        if not start:
-            start.append(jax.device_get(dataclasses.replace(step.init(0), key=0)))
-        state = dataclasses.replace(start[0], key=jax.random.key(0))
-        state, found = jax.device_put(state, step.state_shardings), []
-        for _ in range(3):
-            state, metrics = step(state, batch)
-            found.append(metrics["loss"])
-        return np.array(jax.device_get(found))
-
-    plain = losses()
+    plain = plain_losses(row)
     original, calls = jax.nn.dot_product_attention, []
 
     def pretended(*arguments, implementation, **settings):
@@ -115,5 +125,5 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel:
         "blockwise": counted(BLOCKWISE, functools.partial(blockwise_attention.blockwise_attention, block=4)),
     }
     monkeypatch.setattr(attention, "TABLE", {"cpu": (rows[kernel],)})
-    np.testing.assert_allclose(losses(), plain, rtol=1e-5)
+    np.testing.assert_allclose(losses(row), plain, rtol=1e-5)
     assert set(calls) == {kernel}

@@ -6,13 +6,13 @@ from typing import Any
 import chex
 import numpy as np
 import pytest
-from layouts import EVERY_MODEL, EXPERTS, PLAIN, TRANSFORMERS, Layout, distance, reference, run
+from layouts import EVERY_MODEL, EXPERTS, PLAIN, TRANSFORMERS, WITHOUT_REMAT, Layout, distance, reference, run
 
 # fp32 sums in another order differ in the last bits: 2^-24 = 6e-8 a sum, measured 3e-7 on losses after 20 steps.
-LOSS_TOLERANCE = 1e-5
+LOSS_TOLERANCE = 5e-6
 # Of the norm over all parameters. Adam divides by the root of the second moment, so that elements whose gradient is
 # mostly cancellation differ by up to 1e-3 of a step; measured 3e-6 after 20 steps.
-PARAMETER_TOLERANCE = 1e-5
+PARAMETER_TOLERANCE = 5e-6
 
 
 # Compiling an initialisation takes as long as compiling a step, so that some layouts prove theirs and the others start
@@ -21,11 +21,12 @@ OWN_INIT = ("fsdp=8", "tensor=2,fsdp=2,data=2", "pipe=4,interleaved,data=2,zero=
 
 
 def with_remat(rows: Iterable[str]) -> list[Any]:
-    """Every row without remat and with all of it; long but for the rows that plain pytest runs, with all of it."""
+    """Every row with all of remat, some without it too; long but for the rows with it that plain pytest runs."""
     return [
         pytest.param(row, remat, marks=() if remat == "full" and row in PLAIN else pytest.mark.long)
         for row in rows
         for remat in ("none", "full")
+        if remat == "full" or row in WITHOUT_REMAT
     ]
 
 

@@ -25,6 +25,7 @@ from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.choices import record_choices
+from jaxtrain.runtime.tried_options import compile_trying
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
 
@@ -56,7 +57,9 @@ def compile_row(row: dict[str, Any]) -> dict[str, Any]:
     with record_choices() as choices:
         lowered = step.lower({"inputs": shape, "targets": shape})
     lowered_at = time.monotonic()
-    compiled = compile_for(devices[0], lowered)
+    tried = step.compiler_options.tried
+    taken = compile_trying(lambda more: compile_for(devices[0], lowered, options=more), tried)
+    compiled = taken.compiled
     seconds = time.monotonic() - lowered_at
     memory = compiled.memory_analysis()
     leaves = [leaf for leaf in jax.tree.leaves(step.abstract_state) if leaf.dtype != jax.random.key(0).dtype]

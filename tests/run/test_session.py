@@ -24,16 +24,25 @@ def train(run_dir: Path, **overrides: Any) -> jt.Result:
     return jt.run_config(TINY, run_dir=run_dir, overrides=dotted)
 
 
-def test_run_json_has_the_options_that_were_tried_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = {"xla_llvm_disable_expensive_passes": True}
+@pytest.mark.parametrize(
+    ("option", "is_taken"), [("xla_llvm_disable_expensive_passes", True), ("xla_none_such", False)]
+)
+def test_run_json_and_the_report_say_which_tried_options_were_taken(
+    option: str, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = {option: True}
 
     def choose(*arguments: Any, **options: Any) -> CompilerOptions:
         return replace(choose_options(*arguments, **options), tried=tried)
 
     monkeypatch.setattr(make_step, "choose_options", choose)
-    train(tmp_path, train__steps=1)
-    found = json.loads((tmp_path / "run.json").read_text())["compiler_options"]
-    assert found == {**choose_options(jax.devices()[0], 8).used, **tried}
+    train(tmp_path, train__steps=1, logging__report=True)
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert info["compiler_options"] == {**choose_options(jax.devices()[0], 8).used, **(tried if is_taken else {})}
+    (line,) = [line for line in info["choices"] if line.startswith("compiler: ")]
+    said = f"compiler: with {option}" if is_taken else f"compiler: goes without {option}, with which it gave up"
+    assert line.startswith(said)
+    assert said in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

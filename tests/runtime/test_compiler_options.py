@@ -1,6 +1,5 @@
 """Compiler options reach every program of a step; what a compiler does not know is told and left out."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 from jaxtrain import from_functions, make_mesh, make_train_step, regression
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime import compiler_options
-from jaxtrain.runtime.compiler_options import OPTIONS, choose_options, compile_trying, option_notes
+from jaxtrain.runtime.compiler_options import OPTIONS, choose_options, option_notes
 
 BATCH = {"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 1), np.float32)}
 
@@ -124,32 +123,3 @@ def test_options_that_may_fail_are_for_kinds_of_tpus_and_layouts(monkeypatch, na
         asked = choose_options(device, 8, {FUSE_SCATTER: False}, axes=axes)
         assert asked.used == {FUSE_SCATTER: False}
         assert set(asked.tried) == set(chosen.tried) - {FUSE_SCATTER}
-
-
-def test_a_compiler_that_gives_up_compiles_without_what_was_tried():
-    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(()))
-    compiled, lines = compile_trying(lowered, {})
-    assert (float(compiled(jnp.zeros(()))), lines) == (1.0, ())
-    compiled, lines = compile_trying(lowered, {"xla_llvm_disable_expensive_passes": True})
-    assert (float(compiled(jnp.zeros(()))), lines) == (1.0, ())
-    compiled, (line,) = compile_trying(lowered, {"xla_no_such_option": True})
-    assert float(compiled(jnp.zeros(()))) == 1.0
-    assert line.startswith("compiler: goes without xla_no_such_option, with which it gave up: ")
-
-
-def test_a_step_says_what_it_was_compiled_without():
-    step = small_step()
-    tried = {"xla_no_such_option": True}
-    step.compiler_options = replace(step.compiler_options, tried=tried)
-    step.compile(BATCH)
-    assert any("goes without xla_no_such_option" in line for line in step.choices)
-    assert step.compiled_with == step.compiler_options.used
-    assert step(step.init(0), BATCH)[1]["loss"] > 0
-
-
-def test_a_step_tells_which_tried_options_it_was_compiled_with():
-    step = small_step()
-    tried = {"xla_llvm_disable_expensive_passes": True}
-    step.compiler_options = replace(step.compiler_options, tried=tried)
-    step.compile(BATCH)
-    assert step.compiled_with == {**step.compiler_options.used, **tried}

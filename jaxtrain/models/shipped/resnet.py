@@ -26,9 +26,6 @@ from jaxtrain.ops.images.max_pool import max_pool
 from jaxtrain.remat.policy import Remat
 
 _BATCH = ("batch", None, None, None)
-# XLA does not use its fast convolutions on CPU inside the body of a loop: a step of blocks [3, 3], width 16, batch 64
-# takes 169 ms scanned and 13.5 ms unrolled (2 cores, jax 0.10.2).
-_UNROLL_ON = ("cpu",)
 
 
 class Conv(nnx.Module):
@@ -153,7 +150,7 @@ class ResNet(nnx.Module):
                 x = getattr(self, f"stage{stage}_first")(x, train=train)
                 if count > 1:
                     path = f"stage{stage}_rest"
-                    x, _ = scan_stack(getattr(self, path), call, x, path=path, remat=self.remat, unroll_on=_UNROLL_ON)
+                    x, _ = scan_stack(getattr(self, path), call, x, path=path, remat=self.remat)
         with jax.named_scope("head"):
             x_BC = jnp.mean(x.astype(jnp.float32), axis=(1, 2)).astype(x.dtype)
             return x_BC @ self.head_kernel[...] + self.head_bias[...]
