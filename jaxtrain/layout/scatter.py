@@ -60,8 +60,7 @@ class Parts:
     """What is differentiated in place of the parameters of the step that is being traced, by path.
 
     Attributes:
-        parts: (part, dim) of each; of a stack, its gradients are what is pulled back to them. A dim of None: what a
-            device sums is not scattered before the last microbatch (ZeRO-1).
+        parts: (part, dim) of each; of a stack, its gradients are what is pulled back to them.
         sums: where the sum of a parameter outside the stack enters. Nothing reads it: what is pulled back through it
             begins as the sum so far, to which the backward pass adds, so that no part stands beside the sum.
         factors: enter with them, and are pulled back likewise.
@@ -70,7 +69,7 @@ class Parts:
         trace: of what is differentiated.
     """
 
-    parts: Mapping[str, tuple[jax.Array, int | None]]
+    parts: Mapping[str, tuple[jax.Array, int]]
     sums: Mapping[str, jax.Array]
     factors: Factors
     ends: dict[str, tuple[jax.Array, Factors]] = field(default_factory=dict)
@@ -84,11 +83,11 @@ class SumOfUse:
 
     Attributes:
         path: of the parameter.
-        dim: over which the sum is scattered; None: it is not.
+        dim: over which the sum is scattered.
     """
 
     path: str
-    dim: int | None
+    dim: int
 
 
 # Set by `use_parts` around a trace.
@@ -131,7 +130,7 @@ def attach_parts(params: Params, *, skip: tuple[str, ...], later: Collection[str
             return leaf
         part, dim = given.parts[name]
         is_array = all(isinstance(key, jax.tree_util.DictKey) for key in path)
-        if dim is not None and dim > 0 and is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
+        if dim > 0 and is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
             return Scattered(leaf, part, dim)
         if name in later:
             return Waiting(leaf, name)
@@ -291,14 +290,12 @@ def _is_zero(gradient: Any) -> bool:
     return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
-def sum_and_scatter(gradient: jax.Array, dtype: Any, dim: int | None) -> jax.Array:
-    """Sum a gradient over `data` in another dtype, and keep a device's part of a dim; None: only change the dtype."""
-    if dim is None:
-        return gradient.astype(dtype)
+def sum_and_scatter(gradient: jax.Array, dtype: Any, dim: int) -> jax.Array:
+    """Sum a gradient over `data` in another dtype, and keep a device's part of a dim."""
     return jax.lax.psum_scatter(gradient.astype(dtype), "data", scatter_dimension=dim, tiled=True)
 
 
-def _add_part(gradient: jax.Array, dim: int | None, total: jax.Array, factors: Factors) -> jax.Array:
+def _add_part(gradient: jax.Array, dim: int, total: jax.Array, factors: Factors) -> jax.Array:
     """Add a device's part of a gradient, summed over `data` and times the factors, to a sum.
 
     Of a large gradient (an embedding's) a piece at a time, so that a copy of it in float32 is never whole.
@@ -307,7 +304,7 @@ def _add_part(gradient: jax.Array, dim: int | None, total: jax.Array, factors: F
     def scatter(piece: jax.Array) -> jax.Array:
         return sum_and_scatter(piece, total.dtype, dim) * factors[0] * factors[1]
 
-    split, count = (0, 1) if dim is None else _pieces(gradient, dim)
+    split, count = _pieces(gradient, dim)
     if count == 1:
         return total + scatter(gradient)
     width = gradient.shape[split] // count
