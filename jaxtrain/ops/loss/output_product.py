@@ -15,8 +15,8 @@ from jaxtrain.ops.linear import linear
 def output_product(hidden_BLD: jax.Array, kernel: jax.Array, bias_V: jax.Array | None, *, tied: bool) -> jax.Array:
     """Compute the logits [B, L, V] of an output layer.
 
-    Where the step sums gradients over microbatches under ZeRO-2, that of the kernel is made, summed over `data` and added
-    to its sum for some ids of the vocabulary at a time: it is as large as the embedding.
+    Where the step sums gradients over microbatches under ZeRO-2, that of the kernel is made, summed over `data` and
+    added to its sum for some ids of the vocabulary at a time: it is as large as the embedding.
     """
 
     def product(arguments: Any) -> jax.Array:
