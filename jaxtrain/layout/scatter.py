@@ -7,11 +7,12 @@ backward pass sums the gradient over `data`, and keeps the part. So only one lay
 
 import contextlib
 import contextvars
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 from jaxtrain.layout.sharding import Params, current_layout, path_name
@@ -64,12 +65,29 @@ class Parts:
             begins as the sum so far, to which the backward pass adds, so that no part stands beside the sum.
         factors: enter with them, and are pulled back likewise.
         ends: where the sums that are attached leave, with the factors.
+        attached: the parameters that are attached to their sums, as the model gets them.
+        trace: of what is differentiated.
     """
 
     parts: Mapping[str, tuple[jax.Array, int]]
     sums: Mapping[str, jax.Array]
     factors: Factors
     ends: dict[str, tuple[jax.Array, Factors]] = field(default_factory=dict)
+    attached: dict[str, jax.Array] = field(default_factory=dict)
+    trace: Any = field(default_factory=jax.extend.core.get_opaque_trace_state)
+
+
+@dataclass(frozen=True)
+class SumOfUse:
+    """A parameter that an operation reads, whose gradient the operation adds to its sum by itself.
+
+    Attributes:
+        path: of the parameter.
+        dim: over which the sum is scattered.
+    """
+
+    path: str
+    dim: int
 
 
 # Set by `use_parts` around a trace.
@@ -175,21 +193,79 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
     def attach(carry: list[jax.Array], whole: dict[str, jax.Array], starts: dict[str, Any]) -> Any:
         return carry, whole, starts
 
-    def forward(carry: list[jax.Array], whole: dict[str, jax.Array], starts: dict[str, Any]) -> tuple[Any, None]:
-        return (carry, whole, starts), None
+    def forward(*arguments: Any) -> tuple[Any, None]:
+        return jax.tree.map(lambda leaf: leaf.value, arguments), None
 
     def backward(_: None, pulled: Any) -> tuple[Any, Any, Any]:
         carry, gradients, ends = pulled
-        sums = {name: _add_part(gradients[name], dims[name], *end) for name, end in ends.items()}
+        # Nothing comes back from uses that have added to the sum by themselves.
+        sums = {
+            name: total if _is_zero(gradients[name]) else _add_part(gradients[name], dims[name], total, factors)
+            for name, (total, factors) in ends.items()
+        }
+        carry = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if _is_zero(leaf) else leaf, carry)
         if carry:
             carry, sums = jax.lax.optimization_barrier((carry, sums))
         added = {name: (sums[name], factors) for name, (_, factors) in ends.items()}
-        return carry, jax.tree.map(jnp.zeros_like, gradients), added
+        return carry, None, added
 
-    attach.defvjp(forward, backward)
+    attach.defvjp(forward, backward, symbolic_zeros=True)
     carry, whole, ends = attach(carry, whole, starts)
     given.ends.update(ends)
+    given.attached.update(whole)
     return carry, whole
+
+
+def find_sum(parameter: jax.Array) -> SumOfUse | None:
+    """The sum that an operation may add the gradient of a parameter to by itself, with `use_and_add`.
+
+    Args:
+        parameter: the very array that the model was given for it, read where the step is traced: in a loop, in
+            `jax.checkpoint` and the like there is none. Then the gradient of the parameter is made, and added to the
+            sum where the parameter was attached. So it is where other axes than `data` shard parameters.
+    """
+    given, layout = _parts.get(), current_layout()
+    if given is None or layout is None or layout.mesh.size > layout.mesh.shape["data"]:
+        return None
+    path = next((path for path, array in given.attached.items() if array is parameter), None)
+    if path is None or given.trace != jax.extend.core.get_opaque_trace_state():
+        return None
+    return SumOfUse(path, given.parts[path][1])
+
+
+def use_and_add(
+    found: SumOfUse,
+    use: Callable[..., Any],
+    pull: Callable[[Any, Any, jax.Array, Factors], tuple[Any, jax.Array]],
+    arguments: Any,
+) -> Any:
+    """`use(arguments)`, of which the gradient of one parameter is added to its sum.
+
+    Args:
+        found: the sum.
+        use: a function of a tree of arrays.
+        pull: (arguments, gradient of the result, the sum so far, factors) -> (gradients of the arguments, None in place
+            of those that have none, such as the parameter's; the sum).
+        arguments: of `use`.
+    """
+    given = _parts.get()
+    assert given is not None, "the sum was found in the step that is being traced"
+
+    @jax.custom_vjp
+    def call(arguments: Any, start: tuple[jax.Array, Factors]) -> Any:
+        return use(arguments), start
+
+    def forward(arguments: Any, start: tuple[jax.Array, Factors]) -> tuple[Any, Any]:
+        return (use(arguments), start), arguments
+
+    def backward(arguments: Any, pulled: Any) -> tuple[Any, Any]:
+        gradient, (total, factors) = pulled
+        gradients, total = pull(arguments, gradient, total, factors)
+        return gradients, (total, factors)
+
+    call.defvjp(forward, backward)
+    result, given.ends[found.path] = call(arguments, given.ends[found.path])
+    return result
 
 
 def _attach(whole: jax.Array, part: jax.Array, dim: int) -> jax.Array:
@@ -203,13 +279,18 @@ def _attach(whole: jax.Array, part: jax.Array, dim: int) -> jax.Array:
         return whole, None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros_like(gradient), _sum_and_scatter(gradient, part.dtype, dim)
+        return jnp.zeros_like(gradient), sum_and_scatter(gradient, part.dtype, dim)
 
     attach.defvjp(forward, backward)
     return attach(whole, part)
 
 
-def _sum_and_scatter(gradient: jax.Array, dtype: Any, dim: int) -> jax.Array:
+def _is_zero(gradient: Any) -> bool:
+    """Whether jax knows that a gradient is zeros."""
+    return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
+
+
+def sum_and_scatter(gradient: jax.Array, dtype: Any, dim: int) -> jax.Array:
     """Sum a gradient over `data` in another dtype, and keep a device's part of a dim."""
     return jax.lax.psum_scatter(gradient.astype(dtype), "data", scatter_dimension=dim, tiled=True)
 
@@ -221,7 +302,7 @@ def _add_part(gradient: jax.Array, dim: int, total: jax.Array, factors: Factors)
     """
 
     def scatter(piece: jax.Array) -> jax.Array:
-        return _sum_and_scatter(piece, total.dtype, dim) * factors[0] * factors[1]
+        return sum_and_scatter(piece, total.dtype, dim) * factors[0] * factors[1]
 
     split, count = _pieces(gradient, dim)
     if count == 1:
@@ -242,7 +323,17 @@ def _pieces(gradient: jax.Array, dim: int) -> tuple[int, int]:
     # Pieces of what is sharded over another axis would be gathered over it.
     if layout is None or layout.mesh.size > layout.mesh.shape["data"]:
         return dim, 1
-    wanted = -(-gradient.size // _PIECE)
     others = [(size, other) for other, size in enumerate(gradient.shape) if other != dim]
     size, split = max(others, default=(1, dim))
-    return split, next((count for count in range(wanted, min(4 * wanted, size) + 1) if size % count == 0), 1)
+    return split, num_pieces(gradient.size, size)
+
+
+def num_pieces(elements: int, size: int) -> int:
+    """In how many equal pieces an array is summed over a dim.
+
+    Args:
+        elements: of the array.
+        size: of the dim.
+    """
+    wanted = -(-elements // _PIECE)
+    return next((count for count in range(wanted, min(4 * wanted, size) + 1) if size % count == 0), 1)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides, run_manually, spec_of, vary_alike, vary_like
-from jaxtrain.layout.scatter import has_parts
+from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, has_parts, use_and_add
 from jaxtrain.layout.sharding import current_layout
 
 
@@ -42,6 +42,31 @@ def _take_late(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
 
     take.defvjp(forward, backward)
     return take(*vary_alike(table_VD, indices_BL))
+
+
+def _adds_rows(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -> bool:
+    """Whether the gradients of rows are added to the sum of the table's, without a gradient of the table."""
+    # What is sent are rows in the dtype of the table, instead of the table in float32.
+    fewer = indices_BL.size * table_VD.dtype.itemsize <= 4 * table_VD.shape[0]
+    return found.dim == 1 and fewer
+
+
+def _take_and_add(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+    """`_take`, which adds the gradients of the rows to the sum of the table's gradient.
+
+    Where a device keeps some columns of the sum, it gets these of the rows of all devices: each sends what its own rows
+    have, and a gradient of the size of the table is nowhere.
+    """
+
+    def pull(arguments: Any, rows_BLD: jax.Array, total: jax.Array, factors: Factors) -> tuple[None, jax.Array]:
+        ids_T = jnp.clip(arguments[1].reshape(-1), 0, table_VD.shape[0] - 1)
+        rows_TD = rows_BLD.reshape(-1, rows_BLD.shape[-1])
+        ids_T = jax.lax.all_gather(ids_T, "data", tiled=True)
+        rows_TD = jax.lax.all_to_all(rows_TD, "data", split_axis=1, concat_axis=0, tiled=True)
+        rows_TD = rows_TD.astype(total.dtype) * factors[0] * factors[1]
+        return None, total.at[ids_T].add(rows_TD, mode="promise_in_bounds")
+
+    return use_and_add(found, lambda arguments: _take(*arguments), pull, (table_VD, indices_BL))
 
 
 def _check_call(table: Any, indices: Any, rows: Any) -> None:
@@ -86,6 +111,9 @@ def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | 
     _check_call(table_VD, indices_BL, rows)
     # Sizes of the table may not fit into ids of 8 or 16 bits, with which they are compared.
     indices_BL = indices_BL.astype(jnp.int32) if jnp.issubdtype(indices_BL.dtype, jnp.integer) else indices_BL
+    found = find_sum(table_VD)
+    if found is not None and _adds_rows(found, table_VD, indices_BL):
+        return _take_and_add(found, table_VD, indices_BL)
     layout = current_layout()
     batch = None if indices_BL.shape[0] == 1 else "batch"
     if layout is None or layout.mesh.size == 1 or not divides(layout, indices_BL, batch, "sequence"):

@@ -171,7 +171,7 @@ def _on_shards(
     Returns:
         A function of global arrays.
     """
-    reduction = DataReduction(layout, zero)
+    reduction = DataReduction(layout, zero, stack)
     manual = dataclasses.replace(layout, manual=layout.manual | {"data"})
     differentiate = _differentiate(loss, reduction if reduction.each_microbatch else None, stack)
     inside = partial(_inside, stack=stack, layout=layout, zero=zero)
@@ -181,7 +181,8 @@ def _on_shards(
             total, model_state, sums = _accumulate(
                 differentiate, lambda total: total, count, reduction.zeros, inside, params, *rest
             )
-        total = total if reduction.each_microbatch else reduction.reduce(total, params)
+        finish = reduction.as_stored if reduction.each_microbatch else reduction.reduce
+        total = finish(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
     # Unchecked: the check would ask for casts in the loops of users' models. The sums above are the only
@@ -214,7 +215,7 @@ def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: s
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         whole = {path_name(path): leaf for path, leaf in leaves}
         zeros = {} if reduction is None else _by_path(reduction.zeros(params))
-        dims = {path_name(path): None if reduction is None else reduction.dim(path, leaf) for path, leaf in leaves}
+        dims = {path_name(path): None if reduction is None else reduction.sum_dim(path, leaf) for path, leaf in leaves}
 
         def keep_part(name: str, gradient: jax.Array) -> jax.Array:
             return gradient if reduction is None else _scatter(gradient, dims[name], first_dim=1)

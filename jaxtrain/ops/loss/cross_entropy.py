@@ -16,9 +16,9 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.ops.attention.reference import capped
-from jaxtrain.ops.linear import linear
 from jaxtrain.ops.loss.blocks import Logits, LossBlocks, choose_blocks
 from jaxtrain.ops.loss.blockwise import BlockedLoss, OutputLayer
+from jaxtrain.ops.loss.output_product import output_product
 from jaxtrain.ops.loss.sharded import TOKENS, blockwise_losses, blockwise_sums, is_sharded, mesh_axes
 
 
@@ -73,8 +73,8 @@ class DeferredLogits:
 
     def logits(self) -> jax.Array:
         """Compute them: [B, L, V] in the compute dtype, sharded over `activation_vocab`."""
-        kernel = self.kernel.T if self.tied else self.kernel
-        logits = constrain(linear(self.hidden, kernel, self.bias), "batch", "sequence", "activation_vocab")
+        product = output_product(self.hidden, self.kernel, self.bias, tied=self.tied)
+        logits = constrain(product, "batch", "sequence", "activation_vocab")
         return logits if self.softcap is None else capped(logits.astype(jnp.float32), self.softcap).astype(logits.dtype)
 
     @property
