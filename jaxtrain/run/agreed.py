@@ -60,7 +60,10 @@ def run_facts(run: Run) -> Facts:
     """What identifies the rows of each batch, and the options that the compiler of each process was found to accept."""
     options = run.step.compiler_options
     found = {f"data ({name})": (value, "") for name, value in flat(run.stream).items()}
-    return found | {"compiler options": (str(sorted({**options.used, **options.tried})), "")}
+    # A fact each, since what is told of a fact is cut and names are long.
+    return found | {
+        f"compiler option {name}": (str(value), "") for name, value in {**options.used, **options.tried}.items()
+    }
 
 
 def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:

@@ -339,7 +339,7 @@ def _compile(
                 if created is not None and jax.process_count() > 1:
                     wait([created])
 
-        (tried, phase), everyone = told(attempt, tells=lambda result: result[0].gave_up)
+        (tried, phase), everyone = told(attempt, tells=lambda result: result[0].told)
 
         def settled() -> Sequence[str]:
             taken = settle(tried, everyone, run.step.compiler_options)

@@ -25,6 +25,8 @@ _PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED")
 # What is read by the compilers beside the options of a program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _LONGEST_REASON = 120
+# Before a reason that a process tells the others, where it read it from a note.
+_EARLIER = "at an earlier start: "
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Attempt:
     gave_up: str = ""
     note: Path | None = None
     was_known: bool = False
+
+    @property
+    def told(self) -> str:
+        """What this process tells the others: why its compiler gave up, and whether that was at an earlier start."""
+        return f"{_EARLIER}{self.gave_up}" if self.was_known else self.gave_up
 
 
 def compile_trying(
@@ -103,8 +110,8 @@ def compile_together(lowered: "jax.stages.Lowered", options: CompilerOptions, me
         return Taken(lowered.compile(), {}, ())
     if len(among) == 1:
         attempt = try_options(lowered, options, mesh)
-        return settle(attempt, [attempt.gave_up], options)
-    attempt, everyone = told(lambda: try_options(lowered, options, mesh), tells=lambda attempt: attempt.gave_up)
+        return settle(attempt, [attempt.told], options)
+    attempt, everyone = told(lambda: try_options(lowered, options, mesh), tells=lambda attempt: attempt.told)
     return settle(attempt, everyone, options)
 
 
@@ -135,7 +142,7 @@ def settle(attempt: Attempt, everyone: Sequence[str], options: CompilerOptions) 
 
     Args:
         attempt: Of this process.
-        everyone: Of each process, in their order, why its compiler gave up; empty where it did not.
+        everyone: Of each process, in their order, what its attempt told; empty where its compiler did not give up.
         options: What the program has in any case, and what was tried.
 
     Raises:
@@ -146,15 +153,19 @@ def settle(attempt: Attempt, everyone: Sequence[str], options: CompilerOptions) 
     if first is None:
         assert attempt.compiled is not None, "no process gave up"
         return Taken(attempt.compiled, tried, (_with(tried),) if tried else ())
-    where = f" on process {first}" if len(everyone) > 1 else ""
-    if attempt.was_known:
-        where = f"{where} at an earlier start ({attempt.note}; delete it to try again)"
+    why, are_several = everyone[first].removeprefix(_EARLIER), len(everyone) > 1
+    where = f" on process {first}" if are_several else ""
+    if why != everyone[first]:
+        note = attempt.note if attempt.was_known else "it has a note"
+        # Processes may keep their notes in folders of their own, and each note is enough to go without.
+        which = "that of each process" if are_several else "it"
+        where = f"{where} at an earlier start ({note}; delete {which} to try again)"
     compiled = attempt.lowered.compile()
     # Only once the program compiles without them are the options known to be what the compiler gave up with. A process
     # whose own compiler did not give up notes it too: the others would make it drop the options at each start.
-    if attempt.note is not None and not attempt.was_known and not everyone[first].startswith(_PASSING):
-        _write(attempt.note, everyone[first])
-    return Taken(compiled, {}, (_without(tried, f"{where}: {everyone[first]}"),))
+    if attempt.note is not None and not attempt.was_known and not why.startswith(_PASSING):
+        _write(attempt.note, why)
+    return Taken(compiled, {}, (_without(tried, f"{where}: {why}"),))
 
 
 def _with(tried: Mapping[str, Value]) -> str:

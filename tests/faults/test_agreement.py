@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.run import agreed
 from jaxtrain.runtime.agreement import differences, verdict_of
+from jaxtrain.runtime.compiler_options import CompilerOptions
 
 SEED = {"seed": ("1", "command line")}
 # id: (facts of each process, lines)
@@ -40,6 +42,19 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("everyone", "lines"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_what_differs_is_named_with_both_values(everyone, lines):
     assert differences(everyone) == lines
+
+
+def test_options_that_compilers_accept_are_told_one_by_one():
+    """A value that is told is cut after 80 characters, which a name or two of options take."""
+    names = [f"xla_some_option_of_a_compiler_with_a_long_name_{number}" for number in range(3)]
+
+    def facts(used):
+        options = CompilerOptions({name: True for name in used}, tried={names[0]: True})
+        return agreed.run_facts(SimpleNamespace(stream={"seed": 0}, step=SimpleNamespace(compiler_options=options)))
+
+    assert differences([facts(names), facts(names)]) == []
+    lines = differences([facts(names), facts(names[:2])])
+    assert lines == [f"compiler option {names[2]}: process 0 has True, process 1 has none"]
 
 
 @pytest.mark.parametrize(

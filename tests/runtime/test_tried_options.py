@@ -221,3 +221,29 @@ def test_a_program_of_this_process_alone_is_compiled_with_or_without():
         taken = compile_trying(lambda more: lowered.compile(compiler_options=dict(more) or None), tried)
         assert (taken.tried, len(taken.lines)) == (expected, num_lines), name
         assert float(taken.compiled(jnp.zeros(()))) == 1.0
+
+
+def test_a_note_of_another_process_is_told_as_such(cache):
+    """Each process has notes of its own: where that of one is deleted, those of the others still count."""
+    first, second = small_step(WORKS), small_step(FAILS)
+    attempts(second)
+    knows = try_options(second.lower(BATCH), second.compiler_options, second.mesh)
+    assert knows.was_known
+    tries = try_options(first.lower(BATCH), first.compiler_options, first.mesh)
+    (line,) = settle(tries, [tries.told, knows.told], first.compiler_options).lines
+    assert (
+        "gave up on process 1 at an earlier start (it has a note; delete that of each process to try again): " in line
+    )
+    written = json.loads(tries.note.read_text())["gave_up"]
+    assert written == knows.gave_up, "the reason alone"
+    (line,) = settle(knows, [knows.told, tries.told], second.compiler_options).lines
+    assert (
+        f"on process 0 at an earlier start ({knows.note}; delete that of each process to try again): {written}" in line
+    )
+
+
+def test_a_process_that_gives_up_itself_beside_a_note_of_another_one_says_whose_it_is(cache):
+    step = small_step(FAILS)
+    attempt = try_options(step.lower(BATCH), step.compiler_options, step.mesh)
+    (line,) = settle(attempt, [attempt.told, f"at an earlier start: {attempt.gave_up}"], step.compiler_options).lines
+    assert "which it gave up on process 0: INVALID_ARGUMENT" in line
