@@ -243,27 +243,34 @@ def use_and_add(
 
     Args:
         found: the sum.
-        use: a function of a tree of arrays.
+        use: a function of a tree of arrays, which gives one array.
         pull: (arguments, gradient of the result, the sum so far, factors) -> (gradients of the arguments, None in place
-            of those that have none, such as the parameter's; the sum).
+            of those that have none, such as the parameter's; the sum). Not called where nothing comes back, as of a
+            metric.
         arguments: of `use`.
     """
     given = _parts.get()
     assert given is not None, "the sum was found in the step that is being traced"
+    # That of the call, as in a gradient that jax derives.
+    precision = jax.config.jax_default_matmul_precision
 
     @jax.custom_vjp
     def call(arguments: Any, start: tuple[jax.Array, Factors]) -> Any:
         return use(arguments), start
 
-    def forward(arguments: Any, start: tuple[jax.Array, Factors]) -> tuple[Any, Any]:
+    def forward(*primals: Any) -> tuple[Any, Any]:
+        arguments, start = jax.tree.map(lambda leaf: leaf.value, primals)
         return (use(arguments), start), arguments
 
     def backward(arguments: Any, pulled: Any) -> tuple[Any, Any]:
         gradient, (total, factors) = pulled
-        gradients, total = pull(arguments, gradient, total, factors)
+        if _is_zero(gradient):
+            return None, (total, factors)
+        with jax.default_matmul_precision(precision):
+            gradients, total = pull(arguments, gradient, total, factors)
         return gradients, (total, factors)
 
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     result, given.ends[found.path] = call(arguments, given.ends[found.path])
     return result
 

@@ -99,3 +99,28 @@ def test_only_the_parameter_itself_has_a_sum() -> None:
             attached = scatter.attach_parts({"embedding": table}, skip=())["embedding"]
             assert scatter.find_sum(attached) == scatter.SumOfUse("embedding", 1)
             assert scatter.find_sum(attached * 1) is None
+
+
+def test_only_a_use_with_a_gradient_adds_to_the_sum_in_the_precision_of_the_use() -> None:
+    layout = Layout(make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES]), {}, DEFAULT_RULES)
+    pulled: list[str | None] = []
+
+    def pull(x: jax.Array, gradient: jax.Array, total: jax.Array, factors: Any) -> tuple[jax.Array, jax.Array]:
+        pulled.append(jax.config.jax_default_matmul_precision)
+        return gradient, total + 1
+
+    def of(x: jax.Array, total: jax.Array, unread: Any) -> Any:
+        parts = scatter.Parts({"embedding": (total, 1)}, {"embedding": total}, unread)
+        with scatter.use_parts(parts), use_layout(dataclasses.replace(layout, manual=frozenset({"data"}))):
+            found = scatter.find_sum(scatter.attach_parts({"embedding": table}, skip=())["embedding"])
+            assert found is not None
+            with jax.default_matmul_precision("highest"):
+                used = scatter.use_and_add(found, jnp.sin, pull, x)
+            metric = jnp.argmax(scatter.use_and_add(found, jnp.cos, pull, x))
+        return (jnp.sum(used), parts.ends), metric
+
+    table, factors = jnp.ones((VOCABULARY, WIDTH)), (jnp.float32(1), jnp.float32(1))
+    (loss, _), rest, _ = jax.vjp(of, jnp.zeros(3), table, factors, has_aux=True)
+    _, total, _ = rest((jnp.ones_like(loss), {"embedding": (table, factors)}))
+    np.testing.assert_array_equal(total, table + 1)
+    assert pulled == ["highest"]
