@@ -171,7 +171,7 @@ CASES = {
     ),
     "resnet": Case(
         lambda _: build_model(
-            ResNetConfig(stage_blocks=(1, 2), width=16, stem="small"), input_shape=(8, 8, 1), num_outputs=10
+            ResNetConfig(stage_blocks=(1, 3), width=16, stem="small"), input_shape=(8, 8, 1), num_outputs=10
         ),
         classification(),
         DigitsData(),
