@@ -252,7 +252,7 @@ def use_and_add(
     given = _parts.get()
     assert given is not None, "the sum was found in the step that is being traced"
     # That of the call, as in a gradient that jax derives.
-    precision = jax.config.jax_default_matmul_precision
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
     @jax.custom_vjp
     def call(arguments: Any, start: tuple[jax.Array, Factors]) -> Any:
