@@ -1,8 +1,6 @@
 """`python -m jaxtrain` is the `jaxtrain` command."""
 
-import sys
-
-from jaxtrain.cli import main
+from jaxtrain.cli import run_program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program()

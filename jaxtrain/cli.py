@@ -272,5 +272,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             drop_unwritten(sys.stderr)
 
 
+def run_program() -> NoReturn:
+    """Be the program `jaxtrain`: run the command of this process, and end with its exit code whatever threads do."""
+    from jaxtrain.runtime import exit_code
+
+    exit_code.keep()
+    code = main()
+    exit_code.set_code(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program()

@@ -1,5 +1,6 @@
 """Loads batches on a background thread while a step runs."""
 
+import atexit
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -94,6 +95,14 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
 
     # A daemon, so that a consumer that dies without closing the iterator does not keep the process alive.
     thread = threading.Thread(target=work, name="jaxtrain-prefetch", daemon=True)
+
+    def end() -> None:
+        stopped.set()
+        free.release()
+        thread.join(_CLOSING_SECONDS)
+
+    # An interpreter that ends while the thread is inside of jax would abort.
+    atexit.register(end)
     thread.start()
     is_waited_for = True
     try:
@@ -110,10 +119,12 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
             # Released before the wait for the next one: a batch may be gigabytes of device memory.
             del batch
     finally:
-        stopped.set()
-        free.release()
+        atexit.unregister(end)
         if is_waited_for:
-            thread.join(_CLOSING_SECONDS)
+            end()
+        else:
+            stopped.set()
+            free.release()
 
 
 def _loaded(load: Callable[[int], Batch], k: int, *, on_thread: bool = False) -> Batch:

@@ -1,5 +1,7 @@
 """Prefetching keeps order, raises, and leaves no thread behind."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -78,3 +80,20 @@ def test_depth_bounds_what_lies_ready():
 def test_an_iterator_never_started_has_no_thread():
     prefetch(number, 0, 5, depth=2)
     assert threads() == []
+
+
+LEFT_OPEN = """
+import jax
+import numpy as np
+
+from jaxtrain.data import prefetch
+
+batches = prefetch(lambda k: jax.block_until_ready(jax.device_put(np.ones((1000, 1000)))), 0, 10**9, depth=10**6)
+next(batches)
+"""
+
+
+def test_a_program_may_end_with_an_open_iterator():
+    # Otherwise the interpreter ends the thread inside of jax, which aborts the process.
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,8 @@
 """What the engine does with requests that queue, are cancelled or fail, with programs that compute nothing."""
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -265,3 +267,21 @@ def test_a_draft_is_what_followed_before(text, count, wanted):
 def test_a_draft_is_accepted_up_to_the_first_wrong_token():
     assert [accepted([4, 5, 6], chosen) for chosen in ([4, 5, 6, 7], [4, 5, 0, 7], [0, 5, 6, 7])] == [3, 2, 0]
     assert accepted([], [3]) == 0
+
+
+LEFT_OPEN = """
+import jax
+import jaxtrain as jt
+
+sizes = dict(kind="transformer", num_layers=1, embed_dim=16, num_heads=2, max_sequence_length=4096)
+model = jt.build_model(sizes, input_shape=(4096,), vocab_size=62)
+sharded = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+engine = jt.Engine(sharded, jax.jit(sharded.init)(jax.random.key(0))[0], slots=1)
+engine.start()
+next(iter(engine.submit(jt.Request((1, 2), 4000, jt.Sampling(temperature=0)))))
+"""
+
+
+def test_a_program_may_end_with_an_engine_at_work():
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """The engine: a thread that serves many requests with one model, and what other threads ask it."""
 
+import atexit
 import threading
 from dataclasses import replace
 from types import TracebackType
@@ -142,6 +143,8 @@ class Engine:
             ring=self._ring,
         )
         self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
+        # An interpreter that ends while the thread is inside of jax would abort.
+        atexit.register(self.close, drain=False)
         self._thread.start()
 
     def submit(self, request: Request, on_event: OnEvent | None = None) -> Ticket:
@@ -190,6 +193,7 @@ class Engine:
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        atexit.unregister(self.close)
 
     def counters(self) -> EngineCounters:
         """What the engine did since it was started; any thread may ask."""

@@ -1,0 +1,46 @@
+"""A program ends with its own code, though a thread is inside of jax as its interpreter ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+BUSY = """
+import atexit
+import sys
+import threading
+
+from jaxtrain import cli
+
+
+def run(words):
+    import jax
+    import numpy as np
+
+    def work():
+        while True:
+            jax.block_until_ready(jax.device_put(np.ones((1000, 1000))))
+
+    atexit.register(print, "late")
+    jax.device_put(1)
+    threading.Thread(target=work, daemon=True).start()
+    {ends}
+
+
+cli._run = run
+cli.run_program()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "line"),
+    [
+        ("return 75", 75, ""),
+        ("raise cli.ConfigError('wrong')", 2, "jaxtrain: wrong\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_the_code_of_the_command_is_that_of_the_process(ends, code, line):
+    program = BUSY.format(ends=ends)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "late\n", line)
