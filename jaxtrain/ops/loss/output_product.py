@@ -43,14 +43,14 @@ def output_product(hidden_BLD: jax.Array, kernel: jax.Array, bias_V: jax.Array |
 def _add_product(
     h_ND: jax.Array, d_logits_NV: jax.Array, total: jax.Array, factors: Factors, found: SumOfUse, *, tied: bool
 ) -> jax.Array:
-    """Add the gradient of the kernel to its sum, float32, one block of ids at a time."""
+    """Add the gradient of the kernel to its sum, in the dtype of the sum, one block of ids at a time."""
     vocabulary, dim = d_logits_NV.shape[1], 0 if tied else 1
     size = vocabulary // num_pieces(vocabulary * h_ND.shape[1], vocabulary)
 
     def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         d_logits_NC = jax.lax.dynamic_slice_in_dim(d_logits_NV, start, size, axis=1)
         factored = (d_logits_NC, h_ND) if tied else (h_ND, d_logits_NC)
-        block = jax.lax.dot_general(*factored, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        block = jax.lax.dot_general(*factored, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
         part = sum_and_scatter(block, total.dtype, found.dim) * factors[0] * factors[1]
         before = jax.lax.dynamic_slice_in_dim(total, start, size, axis=dim)
         return jax.lax.dynamic_update_slice_in_dim(total, before + part, start, axis=dim), None
