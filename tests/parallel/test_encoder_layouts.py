@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from layouts import ADAMW, ONE, Case, Layout, distance, layout, make_step
+from test_layouts import LOSS_TOLERANCE, PARAMETER_TOLERANCE
 
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
@@ -16,8 +17,6 @@ from jaxtrain.remat.policy import Remat
 
 ROWS, LENGTH, VOCABULARY, CLASSES = 16, 16, 32, 4
 STEPS = 10
-# Float32 sums in another order, as in test_layouts.py, at ten times its learning rate.
-LOSS_TOLERANCE = PARAMETER_TOLERANCE = 1e-5
 MASKED = 1  # the id that stands for a masked token
 
 
