@@ -15,10 +15,8 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from jaxtrain.layout.pieces import num_pieces
 from jaxtrain.layout.sharding import Params, current_layout, path_name
-
-# Elements of a gradient that are summed in float32 at once, where it does not come layer by layer: 64 MiB.
-_PIECE = 2**24
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +58,8 @@ class Parts:
     """What is differentiated in place of the parameters of the step that is being traced, by path.
 
     Attributes:
-        parts: (part, dim) of each; of a stack, its gradients are what is pulled back to them.
+        parts: (part, dim) of each; of a stack, its gradients are what is pulled back to them. A dim of None: what a
+            device sums is not scattered before the last microbatch (ZeRO-1).
         sums: where the sum of a parameter outside the stack enters. Nothing reads it: what is pulled back through it
             begins as the sum so far, to which the backward pass adds, so that no part stands beside the sum.
         factors: enter with them, and are pulled back likewise.
@@ -69,7 +68,7 @@ class Parts:
         trace: of what is differentiated.
     """
 
-    parts: Mapping[str, tuple[jax.Array, int]]
+    parts: Mapping[str, tuple[jax.Array, int | None]]
     sums: Mapping[str, jax.Array]
     factors: Factors
     ends: dict[str, tuple[jax.Array, Factors]] = field(default_factory=dict)
@@ -83,11 +82,11 @@ class SumOfUse:
 
     Attributes:
         path: of the parameter.
-        dim: over which the sum is scattered.
+        dim: over which the sum is scattered; None: it is not.
     """
 
     path: str
-    dim: int
+    dim: int | None
 
 
 # Set by `use_parts` around a trace.
@@ -130,7 +129,7 @@ def attach_parts(params: Params, *, skip: tuple[str, ...], later: Collection[str
             return leaf
         part, dim = given.parts[name]
         is_array = all(isinstance(key, jax.tree_util.DictKey) for key in path)
-        if dim > 0 and is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
+        if dim is not None and dim > 0 and is_array and any(name == one or name.startswith(f"{one}/") for one in skip):
             return Scattered(leaf, part, dim)
         if name in later:
             return Waiting(leaf, name)
@@ -297,12 +296,14 @@ def _is_zero(gradient: Any) -> bool:
     return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
-def sum_and_scatter(gradient: jax.Array, dtype: Any, dim: int) -> jax.Array:
-    """Sum a gradient over `data` in another dtype, and keep a device's part of a dim."""
+def sum_and_scatter(gradient: jax.Array, dtype: Any, dim: int | None) -> jax.Array:
+    """Sum a gradient over `data` in another dtype, and keep a device's part of a dim; None: only change the dtype."""
+    if dim is None:
+        return gradient.astype(dtype)
     return jax.lax.psum_scatter(gradient.astype(dtype), "data", scatter_dimension=dim, tiled=True)
 
 
-def _add_part(gradient: jax.Array, dim: int, total: jax.Array, factors: Factors) -> jax.Array:
+def _add_part(gradient: jax.Array, dim: int | None, total: jax.Array, factors: Factors) -> jax.Array:
     """Add a device's part of a gradient, summed over `data` and times the factors, to a sum.
 
     Of a large gradient (an embedding's) a piece at a time, so that a copy of it in float32 is never whole.
@@ -311,7 +312,7 @@ def _add_part(gradient: jax.Array, dim: int, total: jax.Array, factors: Factors)
     def scatter(piece: jax.Array) -> jax.Array:
         return sum_and_scatter(piece, total.dtype, dim) * factors[0] * factors[1]
 
-    split, count = _pieces(gradient, dim)
+    split, count = (0, 1) if dim is None else _pieces(gradient, dim)
     if count == 1:
         return total + scatter(gradient)
     width = gradient.shape[split] // count
@@ -324,6 +325,26 @@ def _add_part(gradient: jax.Array, dim: int, total: jax.Array, factors: Factors)
     return jax.lax.scan(one, total, jnp.arange(count) * width)[0]
 
 
+def scatter_in_pieces(total: jax.Array, dim: int) -> jax.Array:
+    """Sum an array over `data` and keep a device's part of a dim, a piece at a time.
+
+    Beside a large sum its pieces alone stand: libtpu makes a reduce-scatter an all-reduce into another array.
+    """
+    split, count = _pieces(total, dim)
+    if count == 1:
+        return sum_and_scatter(total, total.dtype, dim)
+    width = total.shape[split] // count
+    shape = list(total.shape)
+    shape[dim] //= jax.lax.axis_size("data")
+
+    def one(parts: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        piece = jax.lax.dynamic_slice_in_dim(total, start, width, axis=split)
+        part = sum_and_scatter(piece, total.dtype, dim)
+        return jax.lax.dynamic_update_slice_in_dim(parts, part, start, axis=split), None
+
+    return jax.lax.scan(one, jnp.zeros(shape, total.dtype), jnp.arange(count) * width)[0]
+
+
 def _pieces(gradient: jax.Array, dim: int) -> tuple[int, int]:
     """The dim over which a gradient is taken in pieces, and their number; 1 where it is scattered at once."""
     layout = current_layout()
@@ -333,14 +354,3 @@ def _pieces(gradient: jax.Array, dim: int) -> tuple[int, int]:
     others = [(size, other) for other, size in enumerate(gradient.shape) if other != dim]
     size, split = max(others, default=(1, dim))
     return split, num_pieces(gradient.size, size)
-
-
-def num_pieces(elements: int, size: int) -> int:
-    """In how many equal pieces an array is summed over a dim.
-
-    Args:
-        elements: of the array.
-        size: of the dim.
-    """
-    wanted = -(-elements // _PIECE)
-    return next((count for count in range(wanted, min(4 * wanted, size) + 1) if size % count == 0), 1)

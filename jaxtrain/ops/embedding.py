@@ -48,7 +48,7 @@ def _adds_rows(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -> b
     """Whether the gradients of rows are added to the sum of the table's, without a gradient of the table."""
     # What is sent are rows in the dtype of the table, instead of the table in float32.
     fewer = indices_BL.size * table_VD.dtype.itemsize <= 4 * table_VD.shape[0]
-    return found.dim == 1 and fewer
+    return found.dim is None or (found.dim == 1 and fewer)
 
 
 def _take_and_add(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
@@ -61,8 +61,9 @@ def _take_and_add(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -
     def pull(arguments: Any, rows_BLD: jax.Array, total: jax.Array, factors: Factors) -> tuple[None, jax.Array]:
         ids_T = jnp.clip(arguments[1].reshape(-1), 0, table_VD.shape[0] - 1)
         rows_TD = rows_BLD.reshape(-1, rows_BLD.shape[-1])
-        ids_T = jax.lax.all_gather(ids_T, "data", tiled=True)
-        rows_TD = jax.lax.all_to_all(rows_TD, "data", split_axis=1, concat_axis=0, tiled=True)
+        if found.dim is not None:
+            ids_T = jax.lax.all_gather(ids_T, "data", tiled=True)
+            rows_TD = jax.lax.all_to_all(rows_TD, "data", split_axis=1, concat_axis=0, tiled=True)
         rows_TD = rows_TD.astype(total.dtype) * factors[0] * factors[1]
         return None, total.at[ids_T].add(rows_TD, mode="promise_in_bounds")
 

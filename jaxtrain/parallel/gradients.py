@@ -173,7 +173,9 @@ def _on_shards(
     """
     reduction = DataReduction(layout, zero, stack)
     manual = dataclasses.replace(layout, manual=layout.manual | {"data"})
-    differentiate = _differentiate(loss, reduction if reduction.each_microbatch else None, stack)
+    differentiate = _differentiate(
+        loss, reduction if reduction.each_microbatch else None, stack, adds_rest=zero == 1 and stack is not None
+    )
     inside = partial(_inside, stack=stack, layout=layout, zero=zero)
 
     def local(params: Tree, *rest: Tree) -> tuple[Tree, Tree, TaskSums]:
@@ -181,8 +183,8 @@ def _on_shards(
             total, model_state, sums = _accumulate(
                 differentiate, lambda total: total, count, reduction.zeros, inside, params, *rest
             )
-        finish = reduction.as_stored if reduction.each_microbatch else reduction.reduce
-        total = finish(total, params)
+            finish = reduction.as_stored if reduction.each_microbatch else reduction.reduce
+            total = finish(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
     # Unchecked: the check would ask for casts in the loops of users' models. The sums above are the only
@@ -197,7 +199,9 @@ def _on_shards(
     )
 
 
-def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: str | None) -> Differentiate:
+def _differentiate(
+    loss: LossFunction, reduction: DataReduction | None, stack: str | None, *, adds_rest: bool = False
+) -> Differentiate:
     """Build the gradients of a microbatch, of which those of the stack are added to the sums as they arise.
 
     Args:
@@ -206,6 +210,8 @@ def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: s
             (ZeRO-2). Then shards are summed before their gradients can be weighted, so that what is differentiated is
             the sum over rows, divided by the count of targets, so that fp16 gradients keep their range.
         stack: see `compute_gradients`.
+        adds_rest: whether the backward pass adds the gradients outside the stack to their sums too, which a
+            `reduction` does for those that it scatters.
     """
 
     def differentiate(
@@ -225,10 +231,10 @@ def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: s
         ) -> tuple[tuple[jax.Array, Any, Any], LossParts]:
             # A parameter that no dim of divides has no part: it is differentiated itself.
             chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
-            given = {name: (part, dim) for name, part in starts.items() if (dim := dims[name]) is not None}
+            given = {name: (part, dims[name]) for name, part in starts.items() if adds_rest or dims[name] is not None}
             parts = Parts(given, others, factors)
             with contextlib.ExitStack() as contexts:
-                if reduction is not None:
+                if given:
                     contexts.enter_context(use_parts(parts))
                 passing = StackSums(stack or "", (sums, factor), keep_part)
                 if sums:
@@ -243,7 +249,7 @@ def _differentiate(loss: LossFunction, reduction: DataReduction | None, stack: s
         (mean, _, ends), pull, found = jax.vjp(of, starts, sums, unread, others, (unread, unread), has_aux=True)
         # As a mean, which the caller weights; what is added to sums is weighted there.
         factor = divisor(found[1]) if reduction is None else jnp.float32(constant)
-        unit = constant / divisor(found[1])
+        unit = jnp.float32(1) if reduction is None else constant / divisor(found[1])
         attached = {name: (others[name], (unit, divisor(found[1]))) for name in ends}
         gradients, sums, _, others, _ = pull((jnp.ones_like(mean), (sums, factor), attached))
         sums |= {name: others[name] for name in ends}

@@ -8,6 +8,7 @@ from jax.experimental.layout import Layout as DimOrder
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
+from jaxtrain.layout.scatter import scatter_in_pieces
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name
 from jaxtrain.parallel.microbatches import Tree
 
@@ -100,7 +101,7 @@ class DataReduction:
             dim = self.dim(path, leaf)
             if dim is None:
                 return jax.lax.psum(gradient, "data")
-            return jax.lax.psum_scatter(gradient, "data", scatter_dimension=dim, tiled=True)
+            return scatter_in_pieces(gradient, dim)
 
         return jax.tree_util.tree_map_with_path(one, params, tree)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout import scatter
+from jaxtrain.layout import pieces, scatter
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
 
@@ -20,6 +20,7 @@ ROWS = {
     "the next count that divides": ((16, 9), 0, 80, 3),
     "no count divides": ((16, 7), 0, 60, 7),
     "only one dim": ((16,), 0, 4, 1),
+    "a stack": ((3, 8, 12), 2, 64, 8),
 }
 
 
@@ -27,7 +28,7 @@ ROWS = {
 def test_pieces_are_the_part_of_the_sum(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dim: int, piece: int, count: int
 ) -> None:
-    monkeypatch.setattr(scatter, "_PIECE", piece)
+    monkeypatch.setattr(pieces, "_PIECE", piece)
     layout = Layout(make_mesh(data=4, devices=jax.devices()[:4]), {}, {})
     gradients = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
     part = jax.ShapeDtypeStruct((*shape[:dim], shape[dim] // 4, *shape[dim + 1 :]), jnp.float32)
@@ -36,12 +37,17 @@ def test_pieces_are_the_part_of_the_sum(
         with use_layout(dataclasses.replace(layout, manual=frozenset({"data"}))):
             assert scatter._pieces(gradients[0], dim)[1] == count
             total = jnp.ones(part.shape, part.dtype)
-            return scatter._add_part(gradients[0], dim, total, (jnp.float32(0.5), jnp.float32(3)))
+            added = scatter._add_part(gradients[0], dim, total, (jnp.float32(0.5), jnp.float32(3)))
+            return jnp.stack([added, scatter.scatter_in_pieces(gradients[0], dim)])
 
-    specs = PartitionSpec("data"), PartitionSpec(*[None] * dim, "data")
-    summed = jax.jit(jax.shard_map(local, mesh=layout.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
+    over = PartitionSpec(*[None] * (dim + 1), "data")
+    run = jax.shard_map(local, mesh=layout.mesh, in_specs=PartitionSpec("data"), out_specs=over, check_vma=False)
+    lowered = jax.jit(run).lower(gradients)
+    assert lowered.as_text().count("stablehlo.while") == (2 if count > 1 else 0)
+    added, summed = lowered.compile()(gradients)
     # Four numbers of size 1, in an order of the backend's.
-    np.testing.assert_allclose(summed(gradients), 1 + 1.5 * gradients.sum(axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(added, 1 + 1.5 * gradients.sum(axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(summed, gradients.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_read_after_a_stack_is_scattered_before_the_stack_runs_backward() -> None:

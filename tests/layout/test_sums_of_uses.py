@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout import scatter
+from jaxtrain.layout import pieces, scatter
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import DEFAULT_RULES
 from jaxtrain.layout.sharding import Layout, use_layout
@@ -53,17 +53,18 @@ USES: dict[str, tuple[Callable[[Params, jax.Array], jax.Array], bool]] = {
 }
 
 
+@pytest.mark.parametrize("scattered", [True, False], ids=["parts", "whole sums"])
 @pytest.mark.parametrize(("use", "finds"), USES.values(), ids=USES)
 def test_sums_are_those_of_plain_code(
-    use: Callable[[Params, jax.Array], jax.Array], finds: bool, monkeypatch: pytest.MonkeyPatch
+    use: Callable[[Params, jax.Array], jax.Array], finds: bool, scattered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scatter, "_PIECE", 64)  # several blocks of ids
+    monkeypatch.setattr(pieces, "_PIECE", 64)  # several blocks of ids
     layout = Layout(make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES]), {}, DEFAULT_RULES)
     random = np.random.default_rng(0)
     shapes = {"embedding": (VOCABULARY, WIDTH), "output": (WIDTH, VOCABULARY), "bias": (VOCABULARY,)}
     params = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     before = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    dims = {"embedding": 1, "output": 0, "bias": 0}
+    dims: dict[str, int | None] = {"embedding": 1, "output": 0, "bias": 0} if scattered else dict.fromkeys(shapes)
     ids = random.integers(-2, VOCABULARY + 2, size=(DEVICES, 5))  # some are outside the table
     factors = (jnp.float32(0.5), jnp.float32(3))
 
@@ -75,10 +76,10 @@ def test_sums_are_those_of_plain_code(
 
         (loss, _), pull = jax.vjp(of, sums, (jnp.float32(0), jnp.float32(0)))
         added, _ = pull((jnp.ones_like(loss), {name: (total, factors) for name, total in sums.items()}))
-        return added
+        return added if scattered else jax.tree.map(lambda new, old: old + jax.lax.psum(new - old, "data"), added, sums)
 
     none = PartitionSpec()
-    over = {name: PartitionSpec(*[None] * dim, "data") for name, dim in dims.items()}
+    over = {name: none if dim is None else PartitionSpec(*[None] * dim, "data") for name, dim in dims.items()}
     specs = (none, over, PartitionSpec("data"))
     run = jax.jit(jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=over, check_vma=False))
     plain = jax.grad(lambda params: use(params, ids))(params)
@@ -86,7 +87,7 @@ def test_sums_are_those_of_plain_code(
         # Sums of some hundred numbers, in another order.
         np.testing.assert_allclose(added, before[name] + 1.5 * plain[name], rtol=1e-4, atol=1e-3, err_msg=name)
     text = run.lower(params, before, ids).as_text()
-    assert ("all_to_all" in text) is finds, "rows are exchanged, and not the gradient of the table"
+    assert ("all_to_all" in text) is (finds and scattered), "rows are exchanged, and not the gradient of the table"
 
 
 def test_only_the_parameter_itself_has_a_sum() -> None:
@@ -95,9 +96,9 @@ def test_only_the_parameter_itself_has_a_sum() -> None:
     unread = (jnp.float32(0), jnp.float32(0))
     with use_layout(dataclasses.replace(layout, manual=frozenset({"data"}))):
         assert scatter.find_sum(table) is None
-        with scatter.use_parts(scatter.Parts({"embedding": (table, 1)}, {"embedding": table}, unread)):
+        with scatter.use_parts(scatter.Parts({"embedding": (table, None)}, {"embedding": table}, unread)):
             attached = scatter.attach_parts({"embedding": table}, skip=())["embedding"]
-            assert scatter.find_sum(attached) == scatter.SumOfUse("embedding", 1)
+            assert scatter.find_sum(attached) == scatter.SumOfUse("embedding", None)
             assert scatter.find_sum(attached * 1) is None
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, num_pieces, sum_and_scatter, use_and_add
+from jaxtrain.layout.pieces import num_pieces
+from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, sum_and_scatter, use_and_add
 from jaxtrain.ops.linear import linear
 
 
 def output_product(hidden_BLD: jax.Array, kernel: jax.Array, bias_V: jax.Array | None, *, tied: bool) -> jax.Array:
     """Compute the logits [B, L, V] of an output layer.
 
-    Where the step sums gradients over microbatches under ZeRO-2, that of the kernel is made, summed over `data` and
-    added to its sum for some ids of the vocabulary at a time: it is as large as the embedding.
+    Where the step sums gradients over microbatches under ZeRO, that of the kernel, which is as large as the embedding,
+    is made for some ids of the vocabulary at a time, summed over `data` (ZeRO-2) and added to its sum.
     """
 
     def product(arguments: Any) -> jax.Array:
@@ -24,7 +25,7 @@ def output_product(hidden_BLD: jax.Array, kernel: jax.Array, bias_V: jax.Array |
         return linear(hidden_BLD, kernel.T if tied else kernel, bias_V)
 
     found = find_sum(kernel)
-    if found is None or found.dim != (1 if tied else 0):
+    if found is None or found.dim not in (None, 1 if tied else 0):
         return product((hidden_BLD, kernel, bias_V))
 
     def pull(arguments: Any, d_logits_BLV: jax.Array, total: jax.Array, factors: Factors) -> tuple[Any, jax.Array]:

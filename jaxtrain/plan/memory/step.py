@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.layout.pieces import num_pieces
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory, Work
-from jaxtrain.plan.memory.transformer import transformer_work
+from jaxtrain.plan.memory.transformer import transformer_work, whole_logits
 from jaxtrain.plan.work.block import DeviceBatch
 from jaxtrain.plan.work.finetuned import dequantized_bytes, kept_bytes
 from jaxtrain.plan.work.offload import state_on_its_way
@@ -62,7 +63,8 @@ def step_memory(
     # The layers of a stack add their gradients to the sum one by one where the step runs it (`layout/stack_sums.py`).
     has_stack = isinstance(config.model, TransformerConfig | ViTConfig)
     layer_by_layer = has_stack and config.finetune.lora is None and not workload.pairs
-    gradients, cast, gathered = _parameters(config, placed, batch, layer_by_layer=layer_by_layer)
+    by_use = layer_by_layer and structure is not None and whole_logits(structure, config, batch)
+    gradients, cast, gathered = _parameters(config, placed, batch, layer_by_layer=layer_by_layer, by_use=by_use)
     in_head = work.head > work.block
     offload = config.optimizer.offload
     # The update comes when activations are gone.
@@ -109,7 +111,7 @@ def reserved_bytes(target: Target) -> int:
 
 
 def _parameters(
-    config: Config, placed: Sequence[Parameter], batch: DeviceBatch, *, layer_by_layer: bool
+    config: Config, placed: Sequence[Parameter], batch: DeviceBatch, *, layer_by_layer: bool, by_use: bool
 ) -> tuple[float, float, float]:
     """Gradients, parameters cast to the compute dtype, and what is whole at once, gathered or not scattered yet.
 
@@ -119,6 +121,8 @@ def _parameters(
         batch: what a device works on.
         layer_by_layer: whether sums over microbatches take the gradient of each layer as it arises; on a pipeline those
             of a chunk come together.
+        by_use: whether the lookup and the output layer add to the sums of their tables by themselves, in a step with
+            ZeRO on a mesh of `data` alone.
     """
     degrees, size = batch.degrees, POLICY_DTYPES[config.precision.policy].compute_bytes
     stored = POLICY_DTYPES[config.precision.policy].param_bytes
@@ -129,7 +133,8 @@ def _parameters(
     gradients = min(stored, size) * local
     layer_by_layer = layer_by_layer and degrees["pipe"] == 1
     # Of one layer or of one parameter outside the stack: its gradient before it is added to a sum or scattered.
-    one_layer = size * _largest_layer(trained, degrees)
+    by_use = by_use and batch.microbatches > 1 and degrees["data"] == math.prod(degrees.values())
+    one_layer = _largest_gradient(trained, degrees, size=size, by_use=zero if by_use else 0)
     unscattered = 0.0
     if batch.microbatches > 1:
         scatters = zero == 2 and degrees["pipe"] == 1
@@ -167,13 +172,26 @@ def _parameters(
     return gradients, cast, outside_stacks + max(gathered.values(), default=0.0)
 
 
-def _largest_layer(placed: Sequence[Parameter], degrees: Mapping[str, int]) -> float:
-    """Elements of the largest layer, or of the largest parameter outside the stacks."""
+def _largest_gradient(trained: Sequence[Parameter], degrees: Mapping[str, int], *, size: int, by_use: int) -> float:
+    """Bytes of the largest gradient before it is added to a sum: of a layer, or of a parameter outside the stacks.
+
+    Args:
+        trained: parameters that have one.
+        degrees: of the mesh.
+        size: bytes of an element.
+        by_use: ZeRO stage where tables outside the stacks get theirs in blocks of ids, in float32; 0: they do not.
+    """
     found: dict[str, float] = {}
-    for one in placed:
+    for one in trained:
         layers = 1 if one.scan is None else one.shape[0] / degrees["pipe"]
         name = one.path if one.scan is None else one.scan
-        found[name] = found.get(name, 0.0) + local_size(one.shape, one.entries, degrees) / layers
+        gradient = size * local_size(one.shape, one.entries, degrees) / layers
+        is_table = one.scan is None and len(one.shape) == 2
+        # Under stage 2 a device sums some columns, see `DataReduction.sum_dim`.
+        if is_table and (by_use == 1 or (by_use == 2 and min(one.shape) % degrees["data"] == 0)):
+            blocks = num_pieces(math.prod(one.shape), max(one.shape))
+            gradient = _FP32 * math.prod(one.shape) / blocks
+        found[name] = found.get(name, 0.0) + gradient
     return max(found.values(), default=0.0)
 
 

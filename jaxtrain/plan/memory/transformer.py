@@ -57,6 +57,14 @@ def transformer_work(
     return Work(kept, block, head, moved)
 
 
+def whole_logits(structure: Structure, config: Config, batch: DeviceBatch) -> bool:
+    """Whether the logits of a device are computed at once, if there are any; arguments as `transformer_work` takes."""
+    last, degrees = structure.stacks[-1], batch.degrees
+    tokens = batch.rows * last.length / degrees["context"]
+    vocabulary = (structure.vocabulary or 0) / degrees["tensor"]
+    return vocabulary == 0 or logit_blocks_of(config, tokens, last.blocks.embed_dim, vocabulary).by == "whole"
+
+
 def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedule: Schedule | None, kind: str) -> Work:
     """The activations of one stack, the `index`-th of the model, without those of a head."""
     model = stack.blocks
