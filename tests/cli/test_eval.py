@@ -205,7 +205,13 @@ def write_table(path, names):
     path.write_text("x,z,y\n" + "".join(f"{places[name] + noise},{noise},{name}\n" for name, noise in rows))
 
 
-@pytest.mark.parametrize("names", [["bee", "cat"], ["ant"] * 9 + ["cat"]], ids=["a class is missing", "other shares"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["bee", "cat"], id="a class is missing", marks=pytest.mark.long),
+        pytest.param(["ant"] * 9 + ["cat"], id="other shares"),
+    ],
+)
 def test_another_table_is_read_as_the_run_read_its_own(cli, table_run, tmp_path, names):
     write_table(tmp_path / "b.csv", names)
     overrides = [f"data.path={tmp_path / 'b.csv'}", "data.validation_fraction=0.5"]

@@ -44,6 +44,7 @@ def test_seed_decides(cli, text_run):
     assert first != other
 
 
+@pytest.mark.long
 def test_a_batch_gives_each_prompt_its_own_text(cli, text_run):
     prompts = ["a", "The class statement"]
     single = [sample(cli, text_run, "-p", prompt, "-n", "8", *GREEDY) for prompt in prompts]

@@ -22,6 +22,7 @@ def sample(cli, run, *words):
     return answer.out
 
 
+@pytest.mark.long
 def test_a_stream_and_a_whole_text_are_the_same(cli, text_run):
     """One program writes both, so that not even rounding differs; `run.sample` is a third way to the same text."""
     whole = sample(cli, text_run, *WORDS)

@@ -58,6 +58,7 @@ def recorded(run_dir: Path) -> tuple[bool, list[str]]:
     return OPTION in info["compiler_options"], [line for line in info["choices"] if line.startswith("compiler: ")]
 
 
+@pytest.mark.long
 def test_both_go_without_what_one_gives_up_with_and_remember_it(tmp_path: Path) -> None:
     found = run_two(tmp_path, "first", "compiles", "gives up")
     assert [code for code, _, _ in found] == [0, 0], found

@@ -121,7 +121,7 @@ def test_a_stuck_source_ends_a_single_run(tmp_path: Path) -> None:
     ("victim", "number", "why"),
     [
         pytest.param(0, signal.SIGKILL, "its connection closed", id="process-0-killed", marks=pytest.mark.long),
-        pytest.param(1, signal.SIGSTOP, "silent for ", id="process-1-stopped"),
+        pytest.param(1, signal.SIGSTOP, "silent for ", id="process-1-stopped", marks=pytest.mark.long),
         pytest.param(1, signal.SIGKILL, "its connection closed", id="process-1-killed", marks=pytest.mark.long),
         pytest.param(0, signal.SIGSTOP, "silent for ", id="process-0-stopped", marks=pytest.mark.long),
     ],

@@ -38,17 +38,17 @@ def alone(base: str) -> np.ndarray:
     return losses(make_step(base))
 
 
-long = pytest.mark.long
 LAYOUTS = [
     pytest.param("nf4", {"fsdp": 2, "tensor": 2}, "none", id="nf4: fsdp, tensor"),
-    pytest.param("nf4", {"pipe": 2, "fsdp": 2, "tensor": 2}, "none", id="nf4: pipe, fsdp, tensor", marks=long),
-    pytest.param("nf4", {"data": 2, "fsdp": 4}, "full", id="nf4: data, fsdp, full remat", marks=long),
-    pytest.param("nf4", {"context": 2, "tensor": 4}, "dots", id="nf4: context, tensor, remat of dots", marks=long),
-    pytest.param("int8", {"pipe": 2, "fsdp": 2, "tensor": 2}, "none", id="int8: pipe, fsdp, tensor", marks=long),
-    pytest.param("int8", {"fsdp": 8}, "full", id="int8: fsdp, full remat", marks=long),
+    pytest.param("nf4", {"pipe": 2, "fsdp": 2, "tensor": 2}, "none", id="nf4: pipe, fsdp, tensor"),
+    pytest.param("nf4", {"data": 2, "fsdp": 4}, "full", id="nf4: data, fsdp, full remat"),
+    pytest.param("nf4", {"context": 2, "tensor": 4}, "dots", id="nf4: context, tensor, remat of dots"),
+    pytest.param("int8", {"pipe": 2, "fsdp": 2, "tensor": 2}, "none", id="int8: pipe, fsdp, tensor"),
+    pytest.param("int8", {"fsdp": 8}, "full", id="int8: fsdp, full remat"),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("base", "degrees", "remat"), LAYOUTS)
 def test_every_layout_equals_one_device(base, degrees, remat):
     """To 1e-5: float32, in other orders of sums; the integers are the same."""
@@ -57,8 +57,8 @@ def test_every_layout_equals_one_device(base, degrees, remat):
     assert np.abs(np.diff(alone(base))).min() > 1e-3, "a run that learns nothing would prove nothing"
 
 
-REMATS = [pytest.param("nf4", "none", id="nf4"), pytest.param("int8", "none", id="int8", marks=long)]
-REMATS += [pytest.param("nf4", remat, id=f"nf4, {remat}", marks=long) for remat in ("full", "dots")]
+REMATS = [pytest.param("nf4", "none", id="nf4"), pytest.param("int8", "none", id="int8")]
+REMATS += [pytest.param("nf4", remat, id=f"nf4, {remat}") for remat in ("full", "dots")]
 
 
 @pytest.mark.parametrize(("base", "remat"), REMATS)

@@ -282,6 +282,7 @@ next(iter(engine.submit(jt.Request((1, 2), 4000, jt.Sampling(temperature=0)))))
 """
 
 
+@pytest.mark.long
 def test_a_program_may_end_with_an_engine_at_work():
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -119,6 +119,7 @@ def test_greedy_outputs_are_those_of_the_likeliest_next_token():
     np.testing.assert_array_equal(new, output[:, 1:])
 
 
+@pytest.mark.long
 def test_text_is_the_output_alone_on_one_device_and_on_several():
     model, params = _model()
     prompts = ["in one", "and another input"]

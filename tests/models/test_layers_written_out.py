@@ -18,14 +18,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param("grouped heads", None),
-        pytest.param("windows", "int8", marks=pytest.mark.long),
-        pytest.param("an encoder", None, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "dtype"), [("grouped heads", None), ("windows", "int8"), ("an encoder", None)])
 def test_tokens_are_those_of_scanned_layers(monkeypatch, name: str, dtype: str | None) -> None:
     model = jt.build_model(MODELS[name], input_shape=(640,), vocab_size=97)
     params, _ = jax.jit(model.init)(jax.random.key(3))

@@ -122,7 +122,16 @@ def losses_alone(kind: str) -> list[float]:
 
 
 # Further meshes of what the other rows hold.
-LONG = ("nnx data", "nnx fsdp", "nnx zero 2", "stages data", "stages fsdp", "stages pipe", "stages interleaved x fsdp")
+LONG = (
+    "nnx tensor by a table",
+    "nnx data",
+    "nnx fsdp",
+    "nnx zero 2",
+    "stages data",
+    "stages fsdp",
+    "stages pipe",
+    "stages interleaved x fsdp",
+)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.long if row in LONG else ()) for row in ROWS])

@@ -106,7 +106,7 @@ def on_one(name):
 
 LONG = pytest.mark.long
 ROWS = [
-    pytest.param("masked", {"data": 2, "fsdp": 2}, id="masked: data=2,fsdp=2"),
+    pytest.param("masked", {"data": 2, "fsdp": 2}, id="masked: data=2,fsdp=2", marks=LONG),
     pytest.param("masked", {"context": 2, "tensor": 2}, id="masked: context=2,tensor=2", marks=LONG),
     pytest.param("labelled", {"data": 2, "fsdp": 2}, id="labelled: data=2,fsdp=2", marks=LONG),
 ]

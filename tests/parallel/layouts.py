@@ -105,8 +105,8 @@ PLAIN = (
     "fsdp=8",
     "zero=2,data=2,fsdp=2,tensor=2",
     "pipe=4,interleaved,data=2,zero=2",
-    "context=2,tensor=2,fsdp=2",
-    "pipe=2,expert=2,data=2",
+    "context=4,all_to_all",
+    "expert=4,data=2",
 )
 
 

@@ -11,10 +11,10 @@ from test_layouts import LOSS_TOLERANCE, PARAMETER_TOLERANCE
 
 from jaxtrain.runtime.tree_path import path_name
 
-PLAIN = ("tensor=2,fsdp=2,data=2",)
+PLAIN = ("fsdp=8",)
 # What shards adapters, splits their stack or draws their masks; test_layouts.py proves all of TRANSFORMERS without.
 ROWS = (
-    *PLAIN,
+    "tensor=2,fsdp=2,data=2",
     "fsdp=8",
     "zero=1",
     "zero=2,data=2,fsdp=2,tensor=2",

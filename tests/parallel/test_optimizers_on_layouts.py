@@ -92,7 +92,7 @@ def alone() -> tuple[Any, Any, str]:
     return updated(layout(data=1))
 
 
-PLAIN = ("pipe=2,expert=2,data=2",)
+PLAIN = ("expert=2,tensor=2,fsdp=2",)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in PLAIN else pytest.mark.long) for row in ROWS])

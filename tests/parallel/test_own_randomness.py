@@ -147,10 +147,8 @@ BY_ROW = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "meshes"),
-    [pytest.param(*row, id=name, marks=pytest.mark.long if name == "call" else ()) for name, row in BY_ROW.items()],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("make", "meshes"), BY_ROW.values(), ids=BY_ROW)
 def test_drawn_by_row_they_are_the_same_on_every_mesh(make: Callable[[], Model], meshes: Any) -> None:
     alone = masks(make(), dict(data=1))
     assert len(np.unique(alone, axis=0)) == ROWS

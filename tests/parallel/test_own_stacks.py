@@ -49,10 +49,8 @@ def losses(devices: int, zero: int, accumulation: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("zero", "accumulation"),
-    [pytest.param(2, 2), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("zero", "accumulation"), [(2, 2), (1, 2), (2, 1)])
 def test_a_stack_that_is_scattered_over_its_layers_trains_as_on_one_device(zero: int, accumulation: int) -> None:
     # Float32 sums in another order.
     np.testing.assert_allclose(losses(2, zero, accumulation), losses(1, 0, accumulation), rtol=1e-5)

@@ -84,8 +84,6 @@ def _reference(name: str, accumulation: int = 1) -> tuple[np.ndarray, Any]:
 
 _ROWS = [
     pytest.param("rotary encoder_decoder", layout(context=2, tensor=2), 1, "none", id="encoder_decoder-rotary-context"),
-]
-_MORE = [
     pytest.param("encoder_decoder", layout(data=2, fsdp=2, tensor=2), 1, "full", id="encoder_decoder-all-axes-remat"),
     pytest.param("transformer", layout(pipe=2, tensor=2), 1, "none", id="transformer-pipe-tensor"),
     pytest.param("encoder_decoder", layout(fsdp=2, tensor=2, sp=True), 1, "none", id="encoder_decoder-sequence-split"),
@@ -96,10 +94,8 @@ _MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "accumulation", "remat"),
-    [*_ROWS, *(pytest.param(*row.values, marks=pytest.mark.long, id=row.id) for row in _MORE)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "where", "accumulation", "remat"), _ROWS)
 def test_a_layout_trains_as_one_device(name, where, accumulation, remat):
     """Tolerances as in test_layouts.py: float32 sums in another order, carried through Adam."""
     losses, params = _run(name, where, accumulation=accumulation, remat=remat)

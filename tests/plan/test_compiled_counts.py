@@ -80,6 +80,7 @@ def test_memory_of_experts_is_near_that_of_the_program(row):
     assert 0.5 < (memory.total_bytes - memory.state_bytes) / row["temporary_bytes"] < 1.5
 
 
+@pytest.mark.long
 def test_the_rows_are_what_compiling_gives():
     (row,) = [row for row in ROWS if row["config"] == f"2 parallel.expert=2 {EXPERTS}"]
     found = compile_counts(row["config"])

@@ -41,6 +41,7 @@ def test_a_step_that_fits_has_both_figures() -> None:
     assert compiled.exact.peak_bytes == pytest.approx(compiled.memory.total_bytes, rel=0.25)
 
 
+@pytest.mark.long
 def test_the_cpu_s_own_compiler_is_always_there(cli) -> None:
     answer = cli("plan", "digits_mlp", "--on", "cpux2", "--json")
     assert answer.code == 0

@@ -321,6 +321,7 @@ def test_auto_says_what_is_nearest_where_nothing_fits():
     assert "\n" not in message
 
 
+@pytest.mark.long
 def test_a_run_with_auto_trains_and_its_banner_names_the_layout(tmp_path, capsys):
     # The devices are the 8 that this process emulates; the CPU is measured first, in some seconds.
     overrides = ["parallel=auto", *SMALL, "model.max_sequence_length=32", "optimizer.schedule.warmup_steps=1"]

@@ -73,7 +73,7 @@ def test_outside_the_main_thread_no_handler_is_set():
     assert found == [(False, before)]
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.long)])
 def test_two_processes_stop_at_the_same_step(number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

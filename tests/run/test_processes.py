@@ -125,6 +125,7 @@ def test_an_error_on_one_process_ends_both(tmp_path: Path) -> None:
     assert time.monotonic() - began < 150
 
 
+@pytest.mark.long
 def test_two_processes_are_kept_off_a_run_directory_in_use(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__steps=4)
     with RunLock(tmp_path / "run"):

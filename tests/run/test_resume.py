@@ -110,6 +110,7 @@ def test_python_refuses_another_configuration_in_the_same_directory(
     assert list(losses(trained)) == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_python_goes_on_with_what_trains_the_same(trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     result = train(run, resume=None, train__steps=4, logging__every=2, parallel__fsdp=2, checkpoint__keep_last=1)
@@ -118,6 +119,7 @@ def test_python_goes_on_with_what_trains_the_same(trained: Path, tmp_path: Path)
     assert changed.step == 5
 
 
+@pytest.mark.long
 def test_a_task_from_python_is_given_again_or_refused(trained: Path, tmp_path: Path, cli: Any) -> None:
     def named(name: str) -> jt.Task:
         return dataclasses.replace(jt.language_modeling(), name=name)

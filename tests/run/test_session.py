@@ -25,7 +25,8 @@ def train(run_dir: Path, **overrides: Any) -> jt.Result:
 
 
 @pytest.mark.parametrize(
-    ("option", "is_taken"), [("xla_llvm_disable_expensive_passes", True), ("xla_none_such", False)]
+    ("option", "is_taken"),
+    [pytest.param("xla_llvm_disable_expensive_passes", True, marks=pytest.mark.long), ("xla_none_such", False)],
 )
 def test_run_json_and_the_report_say_which_tried_options_were_taken(
     option: str, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

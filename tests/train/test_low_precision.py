@@ -58,6 +58,7 @@ def trained(policy: str) -> tuple[TrainStep, Any, np.ndarray]:
     return step, state, np.array(losses)
 
 
+@pytest.mark.long
 def test_fp8_trains_as_bf16_does():
     """Within 1 % of the loss of bf16 after the same steps (the whole quickstart: docs/precision.md)."""
     (_, _, losses), (_, _, expected) = trained("fp8"), trained("bf16")

@@ -120,6 +120,7 @@ def test_users_models_train_sharded_without_a_table(name: str, degrees: dict[str
         assert any("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.long
 def test_uneven_weights_count_once_globally() -> None:
     """Rows of weight zero change nothing, however they fall into microbatches; losses equal a plain computation."""
     batch = tokens()
@@ -144,6 +145,7 @@ def test_uneven_weights_count_once_globally() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, results[0][2])
 
 
+@pytest.mark.long
 def test_attention_to_a_part_of_the_rows_at_a_time_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TransformerConfig(num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, max_sequence_length=160)
     model = build_model(config, input_shape=(160,), vocab_size=64, remat=Remat("dots"))

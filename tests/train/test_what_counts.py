@@ -201,6 +201,7 @@ def test_nested_rows_go_through_batches(shuffle):
         chex.assert_trees_all_equal(expected, {k: found[0][k] for k in expected})
 
 
+@pytest.mark.long
 def test_packed_rows_train_on_a_mesh_as_on_one_device():
     columns = packed(8)
     losses = []
