@@ -297,7 +297,7 @@ MISTAKES = {
     "h100: {peak_flops: {bf8: 1e15}}": "is not FLOP/s by format",
     "h100: {shapes: [8, 1]}": "is not counts of devices, the smallest first",
     "h100: {kind: fpga}": "'fpga' is not one of gpu, tpu, cpu",
-    "h100: {compiler: h200}": "'h200' is not one of",
+    "h100: {compiler: b200}": "'b200' is not one of",
     "h100: {sources: {price: x}}": "is not text by figure",
     "h100: 2.5": "an entry is a mapping",
     "h101: {on_demand_usd_hour: 2}": "did you mean h100?",

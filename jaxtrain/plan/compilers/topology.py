@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Not v4: without a flag of its own libtpu gives two devices for each of its chips, where a TPU VM has one.
 TPU_TYPES = ("v5e", "v5p", "v6e", "tpu7x")
 # Named as the file in targets/ that describes the card.
-GPU_TYPES = ("h100",)
+GPU_TYPES = ("h100", "h200")
 
 _WRITE = "write TYPE:SHAPE, as in v5e:2x4, v5p:2x2x2, v6e:4x4 (chips of a TPU slice) or h100:2x8 (hosts x GPUs)"
 # For loading libtpu, which looks for the TPU of its machine and complains where there is none. None of these says
