@@ -172,7 +172,7 @@ def test_the_cache_is_left_alone(tmp_path, name):
 WRITE = "write TYPE:SHAPE, as in v5e:2x4, v5p:2x2x2, v6e:4x4 (chips of a TPU slice) or h100:2x8 (hosts x GPUs)"
 # name: start of the message
 WRONG = {
-    "v9:2x2": "no hardware 'v9' in 'v9:2x2', there are v5e, v5p, v6e, tpu7x, h100; ",
+    "v9:2x2": "no hardware 'v9' in 'v9:2x2', there are v5e, v5p, v6e, tpu7x, h100, h200; ",
     "v5e": "cannot read the hardware 'v5e'; ",
     "v5e:8": "cannot read the hardware 'v5e:8'; ",
     "v5e:0x4": "cannot read the hardware 'v5e:0x4'; ",
