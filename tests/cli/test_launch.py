@@ -29,7 +29,8 @@ def handle(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL if what == "killed" else handle)
 print(f"output of {index}", flush=True)
-print(f"error of {index}", file=sys.stderr, flush=True)
+sys.stderr.write(f"error of {index}\\n")  # one write: print makes two where PYTHONUNBUFFERED is set
+sys.stderr.flush()
 with open(os.path.join(sys.argv[1], f"{index}.part"), "w") as file:
     file.write(f"{os.getpid()} {helper.pid}")
 os.rename(file.name, file.name.replace(".part", ".pid"))
@@ -39,7 +40,8 @@ if what == "waits":
     while not handled:
         time.sleep(0.02)
     time.sleep(0.3)  # a signal that comes twice would be noticed
-    print("signals:", *handled, file=sys.stderr, flush=True)
+    sys.stderr.write(f"signals: {' '.join(map(str, handled))}\\n")
+    sys.stderr.flush()
     code = 75
 elif what == "stuck":
     time.sleep(0.3)
@@ -235,7 +237,8 @@ rows = jax.make_array_from_callback(
     (4,), NamedSharding(mesh, PartitionSpec("x")), lambda index: np.arange(4.0, dtype=np.float32)[index]
 )
 total = float(jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(rows))
-print(jax.process_index(), jax.process_count(), jax.local_device_count(), total, *sys.argv[1:], file=sys.stderr)
+words = (jax.process_index(), jax.process_count(), jax.local_device_count(), total, *sys.argv[1:])
+sys.stderr.write(f"{' '.join(map(str, words))}\\n")  # one write: print makes many where PYTHONUNBUFFERED is set
 """
 
 

@@ -160,11 +160,13 @@ def test_a_run_that_never_began_is_not_taken_for_the_one_before_it(tmp_path):
     assert (read_position(tmp_path).step, read_position(tmp_path / "previous").step) == (9, 0)
 
 
-# A program in place of python: it notes its start, then does what the word of this start says.
+# A program in place of python: it notes its start, then does what the word of this start says. The note is one write:
+# where PYTHONUNBUFFERED is set, print writes the line end apart, and the other process writes between the two.
 CHILD = """
 import os, signal, sys, time
 number = int(os.environ["JAXTRAIN_ATTEMPT"])
-print(f"start {number} of process {os.environ['JAX_PROCESS_ID']}", file=sys.stderr, flush=True)
+sys.stderr.write(f"start {number} of process {os.environ['JAX_PROCESS_ID']}\\n")
+sys.stderr.flush()
 if os.environ["JAX_PROCESS_ID"] == "0":
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -183,7 +185,7 @@ elif sys.argv[1] == "waits":
 
 def launch(folder: Path, word: str, *options: str) -> "subprocess.Popen[str]":
     (folder / "child.py").write_text(CHILD)
-    words = ["launch", "--processes", "2", "--restarts", "2", *options, "--", "python", "child.py", word]
+    words = ["launch", "--processes", "2", "--restarts", "2", *options, "--", sys.executable, "child.py", word]
     return subprocess.Popen(
         [sys.executable, "-m", "jaxtrain", *words], stderr=subprocess.PIPE, text=True, cwd=folder, env=environment()
     )
@@ -305,7 +307,7 @@ def with_a_slow_neighbour(tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     """The losses of a run of two processes that nothing disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "slow.py").write_text(SLOW)
-    words = ["launch", "--processes", "2", "--emulate", "2", "--", "python", "slow.py", "train", "tiny.yaml"]
+    words = ["launch", "--processes", "2", "--emulate", "2", "--", sys.executable, "slow.py", "train", "tiny.yaml"]
     finish(start(folder, *words, "--run-dir", "run"))
     return rows(folder / "run")
 
