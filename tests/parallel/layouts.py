@@ -190,7 +190,14 @@ CASES = {
 }
 
 
-def make_step(case: Case, where: Layout, accumulation: int, remat: str = "none", policy: str = "fp32") -> TrainStep:
+def make_step(
+    case: Case,
+    where: Layout,
+    accumulation: int,
+    remat: str = "none",
+    policy: str = "fp32",
+    compiler_options: dict[str, Any] = COMPILER,
+) -> TrainStep:
     mesh = make_mesh(**{"data": 1, **where.degrees}, devices=jax.devices()[: math.prod(where.degrees.values())])
     model = case.model(remat)
     optimizer = build_optimizer(case.optimizer, optax.constant_schedule(case.optimizer.learning_rate), axes=model.axes)
@@ -203,7 +210,7 @@ def make_step(case: Case, where: Layout, accumulation: int, remat: str = "none",
         accumulation_steps=accumulation,
         clip_norm=case.clip_norm,
         parallelism=where.options,
-        compiler_options=COMPILER,
+        compiler_options=compiler_options,
     )
 
 
