@@ -276,7 +276,9 @@ def run_program() -> NoReturn:
     """Be the program `jaxtrain`: run the command of this process, and end with its exit code whatever threads do."""
     from jaxtrain.runtime import exit_code
 
-    exit_code.keep()
+    # A program that runs `python -m jaxtrain` inside itself (`runpy`) may go on after it, and has its own code.
+    if sys._getframe(1).f_globals is sys.modules["__main__"].__dict__:
+        exit_code.keep()
     code = main()
     exit_code.set_code(code)
     sys.exit(code)

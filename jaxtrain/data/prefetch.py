@@ -101,9 +101,10 @@ def _load_ahead(load: Callable[[int], Batch], start: int, stop: int, depth: int)
         free.release()
         thread.join(_CLOSING_SECONDS)
 
+    # First: where no thread can be started, there is none to wait for.
+    thread.start()
     # An interpreter that ends while the thread is inside of jax would abort.
     atexit.register(end)
-    thread.start()
     is_waited_for = True
     try:
         for _ in range(start, stop):

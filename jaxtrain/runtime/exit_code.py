@@ -7,7 +7,10 @@ again that has stopped and saved (75).
 
 import atexit
 import contextlib
+import gc
+import io
 import os
+import stat
 import sys
 
 _code: int | None = None
@@ -30,4 +33,17 @@ def _end() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    _flush_files()
     os._exit(_code)
+
+
+def _flush_files() -> None:
+    """Write what is buffered of files that own code left open, as an interpreter does as it ends.
+
+    Not of pipes and sockets, whose reader may never read.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+            with contextlib.suppress(Exception):
+                if stat.S_ISREG(os.fstat(one.fileno()).st_mode):
+                    one.flush()

@@ -1,5 +1,6 @@
 """Prefetching keeps order, raises, and leaves no thread behind."""
 
+import atexit
 import subprocess
 import sys
 import threading
@@ -97,3 +98,15 @@ def test_a_program_may_end_with_an_open_iterator():
     # Otherwise the interpreter ends the thread inside of jax, which aborts the process.
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for_at_the_exit(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    registered = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(prefetch(number, 0, 5))
+    assert registered == []

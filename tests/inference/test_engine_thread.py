@@ -269,6 +269,25 @@ def test_a_draft_is_accepted_up_to_the_first_wrong_token():
     assert accepted([], [3]) == 0
 
 
+def test_the_end_of_the_interpreter_does_not_wait_for_an_event_that_nobody_takes(engine, monkeypatch):
+    engine, _ = engine
+    monkeypatch.setattr(engine_module, "_ENDING_SECONDS", 0.1)
+    entered, taken = threading.Event(), threading.Event()
+
+    def on_event(ticket: Any, event: Any) -> None:
+        entered.set()
+        taken.wait(60)
+
+    engine.submit(request(5), on_event)
+    assert entered.wait(20)
+    ending = threading.Thread(target=engine._end)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
+    assert engine._thread.is_alive()
+    taken.set()
+
+
 LEFT_OPEN = """
 import jax
 import jaxtrain as jt

@@ -23,6 +23,8 @@ from jaxtrain.train.given_state import check_not_donated
 
 _CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _CLOSED = "the engine is closed; start another one"
+# What the thread gets to end in where the interpreter ends: an `on_event` that waits for the program never returns.
+_ENDING_SECONDS = 10.0
 
 
 class Engine:
@@ -143,9 +145,9 @@ class Engine:
             ring=self._ring,
         )
         self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
-        # An interpreter that ends while the thread is inside of jax would abort.
-        atexit.register(self.close, drain=False)
         self._thread.start()
+        # An interpreter that ends while the thread is inside of jax would abort.
+        atexit.register(self._end)
 
     def submit(self, request: Request, on_event: OnEvent | None = None) -> Ticket:
         """Ask for the continuation of a prompt.
@@ -187,13 +189,8 @@ class Engine:
         Args:
             drain: whether the requests that wait or run are finished first; otherwise they end as cancelled.
         """
-        with self._changed:
-            self._draining = drain and (self._draining or not self._closing)
-            self._closing = True
-            self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        atexit.unregister(self.close)
+        self._close(drain, None)
+        atexit.unregister(self._end)
 
     def counters(self) -> EngineCounters:
         """What the engine did since it was started; any thread may ask."""
@@ -223,6 +220,19 @@ class Engine:
                 f"the prompt has token {largest}, but the model's vocabulary has {size}; use 0 to {size - 1}"
             )
         bias_rows([request.sampling], size)
+
+    def _end(self) -> None:
+        """What the end of the interpreter does."""
+        self._close(False, _ENDING_SECONDS)
+
+    def _close(self, drain: bool, seconds: float | None) -> None:
+        """`close`, which waits for the thread for so long; None: until it ends."""
+        with self._changed:
+            self._draining = drain and (self._draining or not self._closing)
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
 
     def _wake(self) -> None:
         with self._changed:
