@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.ops.images import batch_norm, convolution, max_pool
+from jaxtrain.ops.images.normalised_convolution import normalise_and_convolve
 
 # float32 sums of at most 2,304 products, in another order.
 RTOL = ATOL = 1e-4
@@ -122,3 +123,31 @@ def test_max_pooling_is_the_plain_one(x):
     # The same numbers in other sums of at most four; bfloat16 rounds those.
     tolerance = 0.02 if x.dtype == jnp.bfloat16 else 1e-6
     agree(max_pool.max_pool, max_pool.reference_max_pool, x, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride"), [pytest.param(3, 1, id="3x3"), pytest.param(1, 1, id="1x1"), pytest.param(3, 2, id="a stride")]
+)
+def test_norm_and_convolution_as_one_operation_are_the_plain_ones(size, stride):
+    x, kernel = drawn(2, 6, 6, 8), drawn(size, size, 8, 4, seed=1)
+    scale, bias = drawn(8, seed=2), drawn(8, seed=3)
+
+    def plain(x, scale, bias, kernel):
+        y, mean, variance = batch_norm.reference_batch_norm(x, scale, bias)
+        return convolution.reference_convolve(jax.nn.relu(y), kernel, stride), mean, variance
+
+    for number in range(3):
+        agree(
+            lambda *given, number=number: normalise_and_convolve(*given, stride=stride)[number],
+            lambda *given, number=number: plain(*given)[number],
+            x,
+            scale,
+            bias,
+            kernel,
+        )
+
+
+def test_the_backward_pass_of_norm_and_convolution_keeps_one_array_of_the_images_size():
+    x, kernel = drawn(2, 6, 6, 8), drawn(3, 3, 8, 4)
+    _, pull = jax.vjp(functools.partial(normalise_and_convolve, stride=1), x, jnp.ones(8), jnp.zeros(8), kernel)
+    assert sum(leaf.size for leaf in jax.tree.leaves(pull) if leaf.size >= x.size) == x.size

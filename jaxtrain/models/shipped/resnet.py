@@ -23,6 +23,7 @@ from jaxtrain.models.unrolled_keys import unrolled
 from jaxtrain.ops.images.batch_norm import batch_norm, normalise
 from jaxtrain.ops.images.convolution import convolve
 from jaxtrain.ops.images.max_pool import max_pool
+from jaxtrain.ops.images.normalised_convolution import normalise_and_convolve
 from jaxtrain.remat.policy import Remat
 
 _BATCH = ("batch", None, None, None)
@@ -64,15 +65,29 @@ class BatchNorm(nnx.Module):
         self.momentum = momentum
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
-        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        scale, bias = self._scale_and_bias()
         if not train:
             return normalise(x_BHWC, self.mean[...], self.variance[...], scale, bias)
         y, mean, variance = batch_norm(x_BHWC, scale, bias)
-        count = x_BHWC.size // x_BHWC.shape[-1]
+        self._update(mean, variance, x_BHWC.size // x_BHWC.shape[-1])
+        return y
+
+    def then_convolve(self, x_BHWC: jax.Array, conv: Conv, *, train: bool) -> jax.Array:
+        """Normalise, set negative numbers to zero, and convolve."""
+        if not train:
+            return conv(jax.nn.relu(self(x_BHWC, train=False)))
+        scale, bias = self._scale_and_bias()
+        y, mean, variance = normalise_and_convolve(x_BHWC, scale, bias, conv.kernel[...], stride=conv.stride)
+        self._update(mean, variance, x_BHWC.size // x_BHWC.shape[-1])
+        return y
+
+    def _scale_and_bias(self) -> tuple[jax.Array, jax.Array]:
+        return self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+
+    def _update(self, mean: jax.Array, variance: jax.Array, count: int) -> None:
         unbiased = variance * (count / max(count - 1, 1))
         self.mean[...] = self.momentum * self.mean[...] + (1 - self.momentum) * mean
         self.variance[...] = self.momentum * self.variance[...] + (1 - self.momentum) * unbiased
-        return y
 
 
 class ResidualBlock(nnx.Module):
@@ -96,11 +111,10 @@ class ResidualBlock(nnx.Module):
         self.shortcut_norm = norm
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
-        y = x_BHWC
-        for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            y = norm(conv(y), train=train)
-            if index < len(self.convs) - 1:
-                y = jax.nn.relu(y)
+        y = self.convs[0](x_BHWC)
+        for norm, conv in zip(list(self.norms)[:-1], list(self.convs)[1:], strict=True):
+            y = norm.then_convolve(y, conv, train=train)
+        y = self.norms[-1](y, train=train)
         if self.shortcut is not None and self.shortcut_norm is not None:
             x_BHWC = self.shortcut_norm(self.shortcut(x_BHWC), train=train)
         return constrain(jax.nn.relu(x_BHWC + y), *_BATCH)

@@ -80,7 +80,8 @@ def _forward(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[
     return (normalise(x_BHWC, mean, variance, scale_C, bias_C), mean, variance), (x_BHWC, mean, variance, scale_C)
 
 
-def _backward(residuals: _Residuals, gradients: _Outputs) -> _Outputs:
+def batch_norm_gradients(residuals: _Residuals, gradients: _Outputs) -> _Outputs:
+    """Return the gradients of x, scale and bias: from x, mean, variance and scale, and the gradients of the outputs."""
     x_BHWC, mean, variance, scale_C = residuals
     dy, dmean, dvariance = gradients[0].astype(jnp.float32), gradients[1], gradients[2]
     inverse = jax.lax.rsqrt(variance + _EPSILON)
@@ -95,4 +96,4 @@ def _backward(residuals: _Residuals, gradients: _Outputs) -> _Outputs:
     return dx.astype(x_BHWC.dtype), dscale, dbias
 
 
-_by_products.defvjp(_forward, _backward)
+_by_products.defvjp(_forward, batch_norm_gradients)
