@@ -123,9 +123,9 @@ def check_stages(task: Task, mesh: Mesh) -> None:
     """Raise where a task cannot be computed by the stages of a pipeline.
 
     Raises:
-        ConfigError: its loss calls the model itself, or depends on rows of other microbatches.
+        ConfigError: its loss calls the model itself, or depends on rows of other microbatches or shards.
     """
-    stages = mesh.shape["pipe"]
+    stages, shards = mesh.shape["pipe"], mesh.shape["data"]
     if stages == 1:
         return
     if task.calls_model:
@@ -137,6 +137,11 @@ def check_stages(task: Task, mesh: Mesh) -> None:
         raise ConfigError(
             f"parallel.pipe={stages}, but task {task.name!r} has rows='global', and the last stage sees one microbatch "
             "at a time; use parallel.pipe=1, with fsdp in its place"
+        )
+    if task.rows == "microbatch" and shards > 1:
+        raise ConfigError(
+            f"parallel.pipe={stages} and parallel.data={shards}, but task {task.name!r} has rows='microbatch', and a "
+            f"stage sees the rows of one shard of data; use parallel.data=1, with parallel.fsdp={shards} in its place"
         )
 
 
