@@ -22,7 +22,7 @@ from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.mean_loss import compute_mean_loss
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, cast_floats
-from jaxtrain.train.model_checks import check_compute_dtype
+from jaxtrain.train.model_checks import check_compute_dtype, model_mixes_rows
 from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.spikes import first_history
@@ -265,6 +265,8 @@ def _gradients(
             return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
         # A shard of data holds some rows of a microbatch only.
         on_shards = task.rows == "separate" and not task.calls_model
+        if on_shards and count > 1 and layout.mesh.shape["data"] > 1:
+            on_shards = not model_mixes_rows(sharded_model, state, batch, count)
         stack = None if task.calls_model else _stack_run_once(sharded_model.model)
         return compute(
             loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards, stack=stack
