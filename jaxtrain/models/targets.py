@@ -50,8 +50,9 @@ def broadcast_weights(batch: Batch) -> jax.Array:
     Raises:
         ConfigError: no targets, or weights of another shape.
     """
-    if "targets" not in batch:
-        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {', '.join(batch) or 'nothing'}")
+    if batch.get("targets") is None:
+        held = ", ".join(name for name, leaf in batch.items() if leaf is not None)
+        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {held or 'nothing'}")
     shape, weights = batch["targets"].shape, batch.get("weights")
     if weights is None:
         return jnp.ones(shape, jnp.float32)
@@ -107,6 +108,14 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
 
 
 def num_classes(outputs: Any) -> int:
-    """Read the number of classes off logits, alone or under the key "logits"."""
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-    return logits.vocabulary if isinstance(logits, DeferredLogits) else logits.shape[-1]
+    """Read the number of classes off logits, alone or under the key "logits".
+
+    Raises:
+        ConfigError: outputs without logits.
+    """
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if isinstance(logits, DeferredLogits):
+        return logits.vocabulary
+    if not getattr(logits, "shape", ()):
+        raise ConfigError(f"the task needs logits [B, ..., classes] from the model, which gives {shown(outputs)}")
+    return logits.shape[-1]

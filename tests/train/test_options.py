@@ -49,6 +49,10 @@ WRONG = {
     "accumulation_steps 2.0": ({"accumulation_steps": 2.0}, "use a whole number from 1"),
     "accumulation_steps True": ({"accumulation_steps": True}, "use a whole number from 1"),
     "trainable a list": ({"trainable": ["w"]}, "trainable=lambda path"),
+    "a rate by an if": ({"learning_rate": lambda step: 1.0 if step < 10 else 0.1}, "raised TracerBool.* jnp.where"),
+    "a rate of nothing": ({"learning_rate": lambda step: None}, "which gave None; write optax"),
+    "a rate without a step": ({"learning_rate": lambda: 0.1}, "raised TypeError"),
+    "two rates": ({"learning_rate": lambda step: jnp.ones(2)}, r"which gave an array float32\[2\]"),
     "MultiSteps": ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, "gradient_transformation"),
 }
 
