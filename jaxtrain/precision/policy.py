@@ -17,7 +17,9 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of a run; softmax, norms, losses, gradient accumulation and reductions are always float32.
+    """The dtypes of a run; softmax, norms, losses and sums over microbatches are always float32.
+
+    Between devices gradients are added in the compute dtype, but for sums over `data` with microbatches.
 
     Attributes:
         name: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
