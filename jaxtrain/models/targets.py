@@ -73,7 +73,7 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
         batch: `targets` [...] and optional `weights`.
 
     Returns:
-        int32 ids from 0 on, and float32 weights, NaN for an id that no logit has; both [...].
+        int32 ids that logits have, and float32 weights, NaN where a target is an id that no logit has; both [...].
 
     Raises:
         ConfigError: logits, targets or weights of the wrong shape or dtype.
@@ -104,7 +104,7 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
         raise ConfigError(f"{task}: targets {list(targets.shape)} do not fit logits {list(shape)}; {hint}")
     # Host arrays with such ids are refused when they are read. On the device a number cannot raise, but NaN is seen.
     weights = jnp.where((targets >= shape[-1]) & (weights != 0), jnp.nan, weights)
-    return jnp.maximum(targets, 0), weights
+    return jnp.clip(targets, 0, shape[-1] - 1), weights
 
 
 def num_classes(outputs: Any) -> int:

@@ -56,6 +56,8 @@ class Parallelism:
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in STAGES:
             raise ConfigError(f"parallel.zero={self.zero}; use 0, 1, 2 or 3")
+        what, write = "Parallelism: sequence_parallel", "sequence_parallel=True"
+        check_kind(self.sequence_parallel, bool, what=what, takes="True or False", write=write)
         what, write = "Parallelism: context_attention", "context_attention='auto'"
         check_choice(self.context_attention, ("auto", *CONTEXT_WAYS), what=what, write=write)
         check_choice(self.schedule, SCHEDULES, what="Parallelism: schedule", write="schedule='1f1b'")
