@@ -23,6 +23,7 @@ from jaxtrain.parallel.mean_loss import compute_mean_loss
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.train.model_checks import check_compute_dtype, model_mixes_rows
+from jaxtrain.train.optimizer_arguments import start_optimizer
 from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.spikes import first_history
@@ -91,10 +92,14 @@ def create_state(
 
 
 def first_optimizer_state(program: StepProgram, params: Params) -> optax.OptState:
-    """The optimizer's state at step 0, of the parameters that are trained."""
+    """The optimizer's state at step 0, of the parameters that are trained.
+
+    Raises:
+        ConfigError: its `init` fails on them.
+    """
     # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
     trained = select_leaves(params, program.settings.trainable)
-    return program.optimizer.init(cast_floats(trained, jnp.float32))
+    return start_optimizer(program.optimizer, cast_floats(trained, jnp.float32))
 
 
 def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
