@@ -116,6 +116,7 @@ def num_classes(outputs: Any) -> int:
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
     if isinstance(logits, DeferredLogits):
         return logits.vocabulary
-    if not getattr(logits, "shape", ()):
+    shape = getattr(logits, "shape", ())
+    if not shape:
         raise ConfigError(f"the task needs logits [B, ..., classes] from the model, which gives {shown(outputs)}")
-    return logits.shape[-1]
+    return shape[-1]

@@ -33,6 +33,10 @@ def mixes_rows(program: Jaxpr, rows: Sequence[bool]) -> bool:
         _follow(program, [frozenset((0,)) if has_rows else _NONE for has_rows in rows])
     except _MixedError:
         return True
+    except (AttributeError, IndexError, KeyError, ValueError):
+        # Another version of jax may write an operation in another way, which the tests of each version show. A run goes
+        # on as if nothing had been found.
+        return False
     return False
 
 
@@ -75,13 +79,13 @@ def _other(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
     inner = next((found for found in map(_program, equation.params.values()) if _fits(found, equation)), None)
     if inner is not None:
         return _follow(inner, given)
-    shapes = [variable.aval.shape if dims else () for variable, dims in zip(equation.invars, given, strict=True)]
+    shapes = [_shape(variable) if dims else () for variable, dims in zip(equation.invars, given, strict=True)]
 
     def stays(shape: tuple[int, ...]) -> Dims:
         pairs = [(one, dims) for one, dims in zip(shapes, given, strict=True) if len(one) == len(shape)]
         return frozenset(dim for one, dims in pairs for dim in dims if one[dim] == shape[dim])
 
-    return [stays(_shape(variable) or ()) for variable in equation.outvars]
+    return [stays(_shape(variable)) for variable in equation.outvars]
 
 
 def _program(value: Any) -> Jaxpr | None:
@@ -93,18 +97,22 @@ def _fits(program: Jaxpr | None, equation: JaxprEqn) -> bool:
     """Whether a program takes and gives the arrays of the operation that holds it."""
     if program is None:
         return False
-    inside, outside = ([*one.invars, None, *one.outvars] for one in (program, equation))
-    return list(map(_shape, inside)) == list(map(_shape, outside))
+    inside, outside = ([list(map(_shape, some)) for some in (one.invars, one.outvars)] for one in (program, equation))
+    return inside == outside
 
 
-def _shape(variable: Any) -> tuple[int, ...] | None:
-    return None if variable is None else tuple(getattr(variable.aval, "shape", ()))
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(getattr(variable.aval, "shape", ()))
+
+
+def _dims(variable: Any) -> range:
+    return range(len(_shape(variable)))
 
 
 def _reduce(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
     axes = equation.params["axes"]
     _mixed_over(given[0], axes)
-    left = [dim for dim in range(equation.invars[0].aval.ndim) if dim not in axes]
+    left = [dim for dim in _dims(equation.invars[0]) if dim not in axes]
     return [_moved(given[0], {dim: index for index, dim in enumerate(left)})] * len(equation.outvars)
 
 
@@ -129,7 +137,7 @@ def _collective(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
 
 def _pick(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
     """A part of an array."""
-    shapes = (equation.invars[0].aval.shape, equation.outvars[0].aval.shape)
+    shapes = (_shape(equation.invars[0]), _shape(equation.outvars[0]))
     _mixed_over(given[0], [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b])
     return [given[0]] * len(equation.outvars)
 
@@ -143,13 +151,13 @@ def _transpose(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
 
 
 def _squeeze(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
-    left = [dim for dim in range(equation.invars[0].aval.ndim) if dim not in equation.params["dimensions"]]
+    left = [dim for dim in _dims(equation.invars[0]) if dim not in equation.params["dimensions"]]
     return [_moved(given[0], {dim: index for index, dim in enumerate(left)})]
 
 
 def _reshape(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
     """A dim goes to the dim that begins at the same place in memory order: rows are the outermost of what they join."""
-    starts = [_starts(variable.aval.shape) for variable in (equation.invars[0], equation.outvars[0])]
+    starts = [_starts(_shape(variable)) for variable in (equation.invars[0], equation.outvars[0])]
     places = {start: dim for dim, start in reversed(starts[1].items())}
     return [_moved(given[0], {dim: places[start] for dim, start in starts[0].items() if start in places})]
 
@@ -170,7 +178,7 @@ def _product(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
     for side, dims in enumerate(given[:2]):
         _mixed_over(dims, contracted[side])
         to = {dim: index for index, dim in enumerate(batch[side])}
-        for dim in range(equation.invars[side].aval.ndim):
+        for dim in _dims(equation.invars[side]):
             if dim not in batch[side] and dim not in contracted[side]:
                 to[dim] = place
                 place += 1
@@ -185,13 +193,13 @@ def _convolution(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
 
 def _gather(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
     numbers = equation.params["dimension_numbers"]
-    sizes = zip(equation.invars[0].aval.shape, equation.params["slice_sizes"], strict=True)
+    sizes = zip(_shape(equation.invars[0]), equation.params["slice_sizes"], strict=True)
     picked = [dim for dim, (size, part) in enumerate(sizes) if part < size and dim not in numbers.operand_batching_dims]
     if not given[1]:  # else each row picks by numbers of its own: `x[jnp.arange(rows), last]`
         _mixed_over(given[0], picked)
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    kept = [dim for dim in range(equation.invars[0].aval.ndim) if dim not in gone]
-    batch = [dim for dim in range(equation.outvars[0].aval.ndim) if dim not in numbers.offset_dims]
+    kept = [dim for dim in _dims(equation.invars[0]) if dim not in gone]
+    batch = [dim for dim in _dims(equation.outvars[0]) if dim not in numbers.offset_dims]
     found = _moved(given[1], dict(enumerate(batch)))
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     to = {operand: batch[index] for operand, index in pairs} | dict(zip(kept, numbers.offset_dims, strict=True))
@@ -200,8 +208,11 @@ def _gather(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
 
 def _scan(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
     """A loop over the first dim of some operands; where that is the dim of rows, each turn has one row."""
-    consts, carried = equation.params["num_consts"], equation.params["num_carry"]
-    body = equation.params["jaxpr"].jaxpr
+    body = _program(equation.params["jaxpr"])
+    assert body is not None, "a scan has a body"
+    # Those that are looped over lack their first dim in the body. (What else says so differs between versions of jax.)
+    carried = sum(map(_has_equal_rank, body.outvars, equation.outvars))
+    consts = sum(map(_has_equal_rank, body.invars, equation.invars)) - carried
     each = [frozenset(dim - 1 for dim in dims if dim) for dims in given[consts + carried :]]
     carry = list(given[consts : consts + carried])
     while True:
@@ -212,8 +223,13 @@ def _scan(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
         carry = grown
 
 
+def _has_equal_rank(one: Any, other: Any) -> bool:
+    return len(_shape(one)) == len(_shape(other))
+
+
 def _cond(equation: JaxprEqn, given: Sequence[Dims]) -> Sequence[Dims]:
-    found = [_follow(branch.jaxpr, given[1:]) for branch in equation.params["branches"]]
+    branches = map(_program, equation.params["branches"])
+    found = [_follow(branch, given[1:]) for branch in branches if branch is not None]
     return [frozenset().union(*dims) for dims in zip(*found, strict=True)]
 
 
