@@ -1,7 +1,8 @@
 """Settings of losses: which of them go together, and what they may be. No jax here."""
 
-from typing import Literal
+from typing import Any, Literal
 
+from jaxtrain.config.arguments import check_number, refusal
 from jaxtrain.errors import ConfigError
 
 Logits = Literal["whole", "tokens", "vocabulary"]
@@ -25,6 +26,24 @@ def check_blocks(by: str, size: int | None) -> None:
         raise ConfigError(f"loss.block={size}: use an integer of at least 1, or leave it out")
     if size is not None and by in ("auto", "whole"):
         raise ConfigError(f"loss.block={size} has no effect with loss.logits={by}; set that to tokens or vocabulary")
+
+
+def check_z_loss(z_loss: Any, *, of: str) -> None:
+    """Checks the weight of a z-loss.
+
+    Args:
+        z_loss: What was given; None: no z-loss.
+        of: Name of the function that takes it.
+
+    Raises:
+        ConfigError: It is no number of 0 or more.
+    """
+    if z_loss is None:
+        return
+    what, takes, write = f"{of}: z_loss", "a number of 0 or more, or None", "z_loss=1e-4"
+    check_number(z_loss, what=what, takes=takes, write=write)
+    if z_loss < 0:
+        raise ConfigError(refusal(what, takes, z_loss, write))
 
 
 def check_preference(beta: float, label_smoothing: float) -> None:

@@ -50,8 +50,9 @@ def broadcast_weights(batch: Batch) -> jax.Array:
     Raises:
         ConfigError: no targets, or weights of another shape.
     """
-    if "targets" not in batch:
-        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {', '.join(batch) or 'nothing'}")
+    if batch.get("targets") is None:
+        held = ", ".join(name for name, leaf in batch.items() if leaf is not None)
+        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {held or 'nothing'}")
     shape, weights = batch["targets"].shape, batch.get("weights")
     if weights is None:
         return jnp.ones(shape, jnp.float32)
@@ -72,7 +73,7 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
         batch: `targets` [...] and optional `weights`.
 
     Returns:
-        int32 ids from 0 on, and float32 weights, NaN for an id that no logit has; both [...].
+        int32 ids that logits have, and float32 weights, NaN where a target is an id that no logit has; both [...].
 
     Raises:
         ConfigError: logits, targets or weights of the wrong shape or dtype.
@@ -103,10 +104,19 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
         raise ConfigError(f"{task}: targets {list(targets.shape)} do not fit logits {list(shape)}; {hint}")
     # Host arrays with such ids are refused when they are read. On the device a number cannot raise, but NaN is seen.
     weights = jnp.where((targets >= shape[-1]) & (weights != 0), jnp.nan, weights)
-    return jnp.maximum(targets, 0), weights
+    return jnp.clip(targets, 0, shape[-1] - 1), weights
 
 
 def num_classes(outputs: Any) -> int:
-    """Read the number of classes off logits, alone or under the key "logits"."""
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-    return logits.vocabulary if isinstance(logits, DeferredLogits) else logits.shape[-1]
+    """Read the number of classes off logits, alone or under the key "logits".
+
+    Raises:
+        ConfigError: outputs without logits.
+    """
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if isinstance(logits, DeferredLogits):
+        return logits.vocabulary
+    shape = getattr(logits, "shape", ())
+    if not shape:
+        raise ConfigError(f"the task needs logits [B, ..., classes] from the model, which gives {shown(outputs)}")
+    return shape[-1]

@@ -154,8 +154,10 @@ def _row_weights(task: Task, shape: tuple[int, ...], batch: Batch) -> jax.Array:
     return jnp.broadcast_to(weights.reshape(*weights.shape, *[1] * (len(shape) - weights.ndim)), shape)
 
 
-def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | None]:
+def _metric(task: Task, name: Any, pair: Any) -> tuple[jax.Array, jax.Array | None]:
     """A metric as (sum, weight), or as (total, None)."""
+    if not isinstance(name, str):
+        raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which is no text; name it")
     if name in _RESERVED or name.startswith("eval_"):
         why = "is reported already" if name in _RESERVED else "would be taken for one of an evaluation"
         raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which {why}; rename it")

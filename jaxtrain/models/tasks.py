@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_number, shown
+from jaxtrain.config.arguments import shown
 from jaxtrain.config.call import CalledTask
 from jaxtrain.config.kinds import check_loss
-from jaxtrain.config.loss import check_blocks
+from jaxtrain.config.loss import check_blocks, check_z_loss
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.preferences import dpo, reward
@@ -121,8 +121,7 @@ def _token_task(
         counts_right: whether evaluation reports the accuracy, for which the logits are computed once more.
     """
     check_blocks(logits, block)
-    if z_loss is not None:
-        check_number(z_loss, what=f"{name}: z_loss", takes="a number or None", write="z_loss=1e-4")
+    check_z_loss(z_loss, of=name)
 
     def loss_with(z_loss: float | None, counts_right: bool, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}

@@ -124,7 +124,7 @@ def check_rows(
     microbatches: Mapping[str, int],
     axes: Sequence[str] = DEFAULT_RULES["batch"],
 ) -> None:
-    """Raise where the rows of a batch do not divide by shards and microbatches.
+    """Raise where a batch has no rows, or rows that do not divide by shards and microbatches.
 
     Args:
         rows: of the global batch.
@@ -136,7 +136,7 @@ def check_rows(
         ConfigError: names the sizes that work.
     """
     multiple = batch_shards(degrees, axes) * math.prod(microbatches.values())
-    if rows % multiple:
+    if not rows or rows % multiple:
         shown = {axis: degrees[axis] for axis in axes if axis in ("data", "fsdp") or degrees[axis] > 1}
         shown = {**shown, **microbatches}
         raise ConfigError(

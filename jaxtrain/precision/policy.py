@@ -1,5 +1,6 @@
 """Precision policies (the formats that parameters are stored in and computed in), and dynamic loss scaling for fp16."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxtrain.config.arguments import check_whole, refusal
+from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.precision.kernels import is_quantized
@@ -17,7 +18,9 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of a run; softmax, norms, losses, gradient accumulation and reductions are always float32.
+    """The dtypes of a run; softmax, norms, losses and sums over microbatches are always float32.
+
+    Between devices gradients are added in the compute dtype, but for sums over `data` with microbatches.
 
     Attributes:
         name: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
@@ -43,6 +46,8 @@ class Policy:
         for name, dtype in (("param_dtype", self.param_dtype), ("compute_dtype", self.compute_dtype)):
             if not _is_floating(dtype):
                 raise ConfigError(refusal(f"Policy: {name}", "a floating-point dtype", dtype, f"{name}=jnp.bfloat16"))
+        write = "loss_scaled=True"
+        check_kind(self.loss_scaled, bool, what="Policy: loss_scaled", takes="True or False", write=write)
         try:
             with jax.default_matmul_precision(self.matmul_precision):  # pyright: ignore[reportArgumentType] None too
                 pass
@@ -162,10 +167,11 @@ class LossScaling:
                 raise ConfigError(refusal(f"LossScaling: {name}", "a number", value, "LossScaling(initial=32768)"))
         write = "growth_interval=2000"
         check_whole(self.growth_interval, what="LossScaling: growth_interval", least=None, write=write)
-        if not 0 < self.minimum <= self.initial <= self.maximum:
+        # Half of an infinite scale is infinite: no step would ever be finite, and none would count as a bad sign.
+        if not 0 < self.minimum <= self.initial <= self.maximum < math.inf:
             raise ConfigError(
                 f"the loss scale starts at initial={self.initial:g}, outside minimum={self.minimum:g} to "
-                f"maximum={self.maximum:g}; use 0 < minimum <= initial <= maximum"
+                f"maximum={self.maximum:g}; use 0 < minimum <= initial <= maximum, all finite"
             )
         if self.growth_interval < 1:
             raise ConfigError(f"growth_interval={self.growth_interval} of the loss scale is below 1; use 1 or more")

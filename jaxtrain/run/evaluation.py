@@ -18,7 +18,7 @@ from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.run.evaluation_checks import check_evaluated, check_evaluation
 from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler_options import Value, choose_options
-from jaxtrain.train.batch import BatchFeed, is_placed
+from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_task
 from jaxtrain.train.given_state import InitialState, check_batch_not_deleted, check_consistent, check_not_donated
 from jaxtrain.train.parallelism import Parallelism, check_stages, make_pipeline, microbatches
@@ -140,9 +140,7 @@ class Evaluator:
         for number, batch in enumerate(batches):
             self.feed.check(batch)
             check_batch_not_deleted(batch)
-            if is_placed(batch, self._sharded_model.mesh):
-                self.feed.shardings(batch)  # one line where rows do not divide, before anything is traced
-            else:
+            if not self.feed.is_placed(batch):  # one line where rows do not divide, before anything is traced
                 batch = self.feed.place(batch)
             num_rows = self._num_rows(batch)
             if num_rows == 0:

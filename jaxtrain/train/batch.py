@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import refusal
 from jaxtrain.data.sources.dataset import Data
@@ -43,6 +43,7 @@ class BatchFeed:
     def __init__(self, sharded_model: ShardedModel, task: Task, microbatches: Mapping[str, int]):
         self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
         self._known_limits: dict[str, int] | None = None
+        self._known_shardings: tuple[Any, list[NamedSharding]] | None = None
 
     def check(self, batch: Any) -> None:
         """Raise where something is no batch that the task can take.
@@ -61,6 +62,23 @@ class BatchFeed:
         self.check(batch)
         check_leaves(batch, of_shapes=True)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
+
+    def is_placed(self, batch: Mapping[str, Any]) -> bool:
+        """Whether every entry of a batch is an array on the mesh, sharded as a compiled step takes it.
+
+        Raises:
+            ConfigError: as `shardings`, of a batch of arrays on devices.
+        """
+        leaves, structure = jax.tree.flatten(dict(batch))
+        if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in leaves):
+            return False
+        shapes = (structure, [leaf.shape for leaf in leaves])
+        if self._known_shardings is None or self._known_shardings[0] != shapes:
+            self._known_shardings = (shapes, jax.tree.leaves(self.shardings(batch)))
+        wanted = self._known_shardings[1]
+        return all(
+            leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf, sharding in zip(leaves, wanted, strict=True)
+        )
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
         """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
@@ -172,14 +190,6 @@ def batch_shardings(
         return NamedSharding(mesh, logical_spec(names, layout))
 
     return jax.tree_util.tree_map_with_path(sharding, dict(batch))
-
-
-def is_placed(batch: Any, mesh: Mesh) -> bool:
-    """Whether every entry of a batch is an array on all devices of the mesh."""
-    return all(
-        isinstance(leaf, jax.Array) and leaf.committed and len(leaf.sharding.device_set) == mesh.size
-        for leaf in jax.tree.leaves(batch)
-    )
 
 
 def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any]) -> dict[str, int]:

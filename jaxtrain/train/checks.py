@@ -117,7 +117,7 @@ def check_data(data: Any) -> None:
 
 
 def check_batch(batch: Any, *, needs_inputs: bool = True) -> None:
-    """Raise where a batch is no dict, is empty, or has no entry `inputs` that the model takes.
+    """Raise where a batch is no dict of named entries, is empty, or has no entry `inputs` that the model takes.
 
     Raises:
         ConfigError: what the batch is or holds.
@@ -129,8 +129,11 @@ def check_batch(batch: Any, *, needs_inputs: bool = True) -> None:
         )
     if not batch:
         raise ConfigError("the batch is an empty dict; give it arrays, each with the rows as first dimension")
+    named = [name for name in batch if not isinstance(name, str)]
+    if named:
+        raise ConfigError(f"the batch has an entry {named[0]!r}, which is no text; name entries as in {{'inputs': x}}")
     if needs_inputs and "inputs" not in batch:
-        found = ", ".join(map(str, batch)) or "nothing"
+        found = ", ".join(batch)
         raise ConfigError(f"the batch has no entry 'inputs', which the model takes; it holds {found}")
 
 

@@ -13,6 +13,7 @@ from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel, listed
+from jaxtrain.parallel.mixed_rows import mixes_rows
 from jaxtrain.parallel.traced import operations
 from jaxtrain.runtime.choices import note_choice
 from jaxtrain.train.state import TrainState
@@ -79,8 +80,7 @@ def check_compute_dtype(
     ours = bool(model.linears) or isinstance(model.axes, FamilyTable)
     if jnp.dtype(policy.compute_dtype).itemsize >= 4 or ours:
         return
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_split(x.shape, microbatches), x.dtype), dict(batch))
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    state, rows = _shapes_of(state, batch, microbatches)
     wide, narrow = _multiply_adds(jax.make_jaxpr(forward)(state, rows).jaxpr)
     if wide and not narrow:
         raise ConfigError(
@@ -90,6 +90,43 @@ def check_compute_dtype(
     if wide > _NOTED_SHARE * (wide + narrow):
         share = wide / (wide + narrow)
         note_choice("matmuls", f"{share:.0%} of the multiply-adds in float32, as layers of {model.name} ask", [])
+
+
+def model_mixes_rows(sharded_model: ShardedModel, state: TrainState, batch: Any, microbatches: int) -> bool:
+    """Whether what a model makes of a row is found to depend on other rows, and not by a model_state alone.
+
+    Such a model takes the mean over its rows, say. On a shard of `data` it would see only some of them.
+
+    Args:
+        sharded_model: that is trained.
+        state: of the step, arrays or shapes.
+        batch: of all rows, arrays or shapes.
+        microbatches: into which the rows are divided.
+    """
+    model = sharded_model.model
+    # Models of ours add up over the shards what they count. Those with a model_state do not run on shards.
+    if isinstance(model.axes, FamilyTable) or jax.tree.leaves(state.model_state):
+        return False
+    state, rows = _shapes_of(state, batch, microbatches)
+    inputs, structure = jax.tree.flatten(rows["inputs"])
+
+    def forward(inputs: list[jax.Array], params: Params, key: jax.Array) -> Any:
+        rows = jax.tree.unflatten(structure, inputs)
+        return sharded_model.apply(params, {}, rows, key=key, train=True)[0]
+
+    program = jax.make_jaxpr(forward)(inputs, state.params, state.key).jaxpr
+    others = len(program.invars) - len(inputs)
+    found = mixes_rows(program, [*(bool(leaf.shape) for leaf in inputs), *[False] * others])
+    if found:
+        why = f"the model {model.name} makes of a row what depends on other rows, of which a shard of data has some"
+        note_choice("accumulation", "gradients cross data in every microbatch", [("once a step", why)])
+    return found
+
+
+def _shapes_of(state: TrainState, batch: Any, microbatches: int) -> tuple[TrainState, Any]:
+    """The shapes of a state, and those of a microbatch."""
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_split(x.shape, microbatches), x.dtype), dict(batch))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), rows
 
 
 def _multiply_adds(program: Jaxpr) -> tuple[float, float]:

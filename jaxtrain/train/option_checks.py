@@ -1,11 +1,12 @@
 """Options of a train step, checked before anything is made of them: one line for each mistake."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxtrain.config.arguments import check_kind, check_number, refusal
+from jaxtrain.config.arguments import check_kind, check_number, refusal, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.train.spikes import SpikeRule
@@ -19,7 +20,9 @@ def check_settings(
     Raises:
         ConfigError: what was given, what is wanted, and how to write it.
     """
-    if learning_rate is not None and not callable(learning_rate):
+    if callable(learning_rate):
+        _check_schedule(learning_rate)
+    elif learning_rate is not None:
         takes = "a number, a schedule or None"
         check_number(learning_rate, what="make_train_step: learning_rate", takes=takes, write="learning_rate=1e-3")
     if loss_scaling is not None:
@@ -36,6 +39,23 @@ def check_settings(
     if spikes is not None:
         write = "spikes=SpikeRule(window=128, sigmas=6.0)"
         check_kind(spikes, SpikeRule, what="make_train_step: spikes", takes="the rule of spikes", write=write)
+
+
+def _check_schedule(schedule: Callable[..., Any]) -> None:
+    """Raise where a function is no schedule: of a step that is being traced it must give one number.
+
+    Raises:
+        ConfigError: what it gave or raised.
+    """
+    what = "make_train_step: learning_rate is a schedule, a function from the step (int32 [], traced) to a rate, which"
+    write = "write optax.cosine_decay_schedule(1e-3, steps), or jnp.where in place of `if`"
+    try:
+        rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:  # whatever a user's function raises
+        said = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"{what} raised {type(error).__name__}: {said}; {write}") from error
+    if getattr(rate, "shape", None) != ():
+        raise ConfigError(f"{what} gave {shown(rate)}; {write}")
 
 
 def check_compiled(compiled: Any) -> None:

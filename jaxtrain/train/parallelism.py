@@ -56,6 +56,8 @@ class Parallelism:
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in STAGES:
             raise ConfigError(f"parallel.zero={self.zero}; use 0, 1, 2 or 3")
+        what, write = "Parallelism: sequence_parallel", "sequence_parallel=True"
+        check_kind(self.sequence_parallel, bool, what=what, takes="True or False", write=write)
         what, write = "Parallelism: context_attention", "context_attention='auto'"
         check_choice(self.context_attention, ("auto", *CONTEXT_WAYS), what=what, write=write)
         check_choice(self.schedule, SCHEDULES, what="Parallelism: schedule", write="schedule='1f1b'")
@@ -123,9 +125,9 @@ def check_stages(task: Task, mesh: Mesh) -> None:
     """Raise where a task cannot be computed by the stages of a pipeline.
 
     Raises:
-        ConfigError: its loss calls the model itself, or depends on rows of other microbatches.
+        ConfigError: its loss calls the model itself, or depends on rows of other microbatches or shards.
     """
-    stages = mesh.shape["pipe"]
+    stages, shards = mesh.shape["pipe"], mesh.shape["data"]
     if stages == 1:
         return
     if task.calls_model:
@@ -137,6 +139,11 @@ def check_stages(task: Task, mesh: Mesh) -> None:
         raise ConfigError(
             f"parallel.pipe={stages}, but task {task.name!r} has rows='global', and the last stage sees one microbatch "
             "at a time; use parallel.pipe=1, with fsdp in its place"
+        )
+    if task.rows == "microbatch" and shards > 1:
+        raise ConfigError(
+            f"parallel.pipe={stages} and parallel.data={shards}, but task {task.name!r} has rows='microbatch', and a "
+            f"stage sees the rows of one shard of data; use parallel.data=1, with parallel.fsdp={shards} in its place"
         )
 
 

@@ -22,7 +22,8 @@ from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.mean_loss import compute_mean_loss
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, cast_floats
-from jaxtrain.train.model_checks import check_compute_dtype
+from jaxtrain.train.model_checks import check_compute_dtype, model_mixes_rows
+from jaxtrain.train.optimizer_arguments import start_optimizer
 from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.spikes import first_history
@@ -91,10 +92,14 @@ def create_state(
 
 
 def first_optimizer_state(program: StepProgram, params: Params) -> optax.OptState:
-    """The optimizer's state at step 0, of the parameters that are trained."""
+    """The optimizer's state at step 0, of the parameters that are trained.
+
+    Raises:
+        ConfigError: its `init` fails on them.
+    """
     # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
     trained = select_leaves(params, program.settings.trainable)
-    return program.optimizer.init(cast_floats(trained, jnp.float32))
+    return start_optimizer(program.optimizer, cast_floats(trained, jnp.float32))
 
 
 def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -265,6 +270,8 @@ def _gradients(
             return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
         # A shard of data holds some rows of a microbatch only.
         on_shards = task.rows == "separate" and not task.calls_model
+        if on_shards and count > 1 and layout.mesh.shape["data"] > 1:
+            on_shards = not model_mixes_rows(sharded_model, state, batch, count)
         stack = None if task.calls_model else _stack_run_once(sharded_model.model)
         return compute(
             loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards, stack=stack

@@ -20,7 +20,7 @@ from jaxtrain.runtime.compiler_options import CompilerOptions, Value
 from jaxtrain.runtime.heap import give_back_free_memory
 from jaxtrain.runtime.tried_options import compile_together
 from jaxtrain.train import given_state
-from jaxtrain.train.batch import BatchFeed, BatchSource, is_placed
+from jaxtrain.train.batch import BatchFeed, BatchSource
 from jaxtrain.train.checks import random_key
 from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.gradient_program import compile_gradients
@@ -284,7 +284,8 @@ class TrainStep:
 
         Args:
             state: donated; do not use it afterwards. Arrays elsewhere (NumPy, other devices) are placed.
-            batch: leaves [global batch, ...]; host arrays are placed on the mesh.
+            batch: leaves [global batch, ...]; host arrays, and arrays that are sharded in another way, are placed on
+                the mesh.
 
         Returns:
             The new state, and scalars: `loss`, `grad_norm`, `weight`, `skipped_steps`, `skipped_in_a_row`, the
@@ -353,7 +354,7 @@ class TrainStep:
         )
         self.feed.check(batch)
         given_state.check_batch_not_deleted(batch)
-        if not is_placed(batch, self.mesh):
+        if not self.feed.is_placed(batch):
             batch = self.place(batch)
         if self._one_at_a_time:
             jax.block_until_ready(self._last_metrics)

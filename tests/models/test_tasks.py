@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.tasks import TASKS, classification, cross_entropy, language_modeling, regression
 
@@ -39,6 +40,19 @@ def test_cross_entropy(logits):
     assert np.all(np.isfinite(gradient))
     # Probabilities less the one-hot targets: each row sums to 0.
     np.testing.assert_allclose(np.sum(gradient, -1), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", [None, "vocabulary"])
+def test_an_id_that_no_logit_has_is_no_number(by):
+    """Without a logit of its own its loss would be that of any other: classes that are counted from 1."""
+    logits = jt.DeferredLogits(jnp.asarray(LOGITS)[None], jnp.eye(LOGITS.shape[-1]))
+    targets = jnp.asarray([[0, LOGITS.shape[-1], -100]])
+    losses = jt.cross_entropy(logits, targets, by=by)
+    np.testing.assert_array_equal(np.isnan(losses), [[False, True, False]])
+    for weight in (0.0, 1.0):  # 0 is what people pad with
+        weights = jnp.asarray([[1.0, weight, 0.0]])
+        total = jt.cross_entropy_sums(logits, targets, weights, by=by).total
+        np.testing.assert_allclose(total, np.nan if weight else losses[0, 0], rtol=1e-6)
 
 
 def test_cross_entropy_raises_bf16_to_float32():

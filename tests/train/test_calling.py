@@ -267,6 +267,13 @@ def test_the_pipeline_refuses_a_loss_that_calls_the_model():
         jt.make_train_step(stages(), task, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, devices=jax.devices()[:2]))
 
 
+def test_a_pipeline_whose_stages_see_a_part_of_each_microbatch_refuses_to_compare_its_rows():
+    task = jt.Task("c", contrastive, rows="microbatch")
+    with pytest.raises(jt.ConfigError, match=r"a stage sees the rows of one shard of data; use parallel\.data=1"):
+        jt.make_train_step(stages(), task, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, data=4))
+    jt.make_train_step(stages(), task, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, fsdp=4, data=1))
+
+
 def stages():
     return jt.build_model(
         {

@@ -49,6 +49,10 @@ WRONG = {
     "accumulation_steps 2.0": ({"accumulation_steps": 2.0}, "use a whole number from 1"),
     "accumulation_steps True": ({"accumulation_steps": True}, "use a whole number from 1"),
     "trainable a list": ({"trainable": ["w"]}, "trainable=lambda path"),
+    "a rate by an if": ({"learning_rate": lambda step: 1.0 if step < 10 else 0.1}, "raised TracerBool.* jnp.where"),
+    "a rate of nothing": ({"learning_rate": lambda step: None}, "which gave None; write optax"),
+    "a rate without a step": ({"learning_rate": lambda: 0.1}, "raised TypeError"),
+    "two rates": ({"learning_rate": lambda step: jnp.ones(2)}, r"which gave an array float32\[2\]"),
     "MultiSteps": ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, "gradient_transformation"),
 }
 
@@ -154,3 +158,35 @@ def test_an_optimizer_that_reads_the_loss_gets_it(name, offload):
         updates, own = optimizer.update(gradient, own, params, value=value)
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5)
+
+
+def transformation(update, init=lambda params: ()):
+    return optax.GradientTransformation(init, update)
+
+
+WRONG_OPTIMIZERS = {
+    "a mask of other names": (optax.masked(optax.sgd(0.1), {"v": True}), r"cannot start from .*\(w\): ValueError"),
+    "a rate by an if": (optax.sgd(lambda step: 0.1 if step < 9 else 0.01), "cannot be updated: TracerBoolConversion"),
+    "without parameters": (transformation(lambda updates, state: (updates, state)), "cannot be updated: TypeError"),
+    "updates alone": (transformation(lambda updates, state, params=None: updates), "but it returned a dict of 'w'"),
+    "a list of updates": (
+        transformation(lambda updates, state, params=None: (jax.tree.leaves(updates), state)),
+        "its updates has not the structure of the gradients",
+    ),
+    "one number for a matrix": (
+        transformation(lambda updates, state, params=None: (jax.tree.map(jnp.sum, updates), state)),
+        r"its updates is \[\] at w, and the gradients \[3, 2\]",
+    ),
+    "a state that grows": (
+        transformation(lambda updates, state, params=None: (updates, jnp.zeros(3)), lambda params: jnp.zeros(())),
+        r"its state is \[3\], and the state that it was given \[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
+def test_an_optimizer_that_does_something_else_is_one_line(case):
+    optimizer, message = WRONG_OPTIMIZERS[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        make(optimizer).lower(BATCH)
+    assert "\n" not in str(caught.value)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtrain as jt
 from jaxtrain.data.rows import ArrayRows, ConcatenatedRows
@@ -339,14 +340,19 @@ def test_complex_parameters_keep_their_imaginary_part_in_sums_and_averages():
     assert np.abs(found[0].imag - 0.25).max() > 1e-4
 
 
-def test_a_batch_on_one_device_of_many_is_moved():
+def test_a_batch_that_lies_elsewhere_on_the_devices_is_moved():
+    """A compiled program takes arrays that are sharded as it was compiled for, and no others."""
     batch = {"inputs": X, "targets": np.ones((4, 1), np.float32)}
-    step = jt.make_train_step(
-        linear(1), jt.regression(), optax.sgd(0.0), mesh=jt.make_mesh(data=2, devices=jax.devices()[:2])
-    )
-    moved = jax.device_put(batch, jax.devices()[0])
-    state, metrics = step(step.init(0), moved)
-    assert float(metrics["loss"]) == jt.Evaluator(step)(state, [moved])["eval_loss"] == 4.0
+    devices = jax.devices()[:2]
+    step = jt.make_train_step(linear(1), jt.regression(), optax.sgd(0.0), mesh=jt.make_mesh(data=2, devices=devices))
+    step.compile(batch)
+    state, evaluator = step.init(0), jt.Evaluator(step)
+    replicated = NamedSharding(step.mesh, PartitionSpec())
+    turned = NamedSharding(jax.make_mesh((2,), ("rows",), devices=devices[::-1]), PartitionSpec("rows"))
+    for place in (devices[0], replicated, turned):
+        moved = jax.device_put(batch, place)
+        state, metrics = step(state, moved)
+        assert float(metrics["loss"]) == evaluator(state, [moved])["eval_loss"] == 4.0
 
 
 def test_a_batch_without_any_weight_has_no_loss():

@@ -92,6 +92,9 @@ WRONG_BATCHES = {
     "regression of [B] with 3 outputs": (jt.regression, {"inputs": X, "targets": X[:, 0]}, "do not fit outputs"),
     "no inputs": (jt.classification, {"x": X, "targets": Y}, "no entry 'inputs'.*it holds x, targets"),
     "a tuple": (jt.classification, (X, Y), "not a dict of arrays"),
+    "targets of None": (jt.classification, {"inputs": X, "targets": None}, "needs an entry 'targets'.* holds inputs"),
+    "a number as name": (jt.classification, {"inputs": X, "targets": Y, 1: Y}, "an entry 1, which is no text"),
+    "no rows": (jt.classification, {"inputs": X[:0], "targets": Y[:0]}, "global_batch_size=0 does not divide"),
 }
 
 
@@ -110,6 +113,10 @@ WRONG_LOSSES = {
     "a vector": (lambda outputs, batch: (outputs[:, 0], 4.0, {}), r"its sum is an array float32\[4\]"),
     "metrics without weights": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"a": jnp.sum(outputs)}), "pair"),
     "a metric called step": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"step": (1.0, 1.0)}), "rename it"),
+    "a metric without a name": (
+        lambda outputs, batch: (jnp.sum(outputs), 4.0, {1: (1.0, 1.0)}),
+        "metric 1, which is no",
+    ),
     "a metric called loss": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"loss": (1.0, 1.0)}), "rename it"),
 }
 
@@ -121,6 +128,14 @@ def test_a_loss_that_returns_something_else_is_one_line(case):
     with pytest.raises(ConfigError, match=message) as caught:
         step(step.init(0), {"inputs": X, "targets": Y})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("give", [lambda x: (x, x), lambda x: None, lambda x: {"scores": x}])
+def test_a_model_without_logits_is_one_line(give):
+    model = jt.from_functions(lambda key: {"w": jnp.ones((3, 3))}, lambda params, x: give(x @ params["w"]))
+    step = jt.make_train_step(model, jt.classification(), optax.sgd(0.1), mesh=one_device())
+    with pytest.raises(ConfigError, match=r"needs logits \[B, ..., classes\] from the model, which gives"):
+        step.place({"inputs": X, "targets": Y})
 
 
 class Nnx(nnx.Module):

@@ -1,6 +1,7 @@
 """Wrong inputs of what makes models, tasks and optimizers: (call, what was given, how to write it)."""
 
 import dataclasses
+import math
 
 import given
 import jax
@@ -116,6 +117,13 @@ ROWS = {
         "None",
         "target_weights(batch)",
     ),
+    "cross_entropy_sums: weights of another shape": (
+        lambda: jt.cross_entropy_sums(LOGITS, jnp.zeros((2, 3), jnp.int32), jnp.ones(3)),
+        "float32[3]",
+        "of the shape of the targets, [2, 3]",
+    ),
+    "cross_entropy: unknown blocks": (lambda: jt.cross_entropy(LOGITS, IDS, by="vocab"), "vocab", "use auto, whole"),
+    "cross_entropy: a block of -1": (lambda: jt.cross_entropy(LOGITS, IDS, by="tokens", size=-1), "-1", "at least 1"),
     "cross_entropy_sums: a z-loss of words": (
         lambda: jt.cross_entropy_sums(LOGITS, jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3)), z_loss="a"),
         "'a'",
@@ -183,11 +191,22 @@ ROWS = {
     "Policy: integers": (lambda: jt.Policy("mine", jnp.int32, jnp.float32, None), "int32", "jnp.bfloat16"),
     "Policy: precision": (lambda: jt.Policy("mine", jnp.float32, jnp.float32, "hi"), "'hi'", "highest"),
     "LossScaling: out of range": (lambda: jt.LossScaling(initial=0), "initial=0", "0 < minimum"),
+    "LossScaling: infinite": (
+        lambda: jt.LossScaling(initial=math.inf, maximum=math.inf),
+        "initial=inf",
+        "all finite",
+    ),
+    "Policy: a word as switch": (
+        lambda: jt.Policy("mine", jnp.float32, jnp.float16, None, loss_scaled="yes"),
+        "'yes'",
+        "loss_scaled=True",
+    ),
     "LossScaling: words": (lambda: jt.LossScaling(initial="a"), "'a'", "LossScaling(initial=32768)"),
     "SpikeRule: window": (lambda: jt.SpikeRule(window=2), "2", "SpikeRule(window=128)"),
     "SpikeRule: sigmas": (lambda: jt.SpikeRule(sigmas=0), "not 0", "SpikeRule(sigmas=6.0)"),
     "SpikeRule: watch": (lambda: jt.SpikeRule(watch="all"), "'all'", "watch='both'"),
     "LossScaling: half a step": (lambda: jt.LossScaling(growth_interval=0.5), "0.5", "growth_interval=2000"),
+    "language_modeling: a z-loss below 0": (lambda: jt.language_modeling(z_loss=-1.0), "not -1.0", "z_loss=1e-4"),
     "language_modeling: a z-loss of words": (lambda: jt.language_modeling(z_loss="a"), "'a'", "z_loss=1e-4"),
     "language_modeling: unknown blocks": (lambda: jt.language_modeling(logits="vocab"), "vocab", "use auto, whole"),
     "language_modeling: a block of 0": (

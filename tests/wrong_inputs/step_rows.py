@@ -68,6 +68,11 @@ ROWS = {
         "the state of a step with this model",
     ),
     "Parallelism: no such stage": (lambda: jt.Parallelism(zero=4), "zero=4", "use 0, 1, 2 or 3"),
+    "Parallelism: a word as switch": (
+        lambda: jt.Parallelism(sequence_parallel="no"),
+        "'no'",
+        "sequence_parallel=True",
+    ),
     "Parallelism: an unknown schedule": (lambda: jt.Parallelism(schedule="1f2b"), "'1f2b'", "gpipe"),
     "Parallelism: an unknown attention": (
         lambda: jt.Parallelism(context_attention="rings"),

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_number, refusal
+from jaxtrain.config.arguments import refusal
+from jaxtrain.config.loss import check_blocks, check_z_loss
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import constrain, current_layout
@@ -118,24 +119,26 @@ def cross_entropy(
             Blocks by tokens are computed by vocabulary, in the same memory.
 
     Returns:
-        float32 [...].
+        float32 [...]; NaN for an id from V on, which no logit has. What is given for a negative id means nothing:
+        `target_weights` weighs it with 0.
 
     Raises:
-        ConfigError: logits that are no floats, targets that are no integers of their shape, or blocks were asked for,
-            and batch, sequence or vocabulary do not divide by the mesh.
+        ConfigError: logits that are no floats, targets that are no integers of their shape, a block that means nothing,
+            or blocks were asked for, and batch, sequence or vocabulary do not divide by the mesh.
 
     Example:
         >>> jt.cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist()  # log 4, twice
         [1.386..., 1.386...]
     """
-    _check_call("cross_entropy", logits, targets)
+    unknown = _check_call("cross_entropy", logits, targets, by=by, size=size)
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
             form = BlockedLoss(blocks.by, blocks.size, 0.0, logits.tied, logits.softcap)
-            return blockwise_losses(logits.hidden, _output_layer(logits), targets, form)
+            losses = blockwise_losses(logits.hidden, _output_layer(logits), targets, form)
+            return jnp.where(unknown, jnp.nan, losses)
         logits = logits.logits()
-    return _losses(logits, targets)[0]
+    return jnp.where(unknown, jnp.nan, _losses(logits, targets)[0])
 
 
 def cross_entropy_sums(
@@ -157,11 +160,11 @@ def cross_entropy_sums(
         logits: [B, L, V], or deferred; raised to float32.
         targets_BL: int32.
         weights_BL: float32; no gradient flows to them.
-        z_loss: weight of the z-loss; None: without it.
+        z_loss: weight of the z-loss, 0 or more; None: without it.
         by, size: how deferred logits are partitioned into blocks, see `ops/loss/blocks.py`; None: from their sizes.
 
     Returns:
-        The sums over the whole batch, the same on every device.
+        The sums over the whole batch, the same on every device; NaN where an id from V on has a weight.
 
     Raises:
         ConfigError: an array of another kind or shape, or blocks were asked for, and batch, sequence or vocabulary do
@@ -172,14 +175,13 @@ def cross_entropy_sums(
         >>> float(sums.total) > float(sums.cross_entropy)
         True
     """
-    _check_call("cross_entropy_sums", logits, targets_BL)
-    if not isinstance(weights_BL, jax.Array | np.ndarray):
-        takes = "weights of the shape of the targets"
+    unknown_BL = _check_call("cross_entropy_sums", logits, targets_BL, by=by, size=size)
+    if not isinstance(weights_BL, jax.Array | np.ndarray) or weights_BL.shape != targets_BL.shape:
+        takes = f"weights of the shape of the targets, {list(targets_BL.shape)}"
         raise ConfigError(refusal("cross_entropy_sums: weights", takes, weights_BL, "target_weights(batch)"))
-    if z_loss is not None:
-        check_number(z_loss, what="cross_entropy_sums: z_loss", takes="a number or None", write="z_loss=1e-4")
+    check_z_loss(z_loss, of="cross_entropy_sums")
     z_loss = z_loss or 0.0
-    weights_BL = jax.lax.stop_gradient(weights_BL)
+    weights_BL = jax.lax.stop_gradient(jnp.where(unknown_BL & (weights_BL != 0), jnp.nan, weights_BL))
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
@@ -241,8 +243,13 @@ def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | N
     return blocks
 
 
-def _check_call(name: str, logits: Any, targets: Any) -> None:
-    """Raise where logits and targets are of another kind or shape, or swapped."""
+def _check_call(name: str, logits: Any, targets: Any, *, by: Logits | None, size: int | None) -> jax.Array:
+    """Raise where logits and targets are of another kind or shape, or swapped, or blocks mean nothing.
+
+    Returns:
+        Which targets are ids that no logit has: bool, of the shape of the targets.
+    """
+    check_blocks("auto" if by is None else by, size)
     write = f"{name}(logits, targets), with logits [..., V] and integer targets [...]"
     if isinstance(logits, DeferredLogits):
         shape = logits.hidden.shape[:-1]
@@ -253,6 +260,9 @@ def _check_call(name: str, logits: Any, targets: Any) -> None:
     is_array = isinstance(targets, jax.Array | np.ndarray)
     if not is_array or not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape:
         raise ConfigError(refusal(f"{name}: targets", f"integers {list(shape)}", targets, write))
+    count = logits.vocabulary if isinstance(logits, DeferredLogits) else logits.shape[-1]
+    # The number of ids may not fit into the 8 or 16 bits that targets are stored in.
+    return jnp.asarray(targets).astype(jnp.int32) >= count
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
