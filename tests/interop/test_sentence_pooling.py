@@ -36,7 +36,7 @@ def head_of(folder):
     return read_sentence_head(folder, read_settings(json.loads((folder / "config.json").read_text())))
 
 
-def test_served_and_predicted_embeddings_are_those_of_the_folder(tmp_path):
+def test_served_embeddings_are_those_of_the_folder(tmp_path):
     folder, wanted = folder_of(tmp_path / "model"), dict(np.load(PUBLISHED / "expected.npz"))
     mask_BL1 = wanted["attention_mask"][..., None]
     mean_BD = (wanted["last_hidden_state"] * mask_BL1).sum(1) / mask_BL1.sum(1)
@@ -48,9 +48,15 @@ def test_served_and_predicted_embeddings_are_those_of_the_folder(tmp_path):
     apply = jax.jit(lambda params, state: model.apply(params, state, inputs, key=None, train=False)[0])
     found = apply(served.params, served.model_state)
     np.testing.assert_allclose(found, mean_BD, atol=1e-5)  # float32
-    (tmp_path / "texts.txt").write_text("  \n!\n")
-    for row in predict_published(folder, tmp_path / "texts.txt"):
-        np.testing.assert_allclose(np.linalg.norm(row["embedding"]), 1, rtol=1e-5)
+
+
+def test_predict_opens_the_folder_with_its_head(tmp_path, monkeypatch):
+    def opened(path, *, model):
+        raise ConfigError(f"opened with {model}")
+
+    monkeypatch.setattr("jaxtrain.run.predict_published.load_pretrained", opened)
+    with pytest.raises(ConfigError, match=r"opened with .*'pooling': 'mean', 'hidden': 'none', 'normalize': True"):
+        predict_published(folder_of(tmp_path / "model"), tmp_path / "texts.txt")
 
 
 POOLINGS = {
