@@ -60,7 +60,7 @@ def answer_questions(
         new_tokens=max(1, min(new_tokens, room)),
         sampling=sampling,
         seed=seed,
-        stop_tokens=form.stop,
+        stop_tokens=answer_ends(form, tokenizer),
     )
     return until_stop(new_BT, form, tokenizer, skip_special_tokens=skip_special_tokens)
 
@@ -91,6 +91,12 @@ def encode_questions(
     return encoded, room_for_new_tokens(decoder, max(map(len, encoded)))
 
 
+def answer_ends(form: ChatFormat, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids at which an answer ends: those of the template, and the end of text, after which a document begins."""
+    end = tokenizer.end_of_text
+    return frozenset([*form.stop, *(() if end is None else (end,))])
+
+
 def until_stop(
     new_BT: np.ndarray, form: ChatFormat, tokenizer: Tokenizer, *, skip_special_tokens: bool = True
 ) -> list[str]:
@@ -99,13 +105,13 @@ def until_stop(
     Args:
         new_BT: int32 [B, T].
         form: has the stop tokens.
-        tokenizer: turns ids into text.
+        tokenizer: turns ids into text; its end of text stops an answer too.
         skip_special_tokens: whether special tokens are left out.
     """
     hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
-    answers = []
+    answers, ends = [], sorted(answer_ends(form, tokenizer))
     for new in new_BT:
-        stop = np.flatnonzero(np.isin(new, form.stop))
+        stop = np.flatnonzero(np.isin(new, ends))
         kept = new[: stop[0] if len(stop) else None].tolist()
         answers.append(tokenizer.decode([token for token in kept if token not in hidden]))
     return answers

@@ -56,6 +56,19 @@ def read_labels(file: Mapping[str, Any]) -> int:
     return file["num_labels"] or _DEFAULT_LABELS
 
 
+def label_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Returns the names of the labels in a config.json, in the order of the outputs; None: it names none.
+
+    Args:
+        config: Its content.
+    """
+    labels = config.get("id2label")
+    if not isinstance(labels, Mapping):
+        return None
+    numbers = [str(number) for number in range(len(labels))]
+    return tuple(str(labels[number]) for number in numbers) if all(number in labels for number in numbers) else None
+
+
 def read_head(
     file: Mapping[str, Any], *, prefix: str, masked: str | None, text: str | None, pooled: str | None, dropout: float
 ) -> dict[str, Any]:

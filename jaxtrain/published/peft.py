@@ -43,6 +43,17 @@ _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "monteclora_config": ((None,), "it draws the factors at random"),
     "velora_config": ((None,), "it compresses activations of the base"),
 }
+# Keys that are read, and keys that say how the factors were begun, or where they came from.
+_READ = (
+    "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora",
+    "target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "layers_pattern", "init_lora_weights",
+)  # fmt: skip
+_NO_EFFECT = (
+    "auto_mapping", "revision", "peft_version", "inference_mode", "fan_in_fan_out", "megatron_config", "megatron_core",
+    "runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
+    "ensure_weight_tying",
+)  # fmt: skip
 # Ways to begin that change the base too, so that the factors alone are not the adapter.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -139,6 +150,14 @@ def _read_config(file: Path) -> AdapterConfig:
     for key, (values, why) in _FIXED.items():
         if key in said and said[key] not in values:
             raise ConfigError(f"{file} has {key}: {said[key]}, which is not supported ({why}); {key}: {values[0]} is")
+    known = {*_FIXED, *_READ, *_NO_EFFECT}
+    # What is off by its value changes nothing, whatever it is.
+    other = next((key for key, value in said.items() if key not in known and value not in (None, False, [], {})), None)
+    if other is not None:
+        raise ConfigError(
+            f"{file} has the key {other} ({json.dumps(said[other])[:60]}), which is not known; remove it if it changes "
+            "nothing in the adapter"
+        )
     start = said.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ConfigError(

@@ -24,6 +24,7 @@ from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.base import describe_start, start_of, trained_leaves
+from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.kept_tokenizer import tokenizer_file
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.mended import mend_run
@@ -79,6 +80,8 @@ def import_run(
     check_fits(config.model)
     main = distributed.is_main_process()
     run = assemble(config, open_run_data(config), name=run_dir.name)
+    for note in class_notes(config, (run.data.reading or {}).get("classes")):
+        print_remark(note)
     start = start_of(run, OwnStep())
     with spent.measure("creating state"):
         state = jax.block_until_ready(run.step.init(config.seed, **start))

@@ -16,6 +16,7 @@ from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError
+from jaxtrain.published.heads import label_names
 from jaxtrain.run.predict_rows import FileRows, RowReader, read_rows
 from jaxtrain.run.published import FOLDER
 
@@ -195,8 +196,4 @@ def published_classes(config: Mapping[str, Any], *, name: str) -> tuple[str, ...
             f"{name} gives each class a probability of its own (problem_type: multi_label_classification), and predict "
             "gives one class per row; the sigmoid of the logits is that probability (jaxtrain.load_pretrained)"
         )
-    labels = config.get("id2label")
-    if not isinstance(labels, Mapping):
-        return None
-    numbers = [str(number) for number in range(len(labels))]
-    return tuple(str(labels[number]) for number in numbers) if all(number in labels for number in numbers) else None
+    return label_names(config)

@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.local_path import local_path
+from jaxtrain.config.published import published_settings
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data import load_tokenizer
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.models.tasks import classification
 from jaxtrain.published.image_processor import read_image_processing
+from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.predict import Predictor
 from jaxtrain.run.predict_file import predicted_rows, published_classes
 from jaxtrain.run.predict_rows import RowReader
@@ -36,7 +39,9 @@ def predict_published(
         CheckpointError: The files of the model are missing or damaged.
         DataError: The file or a row of it is not what the model reads.
     """
-    pretrained = load_pretrained(path)
+    path = local_path(path, what="published folder")
+    head = read_sentence_head(path, published_settings(str(path)))
+    pretrained = load_pretrained(path, model=None if head is None else {"head": head})
     tokenizer = pretrained.tokenizer_path
     config = pretrained.published.source.config
     is_text = isinstance(pretrained.config, TransformerConfig)
@@ -47,7 +52,7 @@ def predict_published(
         # A model of images has classes; how pixels become its numbers is in a file of its own.
         task=None if is_text else "classification",
         classes=published_classes(config, name=str(path)),
-        images=None if is_text else read_image_processing(Path(path).expanduser()),
+        images=None if is_text else read_image_processing(path),
     )
 
     def outputs_of(inputs: Any) -> Any:

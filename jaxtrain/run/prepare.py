@@ -30,6 +30,7 @@ from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
+from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
@@ -121,6 +122,8 @@ def prepare_session(
         if resumed is None and model is None:
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
+            if own_step.params is None and not own_step.skip:
+                notes += class_notes(run.config, (run.data.reading or {}).get("classes"))
         if resumed is not None:
             target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)

@@ -21,6 +21,7 @@ from jaxtrain.models.model import parameter_shapes
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.entries import Entry
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
+from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.special import special_of_folder, special_of_run
@@ -128,6 +129,9 @@ def _served_folder(
     encoder_decoders: bool,
 ) -> Served:
     tree: dict[str, Any] = {"model": {"from": str(path)}, "optimizer": {"kind": "sgd", "momentum": 0.0}}
+    if not any(word.startswith("model.head") for word in words):
+        head = read_sentence_head(path, published_settings(str(path)))
+        tree["model"] |= {} if head is None else {"head": head}
     if adapter is not None:
         tree["finetune"] = {"adapter": str(adapter)}
     file = tokenizer_origin(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.formats import ChatFormat
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.chat import encode_questions
+from jaxtrain.inference.chat import answer_ends, encode_questions
 from jaxtrain.inference.continued import continue_texts, default_new_tokens
 from jaxtrain.inference.decoding import decoder_of
 from jaxtrain.inference.prompts import encode_prompts, special_tokens
@@ -187,7 +187,7 @@ def write_answers(writer: Writer, questions: Sequence[str], writing: Writing) ->
         sampling=writing.sampling,
         seed=writing.seed,
         stop=writing.stop,
-        stop_tokens=writer.chat.stop,
+        stop_tokens=answer_ends(writer.chat, tokenizer),
         hidden=special_tokens(tokenizer) if writing.skip_special_tokens else (),
         begins=[True] * len(questions),
         top=_top(writing, model.model.vocab_size),

@@ -149,3 +149,8 @@ def test_stop_tokens_end_an_answer():
     form = ChatFormat("{{ messages[0].content }}", "x", {}, (256, 257))
     made = np.array([[97, 98, 257, 99], [97, 256, 257, 99], [97, 98, 99, 100]])
     assert chat.until_stop(made, form, ByteTokenizer(("<a>", "<b>"))) == ["ab", "a", "abcd"]
+    # As the server does it: what follows the end of text is another document.
+    tokenizer = ByteTokenizer(("<a>", "<b>", "<end>"))
+    tokenizer.end_of_text = 258
+    assert chat.until_stop(np.array([[97, 258, 98, 257]]), form, tokenizer) == ["a"]
+    assert chat.answer_ends(form, tokenizer) == {256, 257, 258}

@@ -6,7 +6,7 @@ from chat_files import messages, template_of, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.conversations import Conversation
+from jaxtrain.data.chat.conversations import Conversation, read_conversations
 from jaxtrain.data.chat.encoding import chat_encoder
 from jaxtrain.data.chat.masks import masked_tokens
 from jaxtrain.data.tokenizer import load_tokenizer
@@ -105,6 +105,22 @@ def test_templates_get_the_tools_of_a_row_and_content_that_is_none(suffix, tmp_p
     data = open_data({"kind": "chat", "template": str(template), **settings}, sequence_length=64)
     texts = [data.tokenizer.decode(data.train[i]["inputs"].tolist()).partition("<|im_end|>")[0] for i in range(2)]
     assert [text.replace("<pad>", "") for text in texts] == ["2;x;A:call", "no tools;x;A:y"]
+
+
+@pytest.mark.parametrize(("suffix", "unit"), [("jsonl", {"unit": None}), ("parquet", {})])
+def test_arguments_that_only_other_rows_have_are_not_said(suffix, unit, tmp_path):
+    """A column of a Parquet file has every key in every row; a null that a line of JSON says is kept."""
+    said = [{"city": "Paris", **unit}, {"day": "Monday"}]
+    calls = [[{"function": {"name": "f", "arguments": one}}] for one in said]
+    tools = [[{"name": "f", "parameters": {name: {"type": "string"} for name in one}}] for one in said]
+    question = {"role": "user", "content": "x"}
+    rows = [
+        {"messages": [question, {"role": "assistant", "content": None, "tool_calls": call}], "tools": tool}
+        for call, tool in zip(calls, tools, strict=True)
+    ]
+    found = read_conversations(write_rows(tmp_path, rows, name=f"rows.{suffix}"))
+    assert [one.messages[1] for one in found] == [row["messages"][1] for row in rows]
+    assert [one.tools for one in found] == tools
 
 
 def test_tools_that_are_no_list_are_one_line(tmp_path):

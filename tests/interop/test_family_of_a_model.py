@@ -71,3 +71,39 @@ def test_a_special_token_of_the_family_that_a_small_vocabulary_lacks_is_null(nam
     family = family_for(model)
     assert family.to_published(model)[key] is None
     assert key not in family.to_published(model | {"vocab_size": 60000})
+
+
+def with_one_choice(name):
+    model = settings(name)
+    return model | {"experts": model["experts"] | {"experts_per_token": 1}}
+
+
+def test_one_expert_per_token_has_its_probability_as_weight():
+    # transformers divides it by itself where norm_topk_prob says so, and always in Mixtral: the weight is 1 there.
+    model = with_one_choice("qwen3_moe")
+    written = family_for(model).to_published(model)
+    assert (written["model_type"], written["norm_topk_prob"]) == ("qwen3_moe", False)
+    with pytest.raises(ConfigError, match=r"norm_topk_prob: true.* false would work"):
+        family_of("qwen3_moe").from_published(written | {"norm_topk_prob": True})
+    with pytest.raises(ConfigError, match="num_experts_per_tok: 1"):
+        family_for(with_one_choice("mixtral"))
+    with pytest.raises(ConfigError, match="num_experts_per_tok: 1"):
+        family_of("mixtral").from_published(config_of("mixtral") | {"num_experts_per_tok": 1})
+
+
+def test_gemma3_has_no_bound_of_scores():
+    # transformers reads the key and computes without it.
+    with pytest.raises(ConfigError, match="attn_logit_softcapping"):
+        family_of("gemma3_text").from_published(config_of("gemma3_text") | {"attn_logit_softcapping": 50.0})
+    with pytest.raises(ConfigError, match="no published family"):
+        family_for(settings("gemma3_text") | {"attention_softcap": 50.0})
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_gemma_without_windows_names_one(name):
+    # transformers makes the mask of a window whether a layer takes it or not, and fails without a size.
+    model = settings(name) | {"local_layers": None}
+    written = family_of(name).to_published(model)
+    assert set(written["layer_types"]) == {"full_attention"}
+    assert isinstance(written["sliding_window"], int)
+    assert family_for(model).name == name

@@ -13,6 +13,8 @@ from jaxtrain.errors import DataError
 Message = Mapping[str, Any]
 
 ANSWERS = "assistant"
+# Formats in which a struct has every key in every row, null where the row said nothing.
+_COLUMNAR = ("parquet", "arrow")
 _FORMS = "messages, prompt and completion, or prompt, chosen and rejected"
 
 
@@ -111,11 +113,19 @@ def _rows(path: str | Sequence[str], key: str) -> Iterator[tuple[str, dict[str, 
     count = 0
     for one in [path] if isinstance(path, str) else path:
         for file in find_rows(one, what=key, one_format=False):
-            for row in pass_over_file(file, None):
+            for where, row in pass_over_file(file, None):
                 count += 1
-                yield row
+                yield where, _without_nulls(row) if file.format in _COLUMNAR else dict(row)
     if not count:
         raise DataError(f"{key} {path} has no rows; give a file with at least one")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value of a columnar file without the keys that only other rows have; the content of a message stays."""
+    if isinstance(value, Mapping):
+        said = {key: one for key, one in value.items() if one is not None or (key == "content" and "role" in value)}
+        return {key: _without_nulls(one) for key, one in said.items()}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:

@@ -15,6 +15,7 @@ from jaxtrain.published.keys import Fixed, Ignored, Key, Mapped, Own, read_keys,
 from jaxtrain.published.rope import read_rope, rope_keys, write_rope
 from jaxtrain.published.transforms import copy
 
+_WINDOW = 4096
 BLOCK = dict(block="sandwich", norm_offset=True, position="rotary", norm="rmsnorm", activation="geglu", bias=False)
 """What all models of Gemma 2 and 3 have in common."""
 _COMMON = BLOCK | dict(
@@ -51,7 +52,7 @@ KEYS: tuple[Key, ...] = (
     Mapped("attn_logit_softcapping", to="attention_softcap", default=50.0),
     Mapped("final_logit_softcapping", to="logits_softcap", default=30.0),
     Own("query_pre_attn_scalar", default=256),
-    Own("sliding_window", default=4096),
+    Own("sliding_window", default=_WINDOW),
     Own("layer_types", default=None),
     *rope_keys(10000.0),
     Fixed("attention_bias", (False,), reason="it adds biases to attention, which its published models lack"),
@@ -74,6 +75,11 @@ def scalar_of(model: Mapping[str, Any]) -> float | int:
     return round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-9) else scalar
 
 
+def written_window(window: int | None) -> int:
+    """Returns `sliding_window` of a config.json: transformers asks for one also where no layer has a window."""
+    return _WINDOW if window is None else window
+
+
 def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of our model group for a config.json of this family."""
     ours, file = read_keys(KEYS, config, family="gemma2")
@@ -93,7 +99,7 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
         model_type="gemma2",
         query_pre_attn_scalar=scalar_of(model),
         layer_types=types,
-        sliding_window=window,
+        sliding_window=written_window(window),
     )
     return more | write_keys(KEYS, model) | write_rope(model)
 

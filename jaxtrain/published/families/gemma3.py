@@ -11,7 +11,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.decoder import decoder_keys, read_windows, write_windows
 from jaxtrain.published.entries import Entry, Row, Skipped, Tied
-from jaxtrain.published.families.gemma2 import ACTIVATION, BLOCK, scalar_of, scale_of
+from jaxtrain.published.families.gemma2 import ACTIVATION, BLOCK, scalar_of, scale_of, written_window
 from jaxtrain.published.families.gemma2 import tensors as gemma2_tensors
 from jaxtrain.published.family import Family
 from jaxtrain.published.keys import Fixed, Key, Mapped, Own, read_keys, write_keys
@@ -50,7 +50,6 @@ KEYS: tuple[Key, ...] = (
         tie_word_embeddings=True,
     ),
     *ACTIVATION,
-    Mapped("attn_logit_softcapping", to="attention_softcap", default=None),
     Mapped("final_logit_softcapping", to="logits_softcap", default=None),
     Own("query_pre_attn_scalar", default=256),
     Own("sliding_window", default=4096),
@@ -60,6 +59,7 @@ KEYS: tuple[Key, ...] = (
     *rope_keys(1e6),
     Fixed("attention_bias", (False,), reason="it adds biases to attention, which its published models lack"),
     Fixed("attention_dropout", (0.0, 0), reason="it drops attention weights in training"),
+    Fixed("attn_logit_softcapping", (None,), reason="transformers knows it and bounds no scores"),
     Fixed("use_bidirectional_attention", (False, None), reason="it attends ahead"),
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
         model_type="gemma3_text",
         query_pre_attn_scalar=scalar_of(model),
         layer_types=types,
-        sliding_window=window,
+        sliding_window=written_window(window),
         rope_local_base_freq=local_theta,
     )
     return more | write_keys(KEYS, model) | rope

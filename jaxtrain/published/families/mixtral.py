@@ -6,6 +6,7 @@ Sources: the config.json published with each model (the base models).
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.published.decoder import SILU, decoder_keys, split_width
 from jaxtrain.published.entries import Entry, Row
 from jaxtrain.published.families.llama import attention_blocks, ends, in_decoder
@@ -48,6 +49,11 @@ def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of our model group for a config.json of this family."""
     ours, file = read_keys(KEYS, config, family="mixtral")
     experts = dict(num_experts=file["num_local_experts"], experts_per_token=file["num_experts_per_tok"])
+    if experts["experts_per_token"] == 1 != experts["num_experts"]:
+        raise ConfigError(
+            "config.json has num_experts_per_tok: 1, whose expert has the weight 1 in the family mixtral and its "
+            "probability in jaxtrain; 2 or more would work"
+        )
     fixed = dict(kind="transformer", position="rotary", norm="rmsnorm", bias=False, experts=experts)
     return fixed | ours | read_rope(file, family="mixtral")
 

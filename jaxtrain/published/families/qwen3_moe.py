@@ -51,26 +51,37 @@ KEYS = (
 def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of our model group for a config.json of this family."""
     ours, file = read_keys(KEYS, config, family="qwen3_moe")
-    if not file["norm_topk_prob"]:
-        raise ConfigError(
-            "config.json has norm_topk_prob: false (or leaves it out), which the family qwen3_moe does not support "
-            "(weights of the chosen experts that do not sum to 1); true would work"
-        )
     experts = dict(num_experts=file["num_experts"], experts_per_token=file["num_experts_per_tok"])
+    if bool(file["norm_topk_prob"]) != _sums_to_1(experts):
+        said, wanted = ("true", "false") if file["norm_topk_prob"] else ("false (or leaves it out)", "true")
+        raise ConfigError(
+            f"config.json has norm_topk_prob: {said}, which the family qwen3_moe does not support with "
+            f"num_experts_per_tok: {file['num_experts_per_tok']} (weights of several experts sum to 1, one alone has "
+            f"its probability); {wanted} would work"
+        )
     fixed = dict(kind="transformer", position="rotary", norm="rmsnorm", bias=False, qk_norm=True, experts=experts)
     length = int(file["max_position_embeddings"])
     return fixed | ours | read_rope(file, family="qwen3_moe", original_length=length)
 
 
+def _sums_to_1(experts: Mapping[str, Any]) -> bool:
+    """Whether the weights of the chosen experts are divided by their sum: not where it would be that of one alone."""
+    return experts["experts_per_token"] != 1
+
+
 def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a model group."""
-    names = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", norm_topk_prob=True)
+    names = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
     names |= dict(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False, sliding_window=None)
     experts = model["experts"]
     counts = (
         {}
         if experts is None
-        else dict(num_experts=experts["num_experts"], num_experts_per_tok=experts["experts_per_token"])
+        else dict(
+            num_experts=experts["num_experts"],
+            num_experts_per_tok=experts["experts_per_token"],
+            norm_topk_prob=_sums_to_1(experts),
+        )
     )
     return names | write_keys(KEYS, model) | counts | write_rope(model)
 
