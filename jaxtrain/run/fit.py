@@ -135,18 +135,18 @@ def fit(
     if batch_size is not None:
         given["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    cache = _loaded(given, overrides).config.compilation_cache
+    settings = _loaded(given, overrides).config
     folder = run_folder(run_dir, "run")
     given["name"] = folder.name or "run"
-    distributed.start(compilation_cache=cache)
+    distributed.start(compilation_cache=settings.compilation_cache)
     from jaxtrain.train.checks import check_parts
     from jaxtrain.train.own_step import OwnStep, check_shown
 
     check_parts(model, task, optimizer)
     check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
-    opened = _data(data, validation, seed=seed, task=task)
-    given["train"] |= _sizes(opened, epochs=epochs, batch_size=batch_size)
+    opened = _data(data, validation, seed=settings.seed, task=task)
+    given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=batch_size is not None)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
     if mesh is not None:
         given["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
@@ -162,8 +162,10 @@ def fit(
         model_state=model_state,
         skip=skip,
     )
+    loaded = _loaded(given, overrides)
+    _check_sizes(loaded.config, given["train"], opened, epochs=epochs)
     return train_loaded(
-        _loaded(given, overrides),
+        loaded,
         folder,
         resume=resume,
         model=model,
@@ -242,22 +244,47 @@ def _data(given: Any, validation: Any, *, seed: int, task: "Task") -> "Data":
     )
 
 
-def _sizes(data: "Data", *, epochs: float | None, batch_size: int | None) -> dict[str, int]:
+def _sizes(data: "Data", settings: Config, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
     """Keys of the group `train` that only the data can say.
+
+    Args:
+        data: what is trained on.
+        settings: what is known before: the batch size counts, wherever it was set.
+        epochs: as given.
+        has_batch_size: whether the argument was given.
 
     Raises:
         ConfigError: they contradict what was given.
     """
     from jaxtrain.data.stream import BatchStream
 
+    size = settings.train.global_batch_size
     if isinstance(data.train, BatchStream):
-        size = data.train.batch_size
-        if batch_size not in (None, size):
-            raise ConfigError(f"batch_size={batch_size}, but the iterable gives batches of {size} rows; leave it out")
+        if has_batch_size and size != data.train.batch_size:
+            raise ConfigError(_other_batches(f"batch_size={size}", data.train.batch_size))
         if epochs is not None:
             raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
-        return {"global_batch_size": size}
-    if epochs is None:
-        return {}
-    size = batch_size or Config().train.global_batch_size
-    return {"steps": math.ceil(epochs * len(data.train) / size)}
+        return {"global_batch_size": data.train.batch_size}
+    return {} if epochs is None else {"steps": math.ceil(epochs * len(data.train) / size)}
+
+
+def _check_sizes(config: Config, found: Mapping[str, int], data: "Data", *, epochs: float | None) -> None:
+    """Raise where `overrides` set what the data and `epochs` decide.
+
+    Raises:
+        ConfigError: says which of the two to leave out.
+    """
+    from jaxtrain.data.stream import BatchStream
+
+    size, steps = config.train.global_batch_size, config.train.steps
+    if isinstance(data.train, BatchStream) and size != data.train.batch_size:
+        raise ConfigError(_other_batches(f"overrides set train.global_batch_size={size}", data.train.batch_size))
+    if epochs is not None and steps != found["steps"]:
+        raise ConfigError(
+            f"epochs={epochs:g} are {found['steps']} steps of {size} rows, and overrides set train.steps={steps}; "
+            "leave one of them out"
+        )
+
+
+def _other_batches(given: str, size: int) -> str:
+    return f"{given}, but the iterable gives batches of {size} rows; leave it out"
