@@ -76,7 +76,8 @@ def fit(
             `__len__`, and `__getitem__` giving a dict or a pair); a `Data`; or an iterable of batches, in one process,
             whose first batches a resumed run skips.
         validation: rows for evaluation, in the same forms but the last, or the share of the rows that are kept for it
-            (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none.
+            (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none. All of them are
+            evaluated; evaluation={"max_batches": 50} takes the first 50 batches.
         steps: total number of optimizer steps. Give it or `epochs`.
         epochs: passes over the training rows, in place of `steps`.
         batch_size: rows per step over all devices and microbatches; None: 32, or that of an iterable of batches.
@@ -126,7 +127,8 @@ def fit(
         "precision": {"policy": policy},
         "compiler_options": _group(compiler_options, "compiler_options", "{'xla_gpu_enable_triton_gemm': False}"),
         "finetune": _group(finetune, "finetune", "{'lora': {'rank': 8}}"),
-        "evaluation": _group(evaluation, "evaluation"),
+        # The default of a config, 50 batches, would leave most of the rows out that somebody gives.
+        "evaluation": {"max_batches": None, **_group(evaluation, "evaluation")},
         "checkpoint": _group(checkpoint, "checkpoint"),
         "logging": _group(logging, "logging"),
     }
