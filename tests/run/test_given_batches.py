@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -163,3 +164,20 @@ def test_numbers_of_numpy_are_those_of_python(tmp_path: Path) -> None:
         )
         assert result.step == 4
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_numbers_are_not_cut_to_the_dtype_of_the_first_row() -> None:
+    """Rows [0, 0.5, ...] were all 0 where the first row had Python's 0: targets of a regression, in silence."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for targets, line in (([0, 0.5], "of 0.5"), ([0, float("nan")], "of nan"), ([False, 2], "of 2"), ([1, 0.0], None)):
+        rows = grain.MapDataset.source([{"targets": np.asarray(target)} for target in targets])
+        stream = BatchStream([{"targets": np.asarray([target])} for target in targets])
+        for load, first, k in (
+            (jt.Batches(rows, 2, seed=0, shuffle=True).load, "the first row", 0),
+            (stream.load, "batch 0", 1),
+        ):
+            if line is None:
+                assert set(np.asarray(load(k, {"targets": device})["targets"])) <= {0, 1}
+                continue
+            with pytest.raises(jt.DataError, match=f"batch {k} holds targets {line}, but those of {first} are"):
+                load(k, {"targets": device})
