@@ -308,7 +308,14 @@ def test_parameters_to_start_from(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, result.state.params, params)
 
 
+class Table:
+    """What distinguishes a table of pandas, which tests do not need."""
+
+    iloc = None
+
+
 WRONG = {
+    "a table of pandas": (dict(data=Table()), r"an instance of Table of pandas.*data=\(table\[\['a', 'b'\]\].to_numpy"),
     "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
     "a path": (dict(data="train.csv"), "data is 'train.csv'; give"),
     "nothing": (dict(data=None), "data is None; give"),

@@ -166,6 +166,11 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
     if isinstance(given, grain.MapDataset):
         rows = _not_empty(given, name)
         return rows, _dataset_identity(rows), _line(rows, type(given).__name__)
+    if hasattr(given, "iloc"):  # a table of pandas, whose [0] is a column
+        raise ConfigError(
+            f"{name} is {_kind(given)} of pandas, which does not say what is predicted; write "
+            f"{name}=(table[['a', 'b']].to_numpy(), table['y'].to_numpy())"
+        )
     if isinstance(given, IndexedDataset) and not isinstance(given, (str, bytes, np.ndarray, jax.Array)):
         rows = _not_empty(_dataset_rows(given, name), name)
         if isinstance(given, list):
