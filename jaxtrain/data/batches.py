@@ -154,7 +154,7 @@ class Batches:
         local = self._load_rows(k, needed)
         if check is not None:
             check(local)
-        local = jax.tree.map(lambda column, leaf: column.astype(leaf.dtype, copy=False), local, spec)
+        local = in_dtypes(local, spec, where=f"batch {k} holds", first="the first row")
         if all(len(sharding.device_set) == 1 for sharding in jax.tree.leaves(shardings)):
             return jax.device_put(local, shardings)
         return jax.tree.map(
@@ -202,6 +202,37 @@ class Batches:
         with ThreadPoolExecutor(max(1, min(len(indices), self._workers))) as pool:
             rows: list[Any] = list(pool.map(self._rows.__getitem__, indices.tolist()))
         return _stacked(rows)
+
+
+def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
+    """Returns a batch in the dtypes of its spec.
+
+    Args:
+        batch: NumPy arrays.
+        spec: What the first row, or the first batch, says of them.
+        where: What holds the batch, in messages.
+        first: Whose dtypes these are, in messages.
+
+    Raises:
+        DataError: Numbers would be cut: 0.5 among rows of which the first holds 0.
+    """
+
+    def cast(path: Any, column: np.ndarray, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        # 64-bit integers of 32-bit programs are checked with the ids.
+        known = column.dtype == leaf.dtype or jax.dtypes.canonicalize_dtype(column.dtype) == leaf.dtype
+        if known or jax.dtypes.issubdtype(leaf.dtype, np.inexact):
+            return column.astype(leaf.dtype, copy=False)
+        with np.errstate(invalid="ignore"):
+            kept = column.astype(leaf.dtype)
+        lost = column[kept != column]
+        if lost.size:
+            raise DataError(
+                f"{where} {path_name(path)} of {lost.flat[0]}, but those of {first} are {leaf.dtype}; give all of them "
+                "one dtype, such as np.float32"
+            )
+        return kept
+
+    return jax.tree_util.tree_map_with_path(cast, batch, spec)
 
 
 def default_workers() -> int:

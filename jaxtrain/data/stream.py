@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.data.batches import Batch
+from jaxtrain.data.batches import Batch, in_dtypes
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree_path import path_name
 
@@ -77,7 +77,7 @@ class BatchStream:
         self._check_shapes(batch, k)
         if check is not None:
             check(batch)
-        batch = jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype, copy=False), batch, self._spec)
+        batch = in_dtypes(batch, self._spec, where=f"batch {k} holds", first="batch 0")
         return jax.device_put(batch, {name: shardings[name] for name in batch})
 
     def _next(self) -> Batch:

@@ -40,7 +40,9 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSum
         ConfigError: the loss returned something else.
     """
     batch = with_weights(batch)
-    return _checked_sums(task, (task.loss if train else task.evaluation)(outputs, batch), batch)
+    found = (task.loss if train else task.evaluation)(outputs, batch)
+    _check_no_pairs(task, found, outputs, batch)
+    return _checked_sums(task, found, batch)
 
 
 def calling_sums(task: Task, call: ModelCall, batch: Batch, key: jax.Array) -> tuple[TaskSums, ModelState]:
@@ -116,6 +118,29 @@ def _losses_by_row(found: Any) -> tuple[jax.Array, Mapping[str, Any]] | None:
         if _is_numeric(losses) and jnp.ndim(losses):
             return jnp.asarray(losses), metrics
     return None
+
+
+def _check_no_pairs(task: Task, found: Any, outputs: Any, batch: Batch) -> None:
+    """Raise where losses [B, B] are of every row with every other: outputs [B, 1] against targets [B] broadcast so.
+
+    Raises:
+        ConfigError: says what to write.
+    """
+    by_row = _losses_by_row(found)
+    if by_row is None or by_row[0].ndim != 2:
+        return
+    rows, columns = by_row[0].shape
+    compared = {"outputs": outputs, **{name: value for name, value in batch.items() if name != "inputs"}}
+    shapes = {name: [jnp.shape(leaf) for leaf in jax.tree.leaves(value)] for name, value in compared.items()}
+    # A dimension of them that happens to have the size of the batch is no row.
+    if rows == 1 or columns != rows or any(rows in shape[1:] for several in shapes.values() for shape in several):
+        return
+    words = [f"{name} {list(shape)}" for name, several in shapes.items() for shape in several if shape]
+    raise ConfigError(
+        f"task {task.name!r} returns losses [{rows}, {rows}], of each row with every other, as arrays of two shapes "
+        f"broadcast ({', '.join(words)}): write outputs[:, 0], or return jnp.mean(losses, axis=-1) where pairs are "
+        "meant"
+    )
 
 
 def _weighted_sums(task: Task, losses: jax.Array, metrics: Mapping[str, Any], batch: Batch) -> TaskSums:

@@ -64,9 +64,17 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
 
 
 def _evaluation_notes(loaded: Loaded, run: Run) -> list[str]:
-    """A note where evaluations are asked for and the data has no rows for them."""
-    every = run.config.evaluation.every
-    if every is None or run.data.validation is not None:
+    """A note where evaluations leave held-out rows out, or are asked for and the data has no rows for them."""
+    every, most = run.config.evaluation.every, run.config.evaluation.max_batches
+    if run.data.validation is not None:
+        held_out, count = len(run.data.validation), (most or 0) * run.config.train.global_batch_size
+        if most is None or held_out <= count:
+            return []
+        return [
+            f"evaluation: the first {count:,} of {held_out:,} held-out rows (evaluation.max_batches={most}); "
+            "evaluation.max_batches=null takes all"
+        ]
+    if every is None:
         return []
     where = loaded.origins.get("evaluation.every", "")
     return [

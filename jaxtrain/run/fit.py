@@ -76,7 +76,8 @@ def fit(
             `__len__`, and `__getitem__` giving a dict or a pair); a `Data`; or an iterable of batches, in one process,
             whose first batches a resumed run skips.
         validation: rows for evaluation, in the same forms but the last, or the share of the rows that are kept for it
-            (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none.
+            (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none. All of them are
+            evaluated; evaluation={"max_batches": 50} takes the first 50 batches.
         steps: total number of optimizer steps. Give it or `epochs`.
         epochs: passes over the training rows, in place of `steps`.
         batch_size: rows per step over all devices and microbatches; None: 32, or that of an iterable of batches.
@@ -126,7 +127,8 @@ def fit(
         "precision": {"policy": policy},
         "compiler_options": _group(compiler_options, "compiler_options", "{'xla_gpu_enable_triton_gemm': False}"),
         "finetune": _group(finetune, "finetune", "{'lora': {'rank': 8}}"),
-        "evaluation": _group(evaluation, "evaluation"),
+        # The default of a config, 50 batches, would leave most of the rows out that somebody gives.
+        "evaluation": {"max_batches": None, **_group(evaluation, "evaluation")},
         "checkpoint": _group(checkpoint, "checkpoint"),
         "logging": _group(logging, "logging"),
     }
@@ -135,18 +137,18 @@ def fit(
     if batch_size is not None:
         given["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    cache = _loaded(given, overrides).config.compilation_cache
+    settings = _loaded(given, overrides).config
     folder = run_folder(run_dir, "run")
     given["name"] = folder.name or "run"
-    distributed.start(compilation_cache=cache)
+    distributed.start(compilation_cache=settings.compilation_cache)
     from jaxtrain.train.checks import check_parts
     from jaxtrain.train.own_step import OwnStep, check_shown
 
     check_parts(model, task, optimizer)
     check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
-    opened = _data(data, validation, seed=seed, task=task)
-    given["train"] |= _sizes(opened, epochs=epochs, batch_size=batch_size)
+    opened = _data(data, validation, seed=settings.seed, task=task)
+    given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=batch_size is not None)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
     if mesh is not None:
         given["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
@@ -162,8 +164,10 @@ def fit(
         model_state=model_state,
         skip=skip,
     )
+    loaded = _loaded(given, overrides)
+    _check_sizes(loaded.config, given["train"], opened, epochs=epochs)
     return train_loaded(
-        _loaded(given, overrides),
+        loaded,
         folder,
         resume=resume,
         model=model,
@@ -242,22 +246,47 @@ def _data(given: Any, validation: Any, *, seed: int, task: "Task") -> "Data":
     )
 
 
-def _sizes(data: "Data", *, epochs: float | None, batch_size: int | None) -> dict[str, int]:
+def _sizes(data: "Data", settings: Config, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
     """Keys of the group `train` that only the data can say.
+
+    Args:
+        data: what is trained on.
+        settings: what is known before: the batch size counts, wherever it was set.
+        epochs: as given.
+        has_batch_size: whether the argument was given.
 
     Raises:
         ConfigError: they contradict what was given.
     """
     from jaxtrain.data.stream import BatchStream
 
+    size = settings.train.global_batch_size
     if isinstance(data.train, BatchStream):
-        size = data.train.batch_size
-        if batch_size not in (None, size):
-            raise ConfigError(f"batch_size={batch_size}, but the iterable gives batches of {size} rows; leave it out")
+        if has_batch_size and size != data.train.batch_size:
+            raise ConfigError(_other_batches(f"batch_size={size}", data.train.batch_size))
         if epochs is not None:
             raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
-        return {"global_batch_size": size}
-    if epochs is None:
-        return {}
-    size = batch_size or Config().train.global_batch_size
-    return {"steps": math.ceil(epochs * len(data.train) / size)}
+        return {"global_batch_size": data.train.batch_size}
+    return {} if epochs is None else {"steps": math.ceil(epochs * len(data.train) / size)}
+
+
+def _check_sizes(config: Config, found: Mapping[str, int], data: "Data", *, epochs: float | None) -> None:
+    """Raise where `overrides` set what the data and `epochs` decide.
+
+    Raises:
+        ConfigError: says which of the two to leave out.
+    """
+    from jaxtrain.data.stream import BatchStream
+
+    size, steps = config.train.global_batch_size, config.train.steps
+    if isinstance(data.train, BatchStream) and size != data.train.batch_size:
+        raise ConfigError(_other_batches(f"overrides set train.global_batch_size={size}", data.train.batch_size))
+    if epochs is not None and steps != found["steps"]:
+        raise ConfigError(
+            f"epochs={epochs:g} are {found['steps']} steps of {size} rows, and overrides set train.steps={steps}; "
+            "leave one of them out"
+        )
+
+
+def _other_batches(given: str, size: int) -> str:
+    return f"{given}, but the iterable gives batches of {size} rows; leave it out"

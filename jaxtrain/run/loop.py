@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.errors import DataError, DivergedError
+from jaxtrain.errors import DivergedError, PreemptedError
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
@@ -32,7 +32,7 @@ class Hooks:
         pause: (number, state) -> whether to stop after this step, with nothing in flight.
         stop_requested: number -> whether to stop after this step; asked after every step.
         data_failed: (number of the last step, state after it, error), before the error of the batch that comes next is
-            raised; not called before the first step.
+            raised: a `DataError`, or whatever a dataset of the user's raises; not called before the first step.
     """
 
     before_step: Callable[[int], None]
@@ -40,7 +40,7 @@ class Hooks:
     wants_pause: Callable[[int], bool]
     pause: Callable[[int, TrainState], bool]
     stop_requested: Callable[[int], bool]
-    data_failed: Callable[[int, TrainState, DataError], None] = lambda number, state, error: None
+    data_failed: Callable[[int, TrainState, Exception], None] = lambda number, state, error: None
 
 
 def train_loop(
@@ -69,6 +69,7 @@ def train_loop(
     Raises:
         DivergedError: too many non-finite steps or spikes in a row; the state before them is intact.
         DataError: a batch could not be given.
+        Exception: what a dataset of the user's raised.
     """
     pending: Pending | None = None
     clock = time.perf_counter()
@@ -91,7 +92,9 @@ def train_loop(
         asked = time.perf_counter()
         try:
             batch = next(batches)
-        except DataError as error:
+        except PreemptedError:
+            raise
+        except Exception as error:
             settle()
             if number > first:
                 hooks.data_failed(number - 1, state, error)

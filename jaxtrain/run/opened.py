@@ -17,11 +17,10 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.called_sources import called_sources, source_changes
-from jaxtrain.run.opened_data import open_saved_data, saved_sizes
+from jaxtrain.run.opened_data import open_saved_data, rows_of_given, saved_sizes
 from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
-    import grain
     import numpy as np
     from jax.sharding import Mesh
 
@@ -293,12 +292,12 @@ class OpenedRun:
         outputs = functools.partial(self.predict, batch_size=batch_size)
         return predicted_rows(reader, outputs, path, probabilities=probabilities)
 
-    def evaluate(self, data: "Data | grain.MapDataset | None" = None) -> dict[str, Any]:
+    def evaluate(self, data: Any = None) -> dict[str, Any]:
         """The metrics of the run's task.
 
         Args:
-            data: a `Data`, whose held-out rows are used, or rows with an index, of which all count. None: the held-out
-                rows of the run, as many as `evaluation.max_batches` says, as during the run.
+            data: a `Data`, whose held-out rows are used, or rows in another form of `fit`, such as a dict of arrays, of
+                which all count. None: the run's held-out rows, as many as `evaluation.max_batches` says.
 
         Returns:
             `eval_loss` and the task's metrics as `eval_*`.
@@ -315,13 +314,14 @@ class OpenedRun:
         evaluator.feed.shardings(held_out.batches.spec())
         return evaluate_rows(evaluator, self.state, held_out)
 
-    def held_out(self, data: "Data | grain.MapDataset | None" = None) -> "HeldOutRows":
+    def held_out(self, data: Any = None) -> "HeldOutRows":
         """The rows that `evaluate` takes, in batches that divide by the mesh; see there."""
         from jaxtrain.data import Data
         from jaxtrain.run.held_out_rows import check_data_fits, held_out_rows
         from jaxtrain.run.reference import evaluated_rows
 
-        rows = evaluated_rows(self.data if data is None else data, self.task, self.run_dir)
+        given = self.data if data is None else rows_of_given(data, self.info)
+        rows = evaluated_rows(given, self.task, self.run_dir)
         limit = self.config.evaluation.max_batches if data is None else None
         found = held_out_rows(self.config, rows, self.sharded_model, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:

@@ -9,6 +9,8 @@ from jaxtrain.config import Config
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:
+    import grain
+
     from jaxtrain.data import Data, Tokenizer
 
 
@@ -44,6 +46,60 @@ def open_saved_data(
             "used, and metrics are wrong where they differ"
         )
     return data, remarks if is_other else [*remarks, *_data_changes(saved, data)]
+
+
+def check_read_alike(data: "Data", info: Mapping[str, Any]) -> None:
+    """Raise where other data was turned into numbers otherwise than the run's: its own scales, its own class numbers.
+
+    Args:
+        data: to be evaluated or predicted.
+        info: content of the run's `run.json`.
+
+    Raises:
+        DataError: says how to open it as the run does.
+    """
+    saved: Any = (info.get("data") or {}).get("reading")
+    # A template of chats neither scales nor numbers anything.
+    if saved is None or data.reading is None or data.counts is not None or saved["kind"] != data.reading["kind"]:
+        return
+    own = json.loads(json.dumps(data.reading))
+    for key, what in (("classes", "numbers its classes"), ("mean", "scales its columns"), ("deviation", "scales them")):
+        if saved.get(key) != own.get(key):
+            raise DataError(
+                f"this data {what} by itself, otherwise than the run's; write jaxtrain.open_data({{...}}, "
+                'reading=run.info["data"]["reading"])'
+            )
+
+
+def rows_of_given(data: Any, info: Mapping[str, Any]) -> "Data | grain.MapDataset":
+    """What `OpenedRun.evaluate` is given, as data or rows with an index.
+
+    Args:
+        data: see there.
+        info: content of the run's `run.json`.
+
+    Raises:
+        DataError: they are not read as the run read its own.
+        ConfigError: they are something else.
+    """
+    import grain
+
+    from jaxtrain.data import Data
+    from jaxtrain.data.sources.given import rows_of
+
+    if isinstance(data, Data):
+        check_read_alike(data, info)
+        return data
+    if isinstance(data, grain.MapDataset):
+        return data
+    reading: Any = (info.get("data") or {}).get("reading")
+    if reading is not None and "mean" in reading:
+        raise DataError(
+            "the run scaled the columns of its table, and arrays do not say whether theirs are; write "
+            'jaxtrain.open_data({...}, reading=run.info["data"]["reading"]), or jaxtrain.ArrayRows({...}) of columns '
+            "that are scaled as the run's"
+        )
+    return rows_of(data)
 
 
 def saved_sizes(

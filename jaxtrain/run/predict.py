@@ -16,6 +16,7 @@ from jaxtrain.errors import DataError, UserError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
+from jaxtrain.run.opened_data import check_read_alike
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.batch import batch_shardings
 from jaxtrain.train.checks import check_ids
@@ -102,6 +103,7 @@ class Predictor:
                 raise DataError(
                     "predict takes rows, and this Data has two sets; write run.predict(data.validation), or data.train"
                 )
+            check_read_alike(inputs, {"data": self._trained_on})
             inputs = inputs.train
         if isinstance(inputs, grain.MapDataset):
             return inputs

@@ -112,6 +112,9 @@ def evaluate_state(session: Session, number: int, state: TrainState, *, is_repea
                     session.watch.evaluated(number, session.held_out.metrics, state)
         except StoppedWaiting:
             was_left = True
+        except Exception:  # held-out rows that cannot be read, or do not fit
+            saved_on_failure(session, number, state)
+            raise
     if was_left:
         stop_run(session, number, state)
 
@@ -171,13 +174,15 @@ def saving_on_failure(session: Session, number: int, state: TrainState) -> Itera
         raise
 
 
-def saved_on_failure(session: Session, number: int, state: TrainState) -> bool:
-    """Save the state after a step where something failed; False where that fails too."""
+def saved_on_failure(session: Session, number: int, state: TrainState, *, says: bool = True) -> bool:
+    """Save the state after a step where something failed, and say so; False where that fails too."""
     if jax.process_count() > 1:  # the others may be in no save
         return False
     with contextlib.suppress(Exception):
         _write(session, number, state)
         session.saves.wait(hurry=True)
+        if says:
+            session.progress.message(f"step {number} is saved in {session.checkpointer.directory}: run again to go on")
         return True
     return False
 

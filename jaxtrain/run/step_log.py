@@ -32,6 +32,7 @@ class StepLog:
         self._every = run.config.logging.every
         self._always = (start + 1, run.config.train.steps)
         self._skipped = run.data.skipped
+        self._unlogged: tuple[int, Mapping[str, jax.Array]] | None = None
         self.row: Scalars = row
 
     def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
@@ -49,9 +50,16 @@ class StepLog:
         if number % self._every == 0 or number in self._always:
             self._log(number, metrics)
         else:
+            self._unlogged = number, metrics
             self._progress.update(number, {})
 
+    def end(self) -> None:
+        """Log the last step where it was not: a run that stops early did not know before that it was the last."""
+        if self._unlogged is not None:
+            self._log(*self._unlogged)
+
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        self._unlogged = None
         values = flat_scalars(jax.device_get(dict(metrics)))
         standard = {name: values.pop(name) for name in ("loss", "grad_norm", "skipped_steps")}
         standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python

@@ -115,6 +115,8 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
     if done > start and session.watch.status is None:
         with saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
+    if session.watch.status is not None:
+        session.steps.end()
     return state, done
 
 
@@ -208,10 +210,11 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
             save_state(session, number, state)
         return session.watch.status is not None
 
-    def data_failed(number: int, state: TrainState, error: DataError) -> None:
+    def data_failed(number: int, state: TrainState, error: Exception) -> None:
         if isinstance(error, StoppedWaiting):
             stop_run(session, number, state)
-        if saved_on_failure(session, number, state):
+        is_line = isinstance(error, DataError)
+        if saved_on_failure(session, number, state, says=not is_line) and is_line:
             where = f"step {number} is saved in {session.checkpointer.directory}"
             raise DataError(f"{error}; {where}: run again with such data to go on") from error
 

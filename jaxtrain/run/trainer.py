@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.arguments import check_choice, check_kind
+from jaxtrain.config.arguments import check_choice, check_kind, refusal
 from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.config.schema import EarlyStoppingConfig
 from jaxtrain.config.watchdog import limits
@@ -81,7 +81,7 @@ def run_config(
         >>> result.step
         4
     """
-    _check_call(overrides, resume, progress)
+    _check_call(config, overrides, resume, progress)
     mend_run(config if isinstance(config, str | Path) else None)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
@@ -225,8 +225,11 @@ def _own_step(
     return OwnStep(optimizer=optimizer, learning_rate=learning_rate)
 
 
-def _check_call(overrides: Any, resume: Any, progress: Any) -> None:
+def _check_call(config: Any, overrides: Any, resume: Any, progress: Any) -> None:
     """Raise where an argument of `run_config` is of another type."""
+    if config is None:  # all defaults to load_config: a thousand steps of a model that nobody asked for
+        takes = "a shipped name, a path, the directory of a run or a dict"
+        raise ConfigError(refusal("run_config: config", takes, config, "run_config('quickstart')"))
     if overrides is not None:
         write = "overrides={'train.steps': 100}"
         check_kind(overrides, Mapping, what="run_config: overrides", takes="a dict of keys", write=write)

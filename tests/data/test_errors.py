@@ -210,6 +210,11 @@ CASES = {
         lambda d: table(d / "a.csv"),
         "{dir}/a.csv:1 holds only numbers; the first line must name the columns",
     ),
+    "CSV of classes without a header": (
+        {"a.csv": b"1,2,cat\n3,4,dog\n5,6,cat\n"},
+        lambda d: table(d / "a.csv"),
+        "{dir}/a.csv:1 is a row (1, ..., cat), not names of columns; write names above it, such as a,b,class",
+    ),
     "CSV with a header only": (
         {"a.csv": b"x,y\n"},
         lambda d: table(d / "a.csv"),

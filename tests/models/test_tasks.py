@@ -7,6 +7,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.task import Task
+from jaxtrain.models.task_sums import task_sums
 from jaxtrain.models.tasks import TASKS, classification, cross_entropy, language_modeling, regression
 
 
@@ -129,3 +131,17 @@ def test_padding_does_not_matter(name, shape, targets):
 def test_outputs_of_another_width_are_refused():
     with pytest.raises(ConfigError, match=r"targets \[4, 1\] do not fit outputs \[4, 2\]"):
         regression().loss(jnp.zeros((4, 2)), {"targets": np.zeros((4, 1), np.float32)})
+
+
+def test_losses_of_each_row_with_every_other_are_refused():
+    """Outputs [B, 1] against targets [B] are [B, B], and trained to the mean of all targets in silence."""
+    task = Task("squares", lambda outputs, batch: jnp.square(outputs - batch["targets"]))
+    batch = {"inputs": jnp.ones((8, 8)), "targets": jnp.arange(8.0)}
+    words = r"losses \[8, 8\].*outputs \[8, 1\], targets \[8\].*write outputs\[:, 0\]"
+    with pytest.raises(ConfigError, match=words):
+        task_sums(task, jnp.ones((8, 1)), batch, train=True)
+    # A dimension that is as large as the batch by chance, and a batch of one row.
+    square = {**batch, "targets": jnp.ones((8, 8))}
+    assert task_sums(task, jnp.ones((8, 8)), square, train=True)[1] == 64
+    one = jax.tree.map(lambda leaf: leaf[:1], batch)
+    assert task_sums(task, jnp.ones((1, 1)), one, train=True)[1] == 1

@@ -207,6 +207,24 @@ def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest
     assert "72 training rows and 24 validation rows" in capfd.readouterr().err
 
 
+def test_a_pass_is_over_all_rows_whoever_sets_the_batch(tmp_path: Path) -> None:
+    """96 rows in batches of 24 are 4 steps; steps of the default batch, 32 rows, were counted before."""
+    batch = {"train.global_batch_size": 24, "logging.every": 1}
+    result = fit(tmp_path, steps=None, epochs=1, batch_size=None, overrides=batch)
+    assert (result.step, rows(tmp_path)[-1]["examples"]) == (4, 96)
+
+
+def test_all_rows_that_are_given_are_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first 50 batches were, in silence; a config says so where it leaves rows out."""
+    for limit in ({}, {"max_batches": 20}):
+        result = fit(tmp_path / str(len(limit)), validation=(X, Y), steps=1, batch_size=1, evaluation=limit)
+        params = jax.device_get(result.state.params)
+        right = (np.tanh(X @ params["a"]) @ params["b"]).argmax(-1) == Y
+        assert result.metrics["eval_accuracy"] == pytest.approx(right[: limit.get("max_batches")].mean(), rel=1e-6)
+        note = "evaluation: the first 20 of 96 held-out rows"
+        assert (note in capfd.readouterr().err) == bool(limit)
+
+
 def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path) -> None:
     """Sums in another order: float32, after six steps."""
     mesh = jt.make_mesh(data=2, fsdp=4)
@@ -290,7 +308,14 @@ def test_parameters_to_start_from(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, result.state.params, params)
 
 
+class Table:
+    """What distinguishes a table of pandas, which tests do not need."""
+
+    iloc = None
+
+
 WRONG = {
+    "a table of pandas": (dict(data=Table()), r"an instance of Table of pandas.*data=\(table\[\['a', 'b'\]\].to_numpy"),
     "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
     "a path": (dict(data="train.csv"), "data is 'train.csv'; give"),
     "nothing": (dict(data=None), "data is None; give"),
@@ -307,6 +332,14 @@ WRONG = {
     "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
+    "a batch size in overrides": (
+        dict(data=batches_of(), overrides={"train.global_batch_size": 8}),
+        "overrides set train.global_batch_size=8, but the iterable gives batches of 16",
+    ),
+    "epochs and steps in overrides": (
+        dict(steps=None, epochs=2, overrides={"train": {"steps": 5}}),
+        "epochs=2 are 12 steps of 16 rows, and overrides set train.steps=5",
+    ),
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
     "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -163,3 +165,58 @@ def test_numbers_of_numpy_are_those_of_python(tmp_path: Path) -> None:
         )
         assert result.step == 4
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_numbers_are_not_cut_to_the_dtype_of_the_first_row() -> None:
+    """Rows [0, 0.5, ...] were all 0 where the first row had Python's 0: targets of a regression, in silence."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for targets, line in (([0, 0.5], "of 0.5"), ([0, float("nan")], "of nan"), ([False, 2], "of 2"), ([1, 0.0], None)):
+        rows = grain.MapDataset.source([{"targets": np.asarray(target)} for target in targets])
+        stream = BatchStream([{"targets": np.asarray([target])} for target in targets])
+        for load, first, k in (
+            (jt.Batches(rows, 2, seed=0, shuffle=True).load, "the first row", 0),
+            (stream.load, "batch 0", 1),
+        ):
+            if line is None:
+                assert set(np.asarray(load(k, {"targets": device})["targets"])) <= {0, 1}
+                continue
+            with pytest.raises(jt.DataError, match=f"batch {k} holds targets {line}, but those of {first} are"):
+                load(k, {"targets": device})
+
+
+class Failing:
+    """Rows of which one cannot be read, once it is told so."""
+
+    fails = False
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.fails and index == 20:
+            raise OSError("row 20 is gone")
+        return X[index], Y[index]
+
+
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_what_a_dataset_raises_costs_no_step(tmp_path: Path, where: str) -> None:
+    """The state was saved for a DataError of training alone; else all steps since the last save were lost."""
+    rows = Failing()
+
+    def fit(**more: Any) -> jt.Result:
+        given = {"data": rows, "validation": None} if where == "training" else {"data": (X, Y), "validation": rows}
+        quiet = {"tensorboard": False, "report": False}
+        words = {"steps": 9, "batch_size": 8, "run_dir": tmp_path, "logging": quiet, "overrides": {"train.prefetch": 1}}
+        return jt.fit(model(), jt.classification(), optax.sgd(0.1), **given, **words, **more)
+
+    def fail(moment: jt.Moment) -> None:
+        rows.fails = rows.fails or moment.step == 3
+
+    with pytest.raises(OSError, match="row 20 is gone"):
+        fit(callbacks=[jt.Callback(on_step=fail)])
+    (kept,) = jt.open_run(tmp_path).checkpoints
+    assert kept in (range(3, 9) if where == "training" else (9,)), "an epoch is four steps"
+    rows.fails = False
+    result = fit()
+    assert result.step == 9
+    assert ("eval_loss" in result.metrics) == (where == "evaluation")

@@ -123,6 +123,25 @@ def test_rows_as_people_have_them(run, held_out):
             np.testing.assert_array_equal(found, wanted, err_msg=name)
 
 
+def test_rows_are_evaluated_as_people_have_them(run, held_out):
+    """A pair and a dict of arrays were no rows: a KeyError, and advice to write something else."""
+    inputs, targets = held_out
+    wanted = run.evaluate(jt.ArrayRows({"inputs": inputs, "targets": targets}))
+    right = (by_hand(run, inputs).argmax(-1) == targets).mean()
+    assert wanted["eval_accuracy"] == pytest.approx(right, rel=1e-6)
+    for form in ((inputs, targets), {"inputs": inputs, "targets": jax.numpy.asarray(targets)}):
+        assert run.evaluate(form) == wanted
+    for wrong, line in (
+        (iter([(inputs, targets)]), "data is an instance of list_iterator, which does not say how many rows it has"),
+        ((inputs[:0], targets[:0]), "data has no rows"),
+        (inputs, "data is an array [21, 8, 8, 1]; give a dict of arrays"),
+        ({"inputs": inputs}, "the task needs an entry 'targets'"),
+    ):
+        with pytest.raises(UserError) as caught:
+            run.evaluate(wrong)
+        assert line in str(caught.value)
+
+
 WRONG = {
     "one row": (lambda inputs: inputs[0], "predict takes rows [rows, 8, 8, 1], not a single one [8, 8, 1]"),
     "a number": (lambda inputs: 3.0, "not a single one []; write inputs[None]"),
@@ -282,6 +301,28 @@ def test_columns_of_a_table_are_scaled_as_in_the_run(tmp_path):
         run.predict(columns[:, :2])
     with pytest.raises(DataError, match=r"data\.path"):
         run.evaluate()
+
+
+def test_data_that_scales_itself_is_not_taken_for_the_runs(tmp_path):
+    """A table opened without the run's reading has scales of its own: half of its rows were wrong in silence."""
+
+    def table(name, shift):
+        columns = np.random.default_rng(0).normal(size=(40, 2)) + np.array([shift, 0])
+        lines = [f"{a},{b},{'high' if a > 0 else 'low'}" for a, b in columns]
+        (tmp_path / name).write_text("\n".join(["a,b,y", *lines]))
+        return {"kind": "table", "path": str(tmp_path / name)}
+
+    config = {**CONFIG, "data": table("train.csv", 0), "train": {"steps": 1, "global_batch_size": 32}}
+    run = jt.open_run(jt.run_config(config, run_dir=tmp_path / "run").run_dir)
+    other, reading = table("other.csv", 1), run.info["data"]["reading"]
+    for use in (run.evaluate, run.predict):
+        with pytest.raises(DataError, match=r'scales its columns by itself.*reading=run.info\["data"\]\["reading"\]'):
+            use(jt.open_data({**other, "validation_fraction": 0}))
+    rows = jt.open_data({**other, "validation_fraction": 0}, reading=reading)
+    inputs, targets = (rows.train.gather(np.arange(40))[name] for name in ("inputs", "targets"))
+    np.testing.assert_allclose(run.predict(rows), by_hand(run, inputs), atol=1e-6)
+    with pytest.raises(DataError, match="arrays do not say whether theirs are"):
+        run.evaluate((inputs, targets))
 
 
 LIMITS = {"two batches": (2, 40, 2), "one batch": (1, 20, 1), "more than there are": (9, 70, 3), "all": (None, 70, 3)}

@@ -79,6 +79,18 @@ def test_a_callback_stops_a_run_and_the_same_call_goes_on(tmp_path: Path, capfd:
     assert digests(tmp_path / "run", 6) == digests(tmp_path / "whole", 6)
 
 
+@pytest.mark.parametrize("callback", ["on_step", "on_evaluation"])
+def test_the_last_step_of_a_run_that_stops_early_is_logged(tmp_path: Path, callback: str) -> None:
+    """The result had the loss of step 1, under the number 1, beside the evaluation of step 4."""
+    seen: dict[int, float] = {}
+    stop = jt.Callback(**{callback: lambda moment: "stop" if moment.step == 4 else None})
+    watch = jt.Callback(on_step=lambda moment: seen.update({moment.step: moment.metrics["loss"]}))
+    quiet = {"every": 10, "tensorboard": False, "report": False}
+    result = fit(tmp_path, validation=0.25, evaluation={"every": 2}, logging=quiet, callbacks=[watch, stop])
+    assert (result.step, result.metrics["step"], result.metrics["loss"]) == (4, 4, seen[4])
+    assert losses(tmp_path) == {1: seen[1], 4: seen[4]}
+
+
 def test_an_error_in_a_callback_is_raised_once_the_state_is_saved(tmp_path: Path) -> None:
     def fail(moment: jt.Moment) -> None:
         if moment.step == 3:

@@ -234,6 +234,7 @@ ROWS = {
         "a dict of 'w'",
         "(params, model_state)",
     ),
+    "run_config: nothing": (lambda: jt.run_config(None), "not None", "run_config('quickstart')"),
     "run_config: a number": (lambda: run(3), "not 3", "load_config('quickstart')"),
     "run_config: no such config": (lambda: run("digits"), "'digits'", "digits_mlp"),
     "run_config: a list of overrides": (

@@ -85,6 +85,21 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
     return _with_validation(data, validation, seed=seed)
 
 
+def rows_of(given: Any) -> "grain.MapDataset":
+    """Rows to evaluate, in the forms of `data_of` that can be read by index.
+
+    Raises:
+        DataError: The rows are empty, or hold something other than numbers.
+        ConfigError: `given` is something else.
+    """
+    if _stream(given) is not None:
+        raise ConfigError(
+            f"data is {_kind(given)}, which does not say how many rows it has; give rows with an index (a dict of "
+            "arrays, a dataset)"
+        )
+    return _rows(given, "data")[0]
+
+
 def _num_tokens(row: Mapping[str, Any]) -> int:
     """The tokens of `inputs`: all ids, which pairs of answers [2, L] have of two texts, or the length [L, ...]."""
     inputs = row["inputs"]
@@ -151,6 +166,11 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
     if isinstance(given, grain.MapDataset):
         rows = _not_empty(given, name)
         return rows, _dataset_identity(rows), _line(rows, type(given).__name__)
+    if hasattr(given, "iloc"):  # a table of pandas, whose [0] is a column
+        raise ConfigError(
+            f"{name} is {_kind(given)} of pandas, which does not say what is predicted; write "
+            f"{name}=(table[['a', 'b']].to_numpy(), table['y'].to_numpy())"
+        )
     if isinstance(given, IndexedDataset) and not isinstance(given, (str, bytes, np.ndarray, jax.Array)):
         rows = _not_empty(_dataset_rows(given, name), name)
         if isinstance(given, list):

@@ -80,6 +80,12 @@ def _parse_csv(
         values.extend(numbers)
         targets.append(value)
         kept.append(num_rows - 1)
+    # Names of numbers alone may be names, beside a class that is one of the rows they are not.
+    if names and header[chosen].strip() in targets and all(_is_number(name) for name in names):
+        raise DataError(
+            f"{path}:1 is a row ({names[0]}, ..., {header[chosen]}), not names of columns; write names above it, such "
+            "as a,b,class"
+        )
     inputs = np.array(values, np.float64).reshape(len(targets), len(places))
     if skipped is not None:
         skipped.set(bad, num_rows - len(kept), of=num_rows)
