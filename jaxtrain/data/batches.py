@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
@@ -220,7 +221,7 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
     def cast(path: Any, column: np.ndarray, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         # 64-bit integers of 32-bit programs are checked with the ids.
         known = column.dtype == leaf.dtype or jax.dtypes.canonicalize_dtype(column.dtype) == leaf.dtype
-        if known or jax.dtypes.issubdtype(leaf.dtype, np.inexact):
+        if known or jnp.issubdtype(leaf.dtype, np.inexact):
             return column.astype(leaf.dtype, copy=False)
         with np.errstate(invalid="ignore"):
             kept = column.astype(leaf.dtype)

@@ -10,6 +10,7 @@ Shapes: B batch, H height, W width, h and w those of the results, I channels in,
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.layout.sharding import platform
 from jaxtrain.ops.images.batch_norm import batch_norm, batch_norm_gradients, normalise
@@ -57,7 +58,7 @@ def _keeping_input(
 def _forward(
     x_BHWI: jax.Array, scale_I: jax.Array, bias_I: jax.Array, kernel_KKIO: jax.Array, stride: int
 ) -> tuple[_Outputs, _Residuals]:
-    z_BhwO, mean, variance = _keeping_input(x_BHWI, scale_I, bias_I, kernel_KKIO, stride)
+    z_BhwO, mean, variance = reference_normalise_and_convolve(x_BHWI, scale_I, bias_I, kernel_KKIO, stride)
     return (z_BhwO, mean, variance), (x_BHWI, mean, variance, scale_I, bias_I, kernel_KKIO)
 
 
@@ -70,9 +71,12 @@ def _backward(
     x_BHWI = jax.lax.optimization_barrier(x_BHWI)
     y_BHWI = normalise(x_BHWI, mean, variance, scale_I, bias_I)
     # The convolution itself is not used, and is no part of the program.
-    _, gradients_of = jax.vjp(functools.partial(convolve, stride=stride), jax.nn.relu(y_BHWI), kernel_KKIO)
-    dy_BHWI, dkernel_KKIO = gradients_of(dz_BhwO)
-    dy_BHWI = jax.lax.select(y_BHWI > 0, dy_BHWI, jax.numpy.zeros_like(dy_BHWI))
+
+    def convolution(y_BHWI: jax.Array, kernel_KKIO: jax.Array) -> jax.Array:
+        return convolve(y_BHWI, kernel_KKIO, stride=stride)
+
+    dy_BHWI, dkernel_KKIO = jax.vjp(convolution, jax.nn.relu(y_BHWI), kernel_KKIO)[1](dz_BhwO)
+    dy_BHWI = jax.lax.select(y_BHWI > 0, dy_BHWI, jnp.zeros_like(dy_BHWI))
     dx, dscale, dbias = batch_norm_gradients((x_BHWI, mean, variance, scale_I), (dy_BHWI, dmean, dvariance))
     return dx, dscale, dbias, dkernel_KKIO
 
