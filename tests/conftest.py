@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked 'long'")
     told = "leave out what needs one Python only and passed in the run that wrote FILE with --junitxml"
     parser.addoption("--passed-elsewhere", metavar="FILE", help=told)
+    told = "skip the tests that have not begun by then (seconds since 1970), with the reason in the summary"
+    parser.addoption("--begin-until", metavar="TIME", type=float, help=told)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave out others
@@ -71,6 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
     getattr(config, "workeroutput", {})["left_out"] = len(left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what begins too late: a CI that is stopped at its limit says nothing of the tests that it has run."""
+    until = item.config.getoption("begin_until")
+    if until is not None and time.time() > until:
+        pytest.skip("it would have begun after --begin-until")
 
 
 def pytest_collection_finish() -> None:
