@@ -82,7 +82,10 @@ def bits(state: jt.TrainState) -> dict[str, bytes]:
 
 
 def corrupt(setattr: Callable[..., None], *, call: int, device: int | None) -> None:
-    """Flip the lowest bit of one number of the first parameter after a call of the step, on one device or on all."""
+    """Flip a bit of one number of the first parameter after a call of the step, on one device or on all.
+
+    Of the lowest bit the rounding of the next update may leave nothing, which depends on the processor.
+    """
     original, calls = jt.TrainStep.__call__, [0]
 
     def step(self: jt.TrainStep, state: jt.TrainState, batch: Any) -> Any:
@@ -92,7 +95,7 @@ def corrupt(setattr: Callable[..., None], *, call: int, device: int | None) -> N
             leaves, structure = jax.tree.flatten(state.params)
             shards = [np.array(shard.data) for shard in leaves[0].addressable_shards]
             for i in range(len(shards)) if device is None else [device]:
-                shards[i].view(np.uint32).reshape(-1)[1] ^= 1
+                shards[i].view(np.uint32).reshape(-1)[1] ^= 1 << 8
             placed = [
                 jax.device_put(one, shard.device)
                 for one, shard in zip(shards, leaves[0].addressable_shards, strict=True)
