@@ -144,14 +144,16 @@ GROUPS = {
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(
-    "form", [BLOCKED, pytest.param(tiled(interpret=True), marks=pytest.mark.long)], ids=["blocks", "tiles"]
+    ("form", "width"),
+    [(BLOCKED, 128), (BLOCKED, 64), pytest.param(tiled(interpret=True), 128, marks=pytest.mark.long)],
+    ids=["parts of blocks", "blocks", "tiles"],
 )
-def test_forms_multiply_each_group_with_its_kernel(form, groups):
+def test_forms_multiply_each_group_with_its_kernel(form, width, groups):
     """Products and both gradients of the filled rows, where the others hold NaN."""
     sizes = GROUPS[groups]
     filled, rng = sum(sizes), np.random.default_rng(0)
-    rows, target = (rng.normal(size=(256, 128)).astype(np.float32) for _ in range(2))
-    kernels = rng.normal(size=(3, 128, 128)).astype(np.float32)
+    rows, target = (rng.normal(size=(256, width)).astype(np.float32) for _ in range(2))
+    kernels = rng.normal(size=(3, width, width)).astype(np.float32)
     rows[filled:] = target[filled:] = np.nan
     group_sizes = jnp.array(sizes, jnp.int32)
     y, pull = jax.vjp(lambda rows, kernels: multiply_groups(form, rows, kernels, group_sizes), rows, kernels)

@@ -16,7 +16,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
-from jaxtrain.ops.experts.blocks import MOST_BLOCKS, PARTS, REST
+from jaxtrain.ops.experts.blocks import PARTS, REST
 from jaxtrain.ops.experts.rows import block_rows, round_rows
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.compilers.exact import batch_shapes
@@ -48,6 +48,8 @@ def program_counts(
             number. The loop of further rounds of the exchange does not turn, as with an even routing.
     """
     program = read_program(text)
+    # A part has as many blocks as the largest number that has a loop.
+    part = max(map(int, re.findall(rf"/{REST}(\d+)/", text)), default=1)
 
     def count(computation: str) -> dict[str, float]:
         total = {"flops": 0.0, **dict.fromkeys(kinds, 0.0)}
@@ -64,7 +66,7 @@ def program_counts(
             number_of_turns = 1
             if one.kind == "while":
                 turns = _TURNS.search(one.rest)
-                number_of_turns = int(turns.group(1)) if turns else _turns_of_routing(one.rest, expert_blocks)
+                number_of_turns = int(turns.group(1)) if turns else _turns_of_routing(one.rest, expert_blocks, part)
             for called in one.called:
                 for what, number in count(called).items():
                     total[what] += number * number_of_turns
@@ -73,16 +75,16 @@ def program_counts(
     return count(program.entry)
 
 
-def _turns_of_routing(loop: str, blocks: int | None) -> int:
+def _turns_of_routing(loop: str, blocks: int | None, part: int) -> int:
     """How often a loop of the experts turns: over whole parts of an expert's blocks, or over what is left of them."""
     assert blocks is not None, f"a loop of unknown turns: {loop[:200]}"
     # Of blocks at least one is left.
-    parts = max(blocks - 1, 0) // MOST_BLOCKS
+    parts = max(blocks - 1, 0) // part
     left = re.search(rf"/{REST}(\d+)/", loop)
     if "further_rounds" in loop:
         return 0
     if left is not None:
-        return int(int(left.group(1)) == blocks - parts * MOST_BLOCKS)
+        return int(int(left.group(1)) == blocks - parts * part)
     assert f"/{PARTS}/" in loop, f"a loop of unknown turns: {loop[:200]}"
     return parts
 

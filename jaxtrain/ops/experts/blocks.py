@@ -8,6 +8,7 @@ none: where a branch writes into a buffer, XLA on CPU copies the whole buffer (j
 Shapes: R rows, I input and O output features, E experts, T rows of a block, S rows of a part.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -19,8 +20,9 @@ from jaxtrain.layout.manual import vary_like
 
 State = TypeVar("State")
 
-# A product packs the kernel anew, and a sum of products is read and written anew, for every part.
-MOST_BLOCKS = 4
+# A product packs the kernel anew, and a sum of products is read and written anew, for every part: not worth four more
+# loops where kernels have at most so many numbers, which take as long by single blocks and compile in half the time.
+_MOST_BLOCKS, _SMALL_KERNEL = 4, 2**13
 # Scopes of the loops over whole parts, and of those over what is left, with its number of blocks: a reader of a program
 # tells by them how often a loop turns.
 PARTS, REST = "parts", "rest_of_blocks_"
@@ -40,7 +42,7 @@ def block_products(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: ja
     """
     num_rows, outputs = rows_RI.shape[0], kernels_EIO.shape[2]
     ends_E = jnp.cumsum(group_sizes_E)
-    most = blocks_per_part(num_rows, block)
+    most = blocks_per_part(num_rows, block, kernels_EIO.shape)
     part = most * block
 
     def expert(index: jax.Array, y_RO: jax.Array) -> jax.Array:
@@ -83,7 +85,7 @@ def block_gradients(
         [R, I] in the dtype of the gradient, anything in rows beyond the groups; and float32 [E, I, O], the sum of row
         times gradient over the rows of each expert.
     """
-    num_rows, most = rows_RI.shape[0], blocks_per_part(rows_RI.shape[0], block)
+    num_rows, most = rows_RI.shape[0], blocks_per_part(rows_RI.shape[0], block, kernels_EIO.shape)
     part = most * block
 
     def summed(x_SI: jax.Array, g_SO: jax.Array) -> jax.Array:
@@ -122,9 +124,9 @@ def block_gradients(
     return jax.lax.scan(expert, x_gradient_RI, (kernels_EIO, group_sizes_E, jnp.cumsum(group_sizes_E)))
 
 
-def blocks_per_part(num_rows: int, block: int) -> int:
-    """Count the blocks of a part."""
-    return min(MOST_BLOCKS, num_rows // block)
+def blocks_per_part(num_rows: int, block: int, kernels: tuple[int, ...]) -> int:
+    """Count the blocks of a part, for kernels of a shape [E, I, O]."""
+    return 1 if math.prod(kernels[1:]) <= _SMALL_KERNEL else min(_MOST_BLOCKS, num_rows // block)
 
 
 def _parts_and_rest(size: jax.Array, end: jax.Array, part: int) -> tuple[jax.Array, jax.Array]:
