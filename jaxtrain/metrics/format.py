@@ -42,6 +42,11 @@ def format_clock(seconds: float | None) -> str:
     return f"{minute}:{second:02d}"
 
 
+def format_loss(loss: float) -> str:
+    """Format a loss with three decimals, very small and very large ones with three digits: `2.345`, `3.2e-04`."""
+    return f"{loss:.3f}" if loss == 0 or 0.01 <= abs(loss) < 1e4 else f"{loss:.3g}"
+
+
 def format_count(count: float | None) -> str:
     """Format a count with three digits and a decimal suffix: `999`, `12.1k`, `124M`, `8.03B`, `15.6T`.
 

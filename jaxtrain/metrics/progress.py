@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.metrics.eta import RemainingTime, Trend
-from jaxtrain.metrics.format import format_clock, format_count, format_duration
+from jaxtrain.metrics.format import format_clock, format_count, format_duration, format_loss
 from jaxtrain.metrics.notebook_view import NotebookView
 from jaxtrain.metrics.terminal import LiveView
 from jaxtrain.runtime.notebook import in_notebook
@@ -158,7 +158,7 @@ class Progress:
         curve = self._losses.sparkline()
         if curve:
             first, last = self._losses.ends()
-            self._line(f"loss {curve} {first:.3f} → {last:.3f}")
+            self._line(f"loss {curve} {format_loss(first)} → {format_loss(last)}")
         if summary_lines:
             self.result("\n".join(summary_lines))
 
@@ -195,14 +195,17 @@ def describe(values: Mapping[str, Any]) -> list[str]:
     """
     parts = []
     if values.get("loss") is not None:
-        parts.append(f"loss {values['loss']:.3f}")
+        parts.append(f"loss {format_loss(values['loss'])}")
+    wait, steps_per_second = values.get("data_wait_seconds"), None
     for unit, short in (("tokens", "tok/s"), ("examples", "examples/s")):
-        if values.get(f"{unit}_per_second") is not None:
-            parts.append(f"{format_count(values[f'{unit}_per_second'])} {short}")
-    step_seconds, wait = values.get("step_seconds"), values.get("data_wait_seconds")
-    if step_seconds and wait is not None:
-        # The wait is a mean and the step a median, so that a single slow read can make the wait exceed the step.
-        parts.append(f"data wait {min(100.0, 100 * wait / step_seconds):.0f} %")
+        rate = values.get(f"{unit}_per_second")
+        if rate is not None:
+            parts.append(f"{format_count(rate)} {short}")
+            # Not one over `step_seconds`, which is a median: the wait is a mean.
+            per_step = values.get(unit, 0) / values.get("step", 1)
+            steps_per_second = rate / per_step if per_step else None
+    if steps_per_second is not None and wait is not None:
+        parts.append(f"data wait {100 * wait * steps_per_second:.0f} %")
     if values.get("model_flops_utilization") is not None:
         parts.append(f"MFU {100 * values['model_flops_utilization']:.1f} %")
     if values.get("skipped_steps"):

@@ -94,6 +94,18 @@ class TimeSpent:
         """Add seconds of this process to a part."""
         self._own[part] += seconds
 
+    def lose_steps(self, since: Mapping[str, float]) -> None:
+        """Count the steps since a moment, which are done again, as lost.
+
+        Args:
+            since: part -> seconds at that moment, as `seconds` gave them.
+        """
+        now = self.seconds()
+        for part in _DONE_AGAIN:
+            again = max(0.0, now[part] - since.get(part, 0.0))
+            self._own[part] -= again
+            self._own["lost steps"] += again
+
     @contextmanager
     def measure(self, part: Part) -> Iterator[None]:
         """Add the time of a block to a part, also where the block raises."""

@@ -1,5 +1,6 @@
 """What follows a step that left the state as it was: a spike is said or undone, a non-finite one is looked into."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,11 @@ class BadSteps:
         """The batches of the steps from `first` on; of an iterable, which gives none twice, the last two are kept."""
         return self._diagnosis.following(batches, first)
 
-    def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+    def note(self, number: int, metrics: Mapping[str, jax.Array]) -> float:
         """Look at the metrics of a step that is done.
+
+        Returns:
+            Seconds of it that count as compiling, and as no step.
 
         Raises:
             SpikeError: it was a spike, and the run is to go back.
@@ -63,9 +67,12 @@ class BadSteps:
             self._spiked(spikes, number, float(metrics["loss"]), float(metrics["grad_norm"]))
         elif int(metrics["skipped_in_a_row"]) and self._shown < _MOST_SHOWN:
             self._shown += 1
+            began = time.monotonic()
             with self._spent.measure("compiling"):
                 line = self._diagnosis(number, metrics)
             self._progress.message(line)
+            return time.monotonic() - began
+        return 0.0
 
     def _spiked(self, spikes: SpikesConfig, number: int, loss: float, grad_norm: float) -> None:
         done = len(recorded(self._metadata))

@@ -27,7 +27,8 @@ class Hooks:
 
     Attributes:
         before_step: (number of the step that comes), before its batch is taken.
-        finished: (number, metrics on the device, seconds, data wait), once a step is known to be done.
+        finished: (number, metrics on the device, seconds, data wait), once a step is known to be done -> seconds of the
+            call that are counted elsewhere and not as the time of the next step; None: it has none.
         wants_pause: number -> whether `pause` is to run after this step (evaluation, a save).
         pause: (number, state) -> whether to stop after this step, with nothing in flight.
         stop_requested: number -> whether to stop after this step; asked after every step.
@@ -36,7 +37,7 @@ class Hooks:
     """
 
     before_step: Callable[[int], None]
-    finished: Callable[[int, Mapping[str, jax.Array], float, float], None]
+    finished: Callable[[int, Mapping[str, jax.Array], float, float], float | None]
     wants_pause: Callable[[int], bool]
     pause: Callable[[int, TrainState], bool]
     stop_requested: Callable[[int], bool]
@@ -82,8 +83,8 @@ def train_loop(
         done, pending = pending, None
         in_a_row = int(done.metrics["skipped_in_a_row"])
         now = time.perf_counter()
-        hooks.finished(done.number, done.metrics, now - clock - next_wait + done.waited, done.waited)
-        clock = now
+        seconds = now - clock - next_wait + done.waited
+        clock = now + (hooks.finished(done.number, done.metrics, seconds, done.waited) or 0.0)
         if in_a_row >= max_skipped_in_a_row:
             raise DivergedError(_given_up(in_a_row, done))
 

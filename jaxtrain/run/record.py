@@ -82,6 +82,8 @@ class RunRecord:
         self._unwritten: str | None = None
         self._skipped: tuple[SkippedRecords, ...] = ()
         self._has_begun = False
+        # Step -> where the time had gone when it was saved.
+        self._saved = {save["step"]: save["seconds"] for save in (info or {}).get("saves", ())}
         self.spent = spent
         self.draws_report = draws_report
 
@@ -112,6 +114,7 @@ class RunRecord:
         self.look()
         if self._info is not None:
             entry = save_entry(step, self.spent.seconds(), at=time.time())
+            self._saved[step] = entry["seconds"]
             self._info = {**self._info, "saves": with_save(self._info.get("saves"), entry)}
             self._try_to_write_info()
 
@@ -164,6 +167,8 @@ class RunRecord:
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
 
+        What was spent on steps since that one was saved is lost.
+
         Args:
             step: the step.
             metadata: of the run's next checkpoint.
@@ -173,6 +178,8 @@ class RunRecord:
             self._writers, metrics = self._reopened(step)
             if self._place is not None:
                 self._place.follow(metrics)
+        if step in self._saved:
+            self.spent.lose_steps(self._saved[step])
         if self._info is not None:
             self._info = {**self._info, RECORD: metadata[RECORD]}
             self._try_to_write_info()

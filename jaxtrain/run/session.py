@@ -68,6 +68,7 @@ class Session:
 
 def close_session(session: Session, status: str) -> None:
     """Finish the last save, then close the files of the run with its status; a second call does nothing."""
+    session.steps.end()
     try:
         with session.record.spent.measure("saving"):
             session.saves.close(hurry=status == "preempted", agrees=status not in OF_ONE_PROCESS)

@@ -1,5 +1,6 @@
 """What is noted of each step that is done: its time, its row of metrics, the bar."""
 
+import contextlib
 from collections.abc import Mapping
 
 import jax
@@ -55,8 +56,15 @@ class StepLog:
 
     def end(self) -> None:
         """Log the last step where it was not: a run that stops early did not know before that it was the last."""
-        if self._unlogged is not None:
-            self._log(*self._unlogged)
+        unlogged, self._unlogged = self._unlogged, None
+        if unlogged is not None:
+            # A device that failed gives nothing, and what ends the run says that it did.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._log(*unlogged)
+
+    def go_back(self) -> None:
+        """Forget the last step, which the run went back before."""
+        self._unlogged = None
 
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         self._unlogged = None

@@ -115,8 +115,6 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
     if done > start and session.watch.status is None:
         with saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
-    if session.watch.status is not None:
-        session.steps.end()
     return state, done
 
 
@@ -132,6 +130,7 @@ def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> tu
     session.activity.begins_at(spike.to_step)
     session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
     session.record.go_back(spike.to_step, session.metadata)
+    session.steps.go_back()
     session.watch.go_back(spike.to_step)
     session.held_out.go_back()
     return spike.to_step, state
@@ -185,13 +184,14 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     """What happens around the steps."""
     evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
 
-    def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+    def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> float:
         session.activity.finished(number, seconds, waited)
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)
-        bad_steps.note(number, metrics)
+        looked = bad_steps.note(number, metrics)
         collector.resume()  # beside the next step, which is under way
+        return looked
 
     def wants_pause(number: int) -> bool:
         session.saves.check()

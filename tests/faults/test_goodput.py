@@ -91,6 +91,17 @@ def test_three_saves_are_kept():
     assert [save["step"] for save in saves] == [2, 3, 4]
 
 
+def test_steps_that_a_roll_back_does_again_are_lost():
+    spent = TimeSpent({"steps": 10.0})
+    spent.add("steps", 5.0)
+    saved = spent.seconds()
+    spent.add("steps", 7.0)
+    spent.add("waiting for data", 2.0)
+    spent.lose_steps(saved)
+    seconds = spent.seconds()
+    assert (seconds["steps"], seconds["waiting for data"], seconds["lost steps"]) == (15.0, 0.0, 9.0)
+
+
 def test_the_start_of_a_process_is_counted():
     plain = TimeSpent()
     assert plain.seconds()["starting"] == 0

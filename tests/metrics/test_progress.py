@@ -10,7 +10,7 @@ from jaxtrain.metrics.eta import RemainingTime, Trend
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration, sparkline
 from jaxtrain.metrics.progress import Progress, describe
 
-_ROW = {"loss": 4.7119, "tokens_per_second": 12_100.0, "step_seconds": 0.1, "data_wait_seconds": 0.001}
+_ROW = {"loss": 4.7119, "step": 1, "tokens": 1210, "tokens_per_second": 12_100.0, "data_wait_seconds": 0.001}
 
 
 class _Clock:
@@ -203,7 +203,13 @@ def test_trend_keeps_ends_and_stays_small():
         ({"model_flops_utilization": 0.4123, "skipped_steps": 2}, ["MFU 41.2 %", "skipped 2"]),
         ({"eval_loss": 1.23456, "eval_accuracy": 0.5}, ["eval loss 1.235", "eval accuracy 0.5"]),
         ({"loss": float("nan"), "tokens_per_second": None}, ["loss nan"]),
-        ({"step_seconds": 0.1, "data_wait_seconds": 5.0}, ["data wait 100 %"]),
+        # The wait over the mean step, 6 / 12 s; a median step of 0.1 s is no part of it.
+        (
+            {"step": 6, "tokens": 600, "tokens_per_second": 50.0, "step_seconds": 0.1, "data_wait_seconds": 1.0},
+            ["50 tok/s", "data wait 50 %"],
+        ),
+        ({"loss": 3.2e-4}, ["loss 0.00032"]),
+        ({"loss": 8.4e35}, ["loss 8.4e+35"]),
     ],
 )
 def test_describe(row, parts):

@@ -28,6 +28,12 @@ def test_a_step_s_seconds_are_its_own_wait_and_its_own_work(monkeypatch, pause_e
     def pause(number, state):
         clock[0] += 100
 
+    def finished(number, metrics, seconds, waited):
+        rows.append((seconds, waited))
+        if number == 3:  # what is looked into after this step is not the next one's time
+            clock[0] += 7
+            return 7.0
+
     loop.train_loop(
         lambda state, batch: (state, Metrics()),  # pyright: ignore[reportArgumentType] a stand-in
         None,  # pyright: ignore[reportArgumentType]
@@ -37,7 +43,7 @@ def test_a_step_s_seconds_are_its_own_wait_and_its_own_work(monkeypatch, pause_e
         max_skipped_in_a_row=10,
         hooks=loop.Hooks(
             lambda number: None,
-            lambda number, metrics, seconds, waited: rows.append((seconds, waited)),
+            finished,
             lambda number: pause_every is not None and number % pause_every == 0,
             pause,
             lambda number: False,
