@@ -45,6 +45,8 @@ def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:
         first, last = float(low), float(high)
     except ValueError:
         return None
+    if high.startswith("."):  # a third dot makes another number of the bound
+        raise ConfigError(f"{word} has three dots; write {low}..{high[1:]}, or {low}..0{high}")
     if scale not in ("", "log") or not -math.inf < first < last < math.inf or (scale and first <= 0):
         raise ConfigError(f"{word} is no range; write low..high, or low..high:log above 0, as in 1e-4..1e-2:log")
     return low, high, scale == "log"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -210,7 +210,7 @@ class _Tree:
         return node
 
     def _yield_to(self, path: KeyPath, value: Mapping[str, Any], where: str) -> None:
-        """Drop older keys that a new kind does not have, that a new size sets, or that an earlier function takes."""
+        """Drop older keys that a new kind cannot have, that a new size sets, or that an earlier function takes."""
         if len(path) != 1 or path[0] not in Config.model_fields:
             return
         group = self.values.get(path[0])
@@ -221,7 +221,7 @@ class _Tree:
         default = getattr(Config.model_fields[path[0]].default, "kind", None)
         dropped: list[str] = []
         if isinstance(kind, str) and kind in kinds and kind != group.get("kind", default):
-            dropped += [key for key in group if key != "kind" and key not in kinds[kind].model_fields]
+            dropped += [key for key in group if key != "kind" and not _can_be(kinds[kind], key, group[key])]
         if isinstance(size, str) and size in ALL_SIZES:
             dropped += [key for key in group if key in ALL_SIZES[size]]
         # Arguments are those of the function that they were written for.
@@ -235,6 +235,16 @@ class _Tree:
             del self.values[name][key]
             for known in [p for p in self.where if p[:2] == (name, key)]:
                 self.notes.append(f"{'.'.join(known)} ({self.where.pop(known)}) gave way to {successor}")
+
+
+def _can_be(kind: type[Group], key: str, value: object) -> bool:
+    """Whether a kind of a group has a key, and not another list of words for it, which lacks the value."""
+    if key not in kind.model_fields:
+        return False
+    annotation = kind.model_fields[key].annotation
+    parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    return not words or not isinstance(value, str) or value in words
 
 
 def _is_whole(path: KeyPath, value: Mapping[str, Any]) -> bool:

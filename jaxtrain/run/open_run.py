@@ -9,7 +9,7 @@ from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.opened import OpenedRun
-from jaxtrain.run.saved_config import changed_keys, saved_config
+from jaxtrain.run.saved_config import changed_keys, saved_config, trained_rows_line
 from jaxtrain.runtime.remarks import print_remark
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def open_run(
     _check_given(info, run_dir, model=model, task=task, mesh=mesh)
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     config = saved_config(run_dir, overrides=overrides).config
+    if changed_keys(overrides) and (line := trained_rows_line(saved_config(run_dir).config, config)) is not None:
+        report(line)
     return OpenedRun(
         run_dir,
         config,

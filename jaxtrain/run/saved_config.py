@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import Loaded, load_config
+from jaxtrain.config import Config, Loaded, load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import DataError
@@ -53,6 +53,24 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
         keywords = {**keywords, "data.tokenizer.kind": "file", "data.tokenizer.path": str(tokenizer)}
         loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
     return loaded
+
+
+def trained_rows_line(saved: Config, opened: Config) -> str | None:
+    """What to say where held-out rows of an opened run were trained on; None: nothing says that they were.
+
+    Args:
+        saved: the config of the run.
+        opened: the same with overrides.
+    """
+    name = "validation_fraction"
+    before, after = saved.data.model_dump(), opened.data.model_dump()
+    of_run, of_now = before.pop(name, None), after.pop(name, None)
+    if before != after or of_run is None or of_now is None or of_now <= of_run:
+        return None
+    return (
+        f"data.{name}={of_now:g} holds out more than the run did ({of_run:g}): some of these rows were trained on, and "
+        f"look better than new ones; leave it out, or give other data"
+    )
 
 
 def changed_keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

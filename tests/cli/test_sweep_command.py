@@ -88,6 +88,7 @@ def test_drawn_values_depend_on_seed_and_number_alone():
         pytest.param(["a=1,2"], None, 0, "values are drawn; say how many", id="random-uncounted"),
         pytest.param(["a=2..1"], 3, None, "a=2..1 is no range", id="turned-round"),
         pytest.param(["a=0..1:log"], 3, None, "a=0..1:log is no range", id="log-of-zero"),
+        pytest.param(["a=1e-4...1e-2"], 3, None, "write 1e-4..1e-2, or 1e-4..0.1e-2", id="three-dots"),
         pytest.param(["a=1..2:lin"], 3, None, "a=1..2:lin is no range", id="scale"),
         pytest.param(["a=1..inf"], 3, None, "a=1..inf is no range", id="infinite"),
         pytest.param([f"{key}=1,2,3,4" for key in "abcdefgh"], None, None, "65536 trials are too many", id="too-many"),

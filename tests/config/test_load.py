@@ -102,6 +102,14 @@ SWITCHES = {
 }
 
 
+def test_another_kind_drops_a_word_that_it_does_not_know():
+    loaded = load_config(
+        "quickstart", overrides=["data.kind=labelled_text", "data.path=reviews.csv", "task=classification"]
+    )
+    assert loaded.config.data.builtin is None
+    assert any(note.startswith("data.builtin") and "gave way to data.kind" in note for note in loaded.notes)
+
+
 def lookup(config, path):
     for part in path.split("."):
         config = getattr(config, part)
