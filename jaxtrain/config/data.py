@@ -253,7 +253,7 @@ class TableData(Stored, _RecordData):
     task: Literal["classification", "regression"] | None = None
     """What the target is; null: decided by the run's task and the values, with an error where both are possible."""
     standardize: bool = True
-    """Scale each input column to mean 0 and variance 1 over the training rows."""
+    """Scale each input column to mean 0 and variance 1 over the training rows, and an MLP's outputs to the targets."""
 
 
 class SyntheticData(Group):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.numbers import Fraction, Ids, Units, Width
+from jaxtrain.config.numbers import Finite, Fraction, Ids, PositiveFloat, Units, Width
 from jaxtrain.config.published import Published
 from jaxtrain.config.sizes import RESNET_SIZES, fill_size
 from jaxtrain.config.transformer import TransformerConfig
@@ -46,6 +46,15 @@ class ResNetConfig(Published):
         return fill_size(values, RESNET_SIZES)
 
 
+class OutputScale(Group):
+    """The units of the numbers that a model gives: output = mean + deviation x that of the last layer."""
+
+    mean: Annotated[tuple[Finite, ...], Field(strict=False, min_length=1)]
+    """Of each output, or one for all."""
+    deviation: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=1)]
+    """Of each output, or one for all."""
+
+
 class MLPConfig(Group):
     """A multilayer perceptron over flattened inputs."""
 
@@ -59,6 +68,8 @@ class MLPConfig(Group):
     """Number of outputs; null: the classes or target columns of the data."""
     dropout: Fraction = 0.0
     """Dropout rate after each hidden layer."""
+    output_scale: OutputScale | None = None
+    """Units of the outputs; null: under task=regression those of the targets of a table that is standardized."""
 
 
 class CalledModel(Call):

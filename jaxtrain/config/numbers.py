@@ -47,6 +47,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**24)]
 Fraction = Annotated[float, Field(ge=0, lt=1), _In32]
 Share = Annotated[float, Field(ge=0, le=1), _In32]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30), _In32]
+Finite = Annotated[float, Field(ge=-1e30, le=1e30), _In32]
 NonNegative = Annotated[float, Field(ge=0, le=1e30), _In32]
 Scale = Annotated[float, Field(gt=0, le=1e6), _In32]
 """Factors, learning rates, weights of a sum."""

@@ -31,6 +31,7 @@ from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.finetuned import finetuned, trainable_of
 from jaxtrain.train.make_step import make_train_step
+from jaxtrain.train.output_scale import with_output_scale
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
 from jaxtrain.train.reference import awaiting_reference, lacks_reference
@@ -376,6 +377,7 @@ def assemble(
     batches = training_batches(config, data)
     spec = batches.spec()
     if model is None:
+        config = config if task is not None else with_output_scale(config, data.reading)
         targets = spec.get("targets")
         shape = targets if isinstance(targets, jax.ShapeDtypeStruct) else None
         check_fit(config, data, shape, own_task=task is not None)

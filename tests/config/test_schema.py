@@ -59,6 +59,8 @@ def test_defaults_are_valid():
             "components": [{"source": {"kind": "text"}}],
             "call": "module:function",
             "match": ["head/*"],
+            "mean": [0.0],
+            "deviation": [1.0],
         }
         asked = {key: required[key] for key, field in group.model_fields.items() if field.is_required()}
         group.model_validate(asked)

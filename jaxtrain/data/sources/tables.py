@@ -91,7 +91,12 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         inputs = (inputs - mean) / deviation
         _check_float32(inputs, label=table.label, what="standardized input")
     inputs = inputs.astype(np.float32)
+    units = (None, None)
     if names is None:
+        if reading is not None:
+            units = (reading.get("target_mean"), reading.get("target_deviation"))
+        elif config.standardize:
+            units = tuple(numbers.tolist() for numbers in _scales(targets[train].astype(np.float64)))
         num_outputs = targets.shape[1]
         task = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
     else:
@@ -116,6 +121,9 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             "classes": names,
             "mean": None if mean is None else mean.tolist(),
             "deviation": None if deviation is None else deviation.tolist(),
+            # Of the numbers to predict, over the training rows; their units stay those of the table.
+            "target_mean": units[0],
+            "target_deviation": units[1],
             # By which other files are read, whatever the order of their columns is.
             "columns": None if table.columns is None else list(table.columns),
         },

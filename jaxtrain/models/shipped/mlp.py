@@ -59,11 +59,18 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
         num_outputs: number of outputs, used where the config does not set `num_outputs`.
 
     Raises:
-        ConfigError: neither the config nor the caller gives the number of outputs; or the inputs are integers.
+        ConfigError: neither the config nor the caller gives the number of outputs; the scale is of another number of
+            outputs; or the inputs are integers.
     """
-    outputs = config.num_outputs or num_outputs
+    outputs, scale = config.num_outputs or num_outputs, config.output_scale
     if outputs is None:
         raise ConfigError("model.num_outputs is not set and the data has no number of outputs; set model.num_outputs")
+    if scale is not None:
+        for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
+            if len(numbers) not in (1, outputs):
+                raise ConfigError(
+                    f"model.output_scale.{name} has {len(numbers)} numbers, not one or {outputs}, as there are outputs"
+                )
 
     def make(rngs: nnx.Rngs) -> MLP:
         return MLP(config, math.prod(input_shape), outputs, rngs)
@@ -74,7 +81,11 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
             raise ConfigError(
                 "model.kind=mlp takes floats, but the data gives integers (token ids); set model.kind=transformer"
             )
-        return module(inputs, key=key if train and config.dropout > 0 else None)
+        outputs_BO = module(inputs, key=key if train and config.dropout > 0 else None)
+        if scale is None:
+            return outputs_BO
+        mean_O, deviation_O = (jnp.asarray(numbers, jnp.float32) for numbers in (scale.mean, scale.deviation))
+        return mean_O + deviation_O * outputs_BO.astype(jnp.float32)
 
     model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=DrawsByRow(call), name="mlp")
     return dataclasses.replace(model, num_outputs=outputs)
