@@ -42,7 +42,7 @@ def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: i
 
 def _mismatch(shown: str, product: int, num_devices: int, verb: str) -> str:
     if product > num_devices:
-        remedy = f"lower a degree, or try on CPU with --emulate {product}"
+        remedy = f"lower a degree, or use {product} devices (on CPU: --emulate {product})"
     elif verb == "does not divide":
         low = [d for d in _divisors(num_devices) if d < product][-1]
         high = next(d for d in _divisors(num_devices) if d > product)

@@ -47,13 +47,13 @@ WRONG = {
         dict(data=16),
         8,
         "parallel: data=16 makes 16, which is not the number of devices (8); "
-        "lower a degree, or try on CPU with --emulate 16",
+        "lower a degree, or use 16 devices (on CPU: --emulate 16)",
     ),
     "more than one": (
         dict(data=2),
         1,
         "parallel: data=2 makes 2, which is not the number of devices (1); "
-        "lower a degree, or try on CPU with --emulate 2",
+        "lower a degree, or use 2 devices (on CPU: --emulate 2)",
     ),
     "fewer than there are": (
         dict(data=2, tensor=3),
@@ -77,7 +77,7 @@ WRONG = {
         dict(data="auto", tensor=16),
         8,
         "parallel: tensor=16 makes 16, which does not divide the number of devices (8); "
-        "lower a degree, or try on CPU with --emulate 16",
+        "lower a degree, or use 16 devices (on CPU: --emulate 16)",
     ),
 }  # fmt: skip
 
