@@ -111,6 +111,8 @@ def read_rows(reader: RowReader, path: str | Path, *, head: str | None) -> FileR
             f"{reader.name} has no {PROCESSOR_FILE}, so that nothing says how an image becomes numbers; fetch it with "
             "the model, or give a .npy file of an array"
         )
+    if not path.exists():
+        require_file(path, what=_WHAT)  # which says so
     raise ConfigError(
         f"{reader.name} does not say how its rows are made of a file such as {path}; give a .npy file of an array "
         f"[rows, {', '.join(map(str, shape or ['...']))}] as the model takes it"

@@ -214,7 +214,14 @@ def changes_since(
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
     if not may_change:
         check_same_training(changes, before, after, run_dir=run_dir)
-    check_stream(saved.get("stream", {}), current["stream"])
+    kinds = [(config.get("data") or {}).get("kind") for config in (before, after)]
+    try:
+        check_stream(saved.get("stream", {}), current["stream"])
+    except DataError:
+        if None in kinds or kinds[0] == kinds[1]:
+            raise
+        other = "use another --run-dir, or start again with --resume never"
+        raise DataError(f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {other}") from None
     return changes
 
 
