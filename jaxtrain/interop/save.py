@@ -1,7 +1,6 @@
 """Our parameters as a published folder: shards with an index, config.json, tokenizer files."""
 
 import contextlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError, ConfigError, UserError
+from jaxtrain.interop.companions import Texts, companions, without_ids
 from jaxtrain.interop.folders import name_folder, partial_folder, partial_of
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.packing import KEPT, Packing, config_of
@@ -34,6 +34,7 @@ from jaxtrain.published.safetensors import read_header, write_safetensors
 from jaxtrain.runtime.distributed import is_main_process, on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
+_TEXTS_OF_THE_ORIGIN = Texts()
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -79,6 +80,7 @@ def write_published(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     tokenizer: str | None = None,
+    texts: Texts = _TEXTS_OF_THE_ORIGIN,
     packing: Packing | None = None,
     classes: Sequence[str] | None = None,
 ) -> Path:
@@ -95,6 +97,7 @@ def write_published(
         dtype: float32, float16 or bfloat16; None: for each tensor that of the origin's, else float32.
         max_shard_size: Most bytes per file, as in "5GB" or "500MB".
         tokenizer: Text of a tokenizer.json, where the origin has none.
+        texts: The chat template and the special tokens that the model was trained with; those of the origin otherwise.
         packing: Which kernels are written in nf4; None: all that is written is in floats.
         classes: Names of the first outputs, each row of one of them; None: those of the origin, where it has as many.
 
@@ -118,6 +121,7 @@ def write_published(
         held = {False: parameters_by_path(params), True: by_path(model_state)}
         check_held(rows, held)
         config = _named_classes(_config(theirs, family, settings), classes) | {"torch_dtype": name, "dtype": name}
+        config = (without_ids(settings) if origin is None else {}) | config | texts.ids
         if packing is not None:
             packing = replace(packing, kept=KEPT.get(family.model_type, ()))
             has_head = "vocab_size" in settings and settings.get("head") is None
@@ -137,8 +141,8 @@ def write_published(
             # Every process takes part in gathering what is sharded over processes, also for one that cannot write.
             for _ in parts:
                 pass
-        files = {} if origin is None else origin.files
-        finished = _finished(folder, config, shards, tensors, files=files, tokenizer=tokenizer, failure=failure)
+        files = companions(config, {} if origin is None else origin.files, tokenizer, texts)
+        finished = _finished(folder, config, shards, tensors, files=files, failure=failure)
         with on_main_process(finished, does="write the folder"):
             pass
     return folder
@@ -152,14 +156,13 @@ def _finished(
     tensors: Mapping[str, WrittenTensor],
     *,
     files: Mapping[str, str | bytes],
-    tokenizer: str | None,
     failure: UserError | None,
 ) -> Iterator[None]:
     """Writes what stands beside the tensors and gives the folder its name; or raises why tensors were not written."""
     if failure is not None:
         raise failure
     try:
-        _write_files(partial_of(folder), config, shards, tensors, files, tokenizer)
+        _write_files(partial_of(folder), config, shards, tensors, files)
         name_folder(folder, last="config.json")
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written ({error.strerror or error})") from None
@@ -200,7 +203,6 @@ def _write_files(
     shards: Mapping[str, list[str]],
     tensors: Mapping[str, WrittenTensor],
     files: Mapping[str, str | bytes],
-    tokenizer: str | None,
 ) -> None:
     if len(shards) > 1:
         headers = {file: read_header(folder / file) for file in shards}
@@ -209,24 +211,10 @@ def _write_files(
         write_json_atomic(
             folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         )
-    for name, text in _companions(config, files, tokenizer):
+    for name, text in files.items():
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     # Last: a folder with a config.json is whole.
     write_json_atomic(folder / "config.json", dict(config))
-
-
-def _companions(
-    config: Mapping[str, Any], files: Mapping[str, str | bytes], tokenizer: str | None
-) -> Iterator[tuple[str, str | bytes]]:
-    yield from files.items()
-    if tokenizer is not None and "tokenizer.json" not in files:
-        yield "tokenizer.json", tokenizer
-        if "tokenizer_config.json" not in files:
-            yield "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    known = {key: config[key] for key in ids if config.get(key) is not None}
-    if "generation_config.json" not in files and known:
-        yield "generation_config.json", json.dumps(known, indent=2) + "\n"
 
 
 def _dtype_name(dtype: str | None, origin: Origin | None) -> str:

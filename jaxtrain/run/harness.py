@@ -23,6 +23,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.peft import is_adapter_folder, open_adapter_folder
 from jaxtrain.run.answers import format_of_run
+from jaxtrain.run.exported_texts import texts_beside
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.served import open_served
 from jaxtrain.run.special import special_of_run
@@ -138,9 +139,10 @@ def _published_files(path: Path) -> dict[str, str]:
     if is_run(path):
         found = files_beside(path / "tokenizer.json")
     else:
-        base = open_adapter_folder(path).config.base if is_adapter_folder(path) else str(path)
+        adapter = path if is_adapter_folder(path) else None
+        base = str(path) if adapter is None else open_adapter_folder(adapter).config.base
         file = None if base is None else tokenizer_origin(Path(base).expanduser())
-        found = {} if file is None else files_beside(Path(file))
+        found = {} if file is None else texts_beside(file, adapter)
     return found
 
 

@@ -11,7 +11,9 @@ from jaxtrain.config import load_config
 from jaxtrain.config.base import Group
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.data import load_tokenizer
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.companions import companions
 from jaxtrain.interop.fresh import check_fits
 from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.peft import write_adapter
@@ -25,13 +27,14 @@ from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.base import describe_start, start_of, trained_leaves
 from jaxtrain.run.class_order import class_notes
+from jaxtrain.run.exported_texts import exported_texts
 from jaxtrain.run.kept_tokenizer import tokenizer_file
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.merged import with_stored_base, write_merged
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.own_parts import own_parts
-from jaxtrain.run.published import base_of_adapters, origin_of
+from jaxtrain.run.published import base_of_adapters, keep_texts, origin_of
 from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import run_metadata
 from jaxtrain.runtime import distributed
@@ -92,6 +95,8 @@ def import_run(
         metadata["base"] = None if below is None else below.as_json()
         record = open_record(loaded, run, run_dir, start=0, has_ended=False, metadata=metadata, spent=spent, main=main)
         record.begin(run)
+        if base is not None and main:
+            keep_texts(run_dir, path, base=Path(base))
         with spent.measure("saving"), Checkpointer(run_dir / "checkpoints") as checkpointer:
             checkpointer.save(0, without_base(state, trained_leaves(run.step)), metadata=metadata)
         record.close("imported", {}, Progress(process_index=1))
@@ -146,12 +151,13 @@ def export_run(
             f"--base {base} is for weights, and adapters are written in float32; leave it out, or add --merge to write "
             "base and adapters together"
         )
+    texts, replaced = exported_texts(info, None if file is None else load_tokenizer(file), origin, model=model)
+    if replaced is not None:
+        print_remark(replaced)
     if has_adapters and not merge:
         if dtype not in (None, "float32"):
             raise ConfigError(f"--dtype {dtype} is for weights, and adapters are written in float32; leave it out")
-        files = {} if origin is None else dict(origin.files)
-        if tokenizer is not None:
-            files.setdefault("tokenizer.json", tokenizer)
+        files = companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts)
         base_name, digests = base_of_adapters(run_dir)
         quantized = run.config.finetune.base
         if quantized is not None:
@@ -187,6 +193,7 @@ def export_run(
             dtype=dtype,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
+            texts=texts,
             packing=packing,
             classes=run.classes,
         )
@@ -201,6 +208,7 @@ def export_run(
         dtype=dtype,
         max_shard_size=max_shard_size,
         tokenizer=tokenizer,
+        texts=texts,
         packing=packing,
         classes=run.classes,
     )

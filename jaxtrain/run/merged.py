@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.config.published import published_from
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.companions import Texts
 from jaxtrain.interop.folders import empty_folder
 from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.pretrained import load_pretrained
@@ -47,6 +48,7 @@ def write_merged(
     dtype: str | None,
     max_shard_size: str,
     tokenizer: str | None,
+    texts: Texts,
     packing: Packing | None = None,
     classes: Sequence[str] | None = None,
 ) -> str:
@@ -57,7 +59,7 @@ def write_merged(
         settings: Our model group, from `settings_of`.
         params, model_state: Of the adapted model.
         model: The adapted model.
-        origin, dtype, max_shard_size, tokenizer, packing, classes: See `write_published`.
+        origin, dtype, max_shard_size, tokenizer, texts, packing, classes: See `write_published`.
 
     Returns:
         A line for people: by how much the logits differ, and what rounding explains.
@@ -95,6 +97,7 @@ def write_merged(
             dtype=dtype,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
+            texts=texts,
             packing=packing,
             classes=classes,
         )

@@ -10,7 +10,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.saved_run import is_run
-from jaxtrain.data.chat.formats import files_beside, published_format
+from jaxtrain.data.chat.formats import published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.server.served import Served
@@ -23,6 +23,7 @@ from jaxtrain.published.entries import Entry
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.answers import format_of_run
+from jaxtrain.run.exported_texts import texts_beside
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.special import special_of_folder, special_of_run
 from jaxtrain.runtime import distributed
@@ -137,7 +138,7 @@ def _served_folder(
     file = tokenizer_origin(path)
     tokenizer = _checked_tokenizer(None if file is None else load_tokenizer(file), path)
     assert file is not None
-    chat = published_format(files_beside(file), str(path), tokenizer)
+    chat = published_format(texts_beside(file, adapter), str(adapter or path), tokenizer)
     distributed.start()
     import jax
 
@@ -182,7 +183,7 @@ def _served_folder(
         _embeds(config),
         int(time.time()),
         length,
-        special_of_folder(file, tokenizer),
+        special_of_folder(file, tokenizer, adapter=adapter),
     )
 
 

@@ -10,6 +10,7 @@ from jaxtrain.data.special import NamedTokens
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.models.model import Model
+from jaxtrain.run.exported_texts import texts_beside
 
 # The status of a run that was made of a published model, and not trained.
 _IMPORTED = "imported"
@@ -31,24 +32,24 @@ def special_of_run(info: Mapping[str, Any], run_dir: Path, tokenizer: Tokenizer 
     """
     is_chat = format_of_reading((info.get("data") or {}).get("reading")) is not None
     added = info.get("status") == _IMPORTED or is_chat
-    return _special(run_dir / "tokenizer.json", tokenizer, added=added)
+    return _special(files_beside(run_dir / "tokenizer.json"), tokenizer, added=added)
 
 
-def special_of_folder(file: Path, tokenizer: Tokenizer) -> SpecialTokens:
+def special_of_folder(file: Path, tokenizer: Tokenizer, *, adapter: str | Path | None = None) -> SpecialTokens:
     """Finds the special tokens of a published model.
 
     Args:
         file: Its tokenizer.json or GGUF file.
         tokenizer: Read from it.
+        adapter: Folder of an adapter over it, which may have a chat template and special tokens of its own.
 
     Raises:
         DataError: A file beside it is malformed.
     """
-    return _special(file, tokenizer, added=True)
+    return _special(texts_beside(file, adapter), tokenizer, added=True)
 
 
-def _special(file: Path, tokenizer: Tokenizer | None, *, added: bool) -> SpecialTokens:
-    files = files_beside(file)
+def _special(files: Mapping[str, str], tokenizer: Tokenizer | None, *, added: bool) -> SpecialTokens:
     if not files or not isinstance(tokenizer, NamedTokens):
         return SpecialTokens(added)
     named, stop = published_tokens(files, tokenizer)
