@@ -115,10 +115,7 @@ def _of_chats(
         parts.append(f"{shown!a} as the end of an answer")
     replaced = None
     if parts:
-        replaced = (
-            f"the folder has what the run was trained with, {' and '.join(parts)}, in place of what the published "
-            "model that it started from has"
-        )
+        replaced = f"written as the run was trained, not as its published model says: {' and '.join(parts)}"
     return Texts(template, tokens, ids), replaced
 
 

@@ -1,0 +1,205 @@
+"""Exported folders say how the model chats and where its texts end, as the run that was exported does."""
+
+import datetime
+import json
+
+import jax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.config.data import TokenizerConfig
+from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
+from jaxtrain.data.chat.templates import compile_template, render
+from jaxtrain.data.tokenizer import ByteTokenizer, build_tokenizer
+from jaxtrain.inference.chat import answer_ends
+from jaxtrain.interop.companions import Texts, companions, without_ids
+from jaxtrain.interop.save import Origin, write_published
+from jaxtrain.interop.settings import settings_of
+from jaxtrain.run.answers import format_of_run
+from jaxtrain.run.exported_texts import exported_texts, texts_beside
+from jaxtrain.run.import_run import import_run
+from jaxtrain.run.served import open_served
+
+GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "vocab_size": 288}
+BEGINS, ENDS = "<|im_start|>", "<|im_end|>"
+# Ids: <|endoftext|> 0, <|im_start|> 257, <|im_end|> 258.
+BPE = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=259), ["text"], special=(BEGINS, ENDS))
+MODEL = jt.build_model(GROUP, input_shape=(8,))
+NAMED = {"bos_token": BEGINS, "eos_token": ENDS}
+
+
+def origin(*, template=BUILT_IN["chatml"], file=False, config=None, generation=None):
+    """The published model of a run."""
+    settings = dict(NAMED) if template is None or file else NAMED | {"chat_template": template}
+    files = {"tokenizer.json": "{}", "tokenizer_config.json": json.dumps(settings).encode()}
+    files |= {"chat_template.jinja": template} if file else {}
+    files |= {} if generation is None else {"generation_config.json": json.dumps(generation)}
+    return Origin({"eos_token_id": 258, "bos_token_id": 257} if config is None else config, files, {})
+
+
+def reading(template="chatml", *, stop=(258,), tokens=NAMED):
+    return {"data": {"reading": ChatFormat(BUILT_IN[template], f"{template} (built in)", tokens, stop).to_reading()}}
+
+
+# id: (run.json, tokenizer, origin, template, tokens, ids, what the line says)
+ALL = {"bos_token_id": 257, "eos_token_id": [258, 0], "pad_token_id": None}
+FOUND = {
+    "text": ({}, BPE, None, None, {"eos_token": "<|endoftext|>"}, {**dict.fromkeys(ALL), "eos_token_id": 0}, None),
+    "bytes": ({}, ByteTokenizer(), None, None, {}, dict.fromkeys(ALL), None),
+    "no tokenizer": ({}, None, None, None, {}, {}, None),
+    "text of a published model": ({}, BPE, origin(), None, {}, {}, None),
+    "chats": (reading(), BPE, None, BUILT_IN["chatml"], NAMED, ALL, None),
+    "chats in bytes": (
+        reading(stop=(257,)), ByteTokenizer((BEGINS, ENDS)), None, BUILT_IN["chatml"], NAMED,
+        {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}, None,
+    ),
+    "as the published model": (reading(), BPE, origin(), None, {}, {}, None),
+    "as its generation config": (
+        reading(stop=(258, 0)), BPE, origin(config={}, generation={"eos_token_id": [0, 258]}), None, {}, {}, None,
+    ),
+    "another template": (reading("plain"), BPE, origin(), BUILT_IN["plain"], {}, {}, "published model says: the chat template plain (built in)"),
+    "the first template": (reading(), BPE, origin(template=None), BUILT_IN["chatml"], {}, {}, None),
+    "another stop token": (
+        reading(stop=(0,)), BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
+        "'<|endoftext|>' as the end of an answer",
+    ),
+    "a stop token beside that of the template": (
+        reading("plain", stop=(0,)), BPE, origin(template=BUILT_IN["plain"]), None, {}, {"eos_token_id": 0},
+        "as the end of an answer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_the_folder_says_is_what_the_run_was_trained_with(name):
+    info, tokenizer, start, template, tokens, ids, line = FOUND[name]
+    found, said = exported_texts(info, tokenizer, start, model=MODEL)
+    assert found == Texts(template, tokens, ids)
+    assert (said is None) == (line is None)
+    assert line is None or line in said
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["in tokenizer_config.json", "a file of its own"])
+def test_a_template_takes_the_place_of_that_of_the_published_model(file):
+    given = origin(file=file, generation={"eos_token_id": 258, "top_p": 0.9})
+    found = companions(
+        given.config, given.files, None, Texts("new", {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0})
+    )
+    settings = json.loads(found["tokenizer_config.json"])
+    assert {**settings, "chat_template": "new"} == {**NAMED, "eos_token": "<|endoftext|>", "chat_template": "new"}
+    assert (found.get("chat_template.jinja"), settings.get("chat_template")) == (
+        ("new", None) if file else (None, "new")
+    )
+    assert json.loads(found["generation_config.json"]) == {"eos_token_id": 0, "top_p": 0.9}
+    assert companions(given.config, given.files, None, Texts()) == given.files
+
+
+def test_the_older_file_of_special_tokens_follows():
+    files = {"special_tokens_map.json": json.dumps({"eos_token": {"content": "</s>"}, "unk_token": "<unk>"})}
+    found = companions({}, files, None, Texts(tokens={"eos_token": ENDS, "bos_token": BEGINS}))
+    assert json.loads(found["special_tokens_map.json"]) == {"eos_token": ENDS, "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("group", "writes_text"),
+    [
+        ({}, True),
+        ({"causal": False}, False),
+        ({"head": {"kind": "sequence", "num_labels": 2, "pooling": "last"}}, False),
+    ],
+    ids=["a decoder", "an encoder", "classes"],
+)
+def test_a_model_without_tokenizer_names_no_token_of_its_family(group, writes_text):
+    said = without_ids(settings_of(jt.load_config({"model": {**GROUP, **group}}).config.model))
+    assert said == (dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) if writes_text else {})
+
+
+# Families in the order in which a model is written as one, and what makes it that one.
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "gpt2": {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_says_where_a_text_ends(family, tmp_path):
+    model = jt.load_config({"model": {**GROUP, **FAMILIES[family]}}).config.model
+    params, _ = jt.build_model(model, input_shape=(8,)).init(jax.random.key(0))
+    texts, _ = exported_texts({}, BPE, None, model=MODEL)
+    write_published(tmp_path / "out", settings_of(model), params, {}, tokenizer=BPE.to_json(), texts=texts)
+    said = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
+    config = said["config.json"]
+    assert [config[key] for key in ("model_type", *ALL)] == [family, None, 0, None]
+    assert said["generation_config.json"] == {"eos_token_id": 0}
+    assert said["tokenizer_config.json"]["eos_token"] == "<|endoftext|>"
+
+
+def test_an_adapter_may_have_a_template_of_its_own(tmp_path):
+    said = {"base": {"chat_template": "base", **NAMED}, "bare": {}, "own": {"chat_template": "own"}}
+    for name, settings in said.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "base" / "generation_config.json").write_text("{}")
+    file = tmp_path / "base" / "tokenizer.json"
+    wanted = {None: "base", tmp_path / "bare": "base", tmp_path / "own": "own"}
+    for adapter, template in wanted.items():
+        found = texts_beside(file, adapter)
+        assert set(found) == {"tokenizer_config.json", "generation_config.json"}
+        assert json.loads(found["tokenizer_config.json"])["chat_template"] == template
+
+
+def asked(form, tokenizer):
+    """How a question is written, and the ids at which its answer ends."""
+    template = compile_template(form, today=datetime.date(2024, 7, 26))
+    text = render(template, [{"role": "user", "content": "Why?"}], prompt=True, where="here").text
+    return text, answer_ends(form, tokenizer)
+
+
+def of_run(path):
+    run = jt.open_run(path)
+    return asked(format_of_run(run), run.tokenizer)
+
+
+def of_folder(path):
+    served = open_served(path)
+    return asked(served.chat, served.tokenizer)
+
+
+@pytest.mark.long
+def test_runs_on_chats_and_their_folders_chat_alike(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {i}?", "completion": f"It is {i}."} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data.kind=chat", "data.path=rows.jsonl", "data.sequence_length=96", "evaluation.sample_prompt=null"]
+    words += ["train.steps=1", "train.global_batch_size=8", "evaluation.every=null", "logging.report=false"]
+    words += ["optimizer.schedule.warmup_steps=0", "logging.tensorboard=false"]
+    sizes = [f"model.{key}={GROUP[key]}" for key in ("num_layers", "embed_dim", "num_heads", "mlp_dim")]
+    sizes += ["model.max_sequence_length=128", "data.tokenizer.vocab_size=280"]
+
+    def done(*command):
+        answer = cli(*command)
+        assert answer.code == 0, answer.err
+        return answer
+
+    done("train", "quickstart", *words, *sizes, "--run-dir", "own")
+    said = done("export", "own", "-o", "base").err
+    assert "published model" not in said
+    import_run("base", "imported")
+    text, ends = of_run("own")
+    assert text == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert of_folder("base") == of_run("imported") == (text, ends)
+    assert set(json.loads((tmp_path / "base" / "config.json").read_text())["eos_token_id"]) == ends
+    # Over it, another template, which ends answers with another token.
+    short = "{% for message in messages %}{{ message['content'] }}<|endoftext|>{% endfor %}"
+    (tmp_path / "short.jinja").write_text(short)
+    other = ["model.from=base", "finetune.lora.rank=2", "data.template=short.jinja", "data.stop=<|endoftext|>"]
+    done("train", "quickstart", *words, *other, "--run-dir", "adapted")
+    line = "the chat template short.jinja and '<|endoftext|>' as the end of an answer\n"
+    for folder, more in {"adapter": (), "merged": ("--merge",)}.items():
+        assert done("export", "adapted", "-o", folder, *more).err.count(line) == 1
+    import_run("adapter", "imported_adapter", base="base")
+    import_run("merged", "imported_merged")
+    assert of_run("adapted") == ("Why?<|endoftext|>", {0})
+    found = [of_folder("adapter"), of_folder("merged"), of_run("imported_adapter"), of_run("imported_merged")]
+    assert found == [of_run("adapted")] * 4
