@@ -61,9 +61,9 @@ def companions(
         CheckpointError: A file that is to be changed is damaged.
     """
     found = dict(files)
-    is_own = tokenizer is not None and "tokenizer.json" not in files
-    if is_own:
-        found["tokenizer.json"] = tokenizer
+    is_own = False
+    if tokenizer is not None and "tokenizer.json" not in files:
+        found["tokenizer.json"], is_own = tokenizer, True
     said: dict[str, Any] = dict(texts.tokens)
     if texts.template is not None:
         if TEMPLATE in files:

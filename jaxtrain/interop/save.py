@@ -121,7 +121,7 @@ def write_published(
         held = {False: parameters_by_path(params), True: by_path(model_state)}
         check_held(rows, held)
         config = _named_classes(_config(theirs, family, settings), classes) | {"torch_dtype": name, "dtype": name}
-        config = (without_ids(settings) if origin is None else {}) | config | texts.ids
+        config = {**(without_ids(settings) if origin is None else {}), **config, **texts.ids}
         if packing is not None:
             packing = replace(packing, kept=KEPT.get(family.model_type, ()))
             has_head = "vocab_size" in settings and settings.get("head") is None

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -57,7 +58,10 @@ FOUND = {
     "as its generation config": (
         reading(stop=(258, 0)), BPE, origin(config={}, generation={"eos_token_id": [0, 258]}), None, {}, {}, None,
     ),
-    "another template": (reading("plain"), BPE, origin(), BUILT_IN["plain"], {}, {}, "published model says: the chat template plain (built in)"),
+    "another template": (
+        reading("plain"), BPE, origin(), BUILT_IN["plain"], {}, {},
+        "published model says: the chat template plain (built in)",
+    ),
     "the first template": (reading(), BPE, origin(template=None), BUILT_IN["chatml"], {}, {}, None),
     "another stop token": (
         reading(stop=(0,)), BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
@@ -133,6 +137,14 @@ def test_every_family_says_where_a_text_ends(family, tmp_path):
     assert [config[key] for key in ("model_type", *ALL)] == [family, None, 0, None]
     assert said["generation_config.json"] == {"eos_token_id": 0}
     assert said["tokenizer_config.json"]["eos_token"] == "<|endoftext|>"
+
+
+def test_an_encoder_decoder_begins_with_its_padding(tmp_path):
+    start = jt.load_pretrained(Path(__file__).parent / "published" / "t5")
+    texts, _ = exported_texts({}, BPE, None, model=start.model)
+    write_published(tmp_path / "out", settings_of(start.config), start.params, start.model_state, texts=texts)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [said[key] for key in ("model_type", *ALL)] == ["t5", None, 0, 0]
 
 
 def test_an_adapter_may_have_a_template_of_its_own(tmp_path):
