@@ -138,6 +138,12 @@ def _reason(error: OSError, folder: Place) -> str:
 
 
 def _refused(folder: Place, found: _Marker) -> ConfigError:
+    if not list_steps(folder):
+        # --resume must would find nothing to go on with.
+        return ConfigError(
+            f"checkpoint.directory: {folder} is that of {found.text()}, which has no checkpoint there; name another "
+            f"folder, or delete {folder / MARKER} if that run is over"
+        )
     return ConfigError(
         f"checkpoint.directory: {folder} holds the checkpoints of {found.text()}; name another folder, or go on with "
         "that run in this directory with --resume must"

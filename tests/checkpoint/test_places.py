@@ -133,6 +133,22 @@ def test_steps_that_nobody_signed_are_not_taken_for_ones_own(tmp_path: Path):
     take(with_step(run / "checkpoints", 4), run, name="a", takes_over=False)
 
 
+def test_a_folder_without_checkpoints_has_another_advice_than_to_go_on(tmp_path: Path):
+    folder = tmp_path / "store"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    take(folder, tmp_path / "a", name="a", takes_over=False)
+    with pytest.raises(ConfigError, match=r"has no checkpoint there; .* delete \S*store/jaxtrain_run.json if"):
+        take(folder, tmp_path / "b", name="b", takes_over=False)
+    with_step(folder, 4)
+    with pytest.raises(ConfigError, match=r"holds the checkpoints of the run a .*--resume must$"):
+        take(folder, tmp_path / "b", name="b", takes_over=False)
+    (folder / MARKER).unlink()
+    (folder / "4" / "jaxtrain").rmdir()
+    (folder / "4").rmdir()
+    take(folder, tmp_path / "b", name="b", takes_over=False)  # the advice works
+
+
 def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path):
     """Or its former checkpoints would be the ones that are evaluated."""
     write_note(tmp_path, with_step(tmp_path / "elsewhere", 4), "an identity")
