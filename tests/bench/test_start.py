@@ -7,8 +7,11 @@ import math
 
 import pytest
 
+from jaxtrain.bench import start
 from jaxtrain.bench.start import NoStepError, cold_and_warm, start_seconds
 from jaxtrain.config import load_config
+from jaxtrain.config.schema import LoggingConfig
+from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.train.assemble import build_step
@@ -19,7 +22,7 @@ TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num
 
 @pytest.mark.long
 def test_a_warm_start_reads_what_the_cold_one_compiled():
-    cold, warm = cold_and_warm("bench_cpu", TINY_RUN, emulate=1)
+    cold, warm = cold_and_warm("bench_cpu", [*TINY_RUN, "compilation_cache=null"], emulate=1)
     assert any("cached next time" in line for line in cold.said)
     assert any("from cache" in line for line in warm.said)
     for start in (cold, warm):
@@ -30,6 +33,48 @@ def test_a_warm_start_reads_what_the_cold_one_compiled():
 def test_a_run_that_cannot_start_says_why(tmp_path):
     with pytest.raises(NoStepError, match=r"model\.embed_dim"):
         start_seconds("bench_cpu", ["model.embed_dim=-1"], tmp_path)
+
+
+# Settings that write outside of the directory of the run, or ask a service.
+LOUD = [
+    *(f"logging.{name}=true" for name, field in LoggingConfig.model_fields.items() if field.annotation is bool),
+    *("checkpoint.directory=gs://b/c", "checkpoint.mirror=gs://b/d", "checkpoint.every_minutes=0.01"),
+    *("profile.start_step=1", "notices.metadata=true", "spikes.action=roll_back", "compilation_cache=/mine"),
+]
+
+
+def test_a_timed_start_leaves_nothing_but_its_folder(tmp_path, monkeypatch):
+    """Nor ghost runs in a tracker, nor a store that belongs to a run which is over."""
+    commands = []
+
+    class Run:
+        returncode = 0
+
+        def __init__(self, command, **_):
+            commands.append(command)
+
+        def poll(self):
+            return 0
+
+        def kill(self):
+            pass
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(start.subprocess, "Popen", Run)
+    with pytest.raises(NoStepError, match="it ended with 0"):
+        start_seconds("digits_mlp", LOUD, tmp_path / "a cache")
+    words = commands[0][commands[0].index("digits_mlp") + 1 : commands[0].index("--run-dir")]
+    config = load_config("digits_mlp", overrides=words).config
+    check_roll_back(config.spikes, config.checkpoint)
+    assert [name for name, value in config.logging if value is True] == []
+    assert (config.checkpoint.directory, config.checkpoint.mirror, config.checkpoint.every) == (None, None, None)
+    assert config.checkpoint.every_minutes == start._NEVER_MINUTES
+    assert config.profile.start_step is None
+    assert config.notices is not None
+    assert config.notices.metadata is False
+    assert config.compilation_cache == str(tmp_path / "a cache")
 
 
 def test_a_deeper_model_is_no_longer_a_program():
