@@ -85,6 +85,13 @@ def measure(
     step, batches = workload_step(config, workload)
     step.batch_shardings(batches.spec())  # so that a batch that does not divide is an error before any measurement
     answer["limits"] = answer["blocks"] = answer["step"] = None
+    measured = None
+    if "step" not in skip:
+        from jaxtrain.bench.whole_step import measure_step
+
+        # Before the other parts, whose arrays and programs would count into the peaks of memory.
+        with phase("timing the step"):
+            measured = dataclasses.asdict(measure_step(step, batches, seed=config.seed))
     limits = None
     if "limits" not in skip:
         from jaxtrain.bench.limits import measure_limits
@@ -103,11 +110,7 @@ def measure(
         with phase("timing blocks"):
             timed = time_blocks(config, workload, step, limits)
         answer["blocks"] = [{**dataclasses.asdict(one), "share_of_roofline": one.share_of_roofline} for one in timed]
-    if "step" not in skip:
-        from jaxtrain.bench.whole_step import measure_step
-
-        with phase("timing the step"):
-            measured = dataclasses.asdict(measure_step(step, batches, seed=config.seed))
+    if measured is not None:
         answer["step"] = _step(config, workload, measured, answer, reasons)
     # The choices of implementations and compiler options are known after the step was traced.
     answer["choices"] = list(step.choices)
@@ -150,7 +153,7 @@ def _step(
     config: Config, workload: Workload, measured: dict[str, Any], answer: dict[str, Any], reasons: dict[str, str]
 ) -> dict[str, Any]:
     """Add the rates that follow from the measured step."""
-    units = workload.rows * (workload.sequence_length or 1)
+    units = workload.tokens or workload.rows
     seconds, device, policy = measured["seconds"], answer["device"], config.precision.policy
     flops = None if workload.flops_per_row is None else workload.flops_per_row * workload.rows
     rate = None if flops is None else flops / seconds / device["count"]

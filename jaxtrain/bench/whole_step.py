@@ -42,8 +42,9 @@ class WholeStep:
         data_wait_seconds: mean wait for a batch where steps take no time; a step that takes longer never waits.
         planned_bytes: memory of one device by the compiler: arguments, outputs that do not reuse the memory of
             arguments, and temporaries; None where the backend does not report it.
-        device_peak_bytes: peak memory of the first device; None where the backend does not report it.
-        process_peak_bytes: peak resident memory of this process, compilers included.
+        device_peak_bytes: peak memory of the first device since the process began; None where the backend does not
+            report it.
+        process_peak_bytes: peak resident memory of this process since it began, compilers included.
         joules: energy of all local devices per step; None where it is not known.
         joules_reason: why the energy is not known; None where it is.
     """

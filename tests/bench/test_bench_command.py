@@ -1,13 +1,18 @@
 """`jaxtrain bench` on a tiny model: everything is there and makes sense; mistakes are one line. No time is asserted."""
 
+import contextlib
 import json
 import math
 
 import pytest
 
-from jaxtrain.bench.measure import PARTS
+from jaxtrain.bench.limits import Limits
+from jaxtrain.bench.measure import PARTS, measure
 from jaxtrain.bench.picture import draw
+from jaxtrain.bench.whole_step import WholeStep
 from jaxtrain.cli import main
+from jaxtrain.config import load_config
+from jaxtrain.plan.workload.describe import describe_workload
 
 TINY = ["model.num_layers=2", "model.embed_dim=32", "model.num_heads=2", "model.max_sequence_length=32"]
 TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num_rows=64"]
@@ -140,3 +145,25 @@ def test_the_parts_are_those_of_the_help(capsys):
     assert main(["bench", "--help"]) == 0
     said = capsys.readouterr().out
     assert all(part in said for part in PARTS)
+
+
+def test_the_step_is_measured_first_and_counts_the_tokens_of_both_halves(monkeypatch):
+    """Its peaks of memory are those of the process until then; tokens are counted as a run counts them."""
+    words, _, _ = CONFIGS["encoder-decoder"]
+    loaded = load_config(words[0], overrides=words[1:])
+    step = WholeStep(0.5, 3, 1.0, 0.1, 0.1, None, None, 2**20, None, "no GPU")
+    monkeypatch.setattr("jaxtrain.bench.whole_step.measure_step", lambda *_, **__: step)
+    monkeypatch.setattr("jaxtrain.bench.limits.measure_limits", lambda: Limits({}, 1.0, None, {}))
+    phases = []
+
+    def phase(name):
+        phases.append(name)
+        return contextlib.nullcontext()
+
+    skip = ["start", "blocks", "cpu"]
+    answer = measure(loaded, words[0], words[1:], emulate=None, skip=skip, phase=phase)
+    assert phases == ["timing the step", "measuring the device"]
+    workload = describe_workload(loaded.config)
+    assert workload.decoder_length
+    assert answer["step"]["units"] == workload.tokens == workload.rows * (16 + workload.decoder_length)
+    assert answer["step"]["units_per_second"] == answer["step"]["units"] / 0.5
