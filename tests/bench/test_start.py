@@ -25,9 +25,9 @@ def test_a_warm_start_reads_what_the_cold_one_compiled():
     cold, warm = cold_and_warm("bench_cpu", [*TINY_RUN, "compilation_cache=null"], emulate=1)
     assert any("cached next time" in line for line in cold.said)
     assert any("from cache" in line for line in warm.said)
-    for start in (cold, warm):
-        assert start.seconds > 0
-        assert math.isfinite(start.seconds)
+    for one in (cold, warm):
+        assert one.seconds > 0
+        assert math.isfinite(one.seconds)
 
 
 def test_a_run_that_cannot_start_says_why(tmp_path):
