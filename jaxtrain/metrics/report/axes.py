@@ -92,6 +92,11 @@ def _spacing(low: float, high: float, *, is_whole: bool) -> float:
 
 def _tick(value: float, largest: float, digits: int = 4) -> str:
     """The text of a tick: counts with a suffix on axes from 10,000 on, else up to `digits` digits."""
+    # 1e18 and not 1e+18: a plus sign is wider than a digit, and tells nothing.
+    return _tick_number(value, largest, digits).replace("e+", "e")
+
+
+def _tick_number(value: float, largest: float, digits: int) -> str:
     if largest < 10_000 or 0 < abs(value) < 1:
         return f"{value:.{digits}g}"
     if digits > 4:
