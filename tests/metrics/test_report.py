@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from jaxtrain.metrics.report.curves import MAX_POINTS, read_series, thin
+from jaxtrain.metrics.report.curves import MAX_POINTS, piece_starts, read_series, smoothed, thin
 from jaxtrain.metrics.report.page import write_report
 from jaxtrain.metrics.report.script import SCRIPT
 from jaxtrain.runtime.files import write_json_atomic
@@ -195,6 +195,41 @@ def test_thinning_keeps_mean_extremes_and_order(count):
 def test_series_are_ordered_and_leave_out_what_is_no_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(_row(2, loss=None) + _row(1) + '{"step": 3, "sample": "text", "loss": 4.0}\n')
-    series = read_series(path)
+    series, gaps = read_series(path)
     assert series["loss"][0].tolist() == [1, 3]
     assert "sample" not in series
+    assert gaps["loss"].tolist() == [2]
+
+
+def test_numbers_that_no_float_holds_are_gaps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    huge = "9" * 400
+    path.write_text(f'{{"step": 1, "loss": 2.0}}\n{{"step": 2, "loss": {huge}}}\n{{"step": {huge}, "loss": 1.0}}\n')
+    series, gaps = read_series(path)
+    assert (series["loss"][1].tolist(), gaps["loss"].tolist()) == ([2.0], [2])
+    _Page(_write(tmp_path, run=_RUN | {"final": {"loss": int(huge)}}))
+
+
+@pytest.mark.parametrize("count", [60, 3000])
+def test_no_line_crosses_a_gap_and_no_mean_reaches_over_it(tmp_path, count):
+    """Values fall from 3 to 2 before the gap, and from 1 to 0 behind it: all means stay within either."""
+    third = count // 3
+    values = [*np.linspace(3, 2, third), *[None] * third, *np.linspace(1, 0, count - 2 * third)]
+    html = _write(tmp_path, metrics="".join(_row(step + 1, loss=loss) for step, loss in enumerate(values)))
+    assert "Where a line is interrupted, its values were not finite, or not known." in _Page(html).text
+    (steps, values), gaps = (found["loss"] for found in read_series(tmp_path / "metrics.jsonl"))
+    starts = piece_starts(steps, gaps)
+    assert steps[starts].tolist() == [2 * third + 1]
+    even = smoothed(values, starts)
+    np.testing.assert_allclose(even, values, atol=1e-12)
+    curve = thin(steps, even, starts=starts, max_points=50)
+    assert [curve.low[: curve.starts[0]].min(), curve.high[curve.starts[0] :].max()] == pytest.approx([2, 1])
+    # The strong line of the training loss and, of a thinned curve, its band: a piece on either side.
+    loss = re.findall(r'<path d="([^"]*)"', html.partition('aria-label="Loss over steps"')[2].partition("</svg>")[0])
+    lines = [path for path in loss if path.count("M") == 2 and "h0" not in path and len(path) > 100]
+    assert len(lines) == 2
+
+
+def test_many_narrow_gaps_do_not_make_a_page_larger(tmp_path):
+    rows = "".join(_row(step, loss=None if step % 3 else 1.0 + step % 7) for step in range(1, 6001))
+    assert len(_write(tmp_path, metrics=rows).encode()) < 200_000

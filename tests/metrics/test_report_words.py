@@ -248,6 +248,30 @@ def test_smoothing_does_not_move_a_straight_line(count):
         np.testing.assert_allclose(even, values, rtol=1e-12)
 
 
+def test_one_huge_value_does_not_change_the_means_behind_it():
+    values = np.array([3.0] * 20 + [1e18] + [3.0] * 80)
+    even = smoothed(values)
+    assert even is not None
+    assert even[[10, 40, 99]].tolist() == pytest.approx([3.0, 3.0, 3.0], rel=1e-12)
+    assert even[20] == pytest.approx(1e18 / 7)
+    assert np.isfinite(smoothed(np.full(100, 1.7e308))).all()
+
+
+@pytest.mark.parametrize("loss_before", [1.5, None], ids=["once-finite", "never-finite"])
+def test_a_run_that_was_killed_with_no_finite_loss_does_not_show_the_one_before(tmp_path, loss_before):
+    train = [(step, loss_before if step <= 50 else None) for step in range(10, 101, 10)]
+    text = _text(tmp_path, {"status": "running"}, train, [(50, loss_before), (100, None)])
+    assert "not finite final loss" in text
+    assert "not finite held-out loss" in text
+    assert "Held-out loss was best" not in text
+    if loss_before is None:
+        assert "Training loss was never finite." in text
+    else:
+        assert "Training loss is not finite; it last was at step 50 (1.5)." in text
+        assert "Held-out loss is not finite; it last was at step 50 (1.5)" in text
+    assert "The last row is of step 100" in text
+
+
 @pytest.mark.parametrize(
     ("low", "high", "options"),
     [
@@ -272,3 +296,4 @@ def test_axes_hold_their_values_and_have_few_ticks(low, high, options):
     assert 1 <= len(scale.ticks) <= 8
     assert all(math.isfinite(value) for value, _ in scale.ticks)
     assert len({label for _, label in scale.ticks}) == len(scale.ticks)
+    assert not any("+" in label for _, label in scale.ticks)  # too wide for the room that a letter has

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.metrics.report.curves import read_series
-from jaxtrain.metrics.report.html import mapping, number
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.report.curves import Gaps, Series, piece_starts, read_series
+from jaxtrain.metrics.report.html import mapping, number, rounded
 from jaxtrain.metrics.report.plots import Reference
-
-Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,15 @@ class RunFiles:
         run_dir: the directory.
         name: of the run.
         info: content of `run.json`; empty where it is missing or damaged.
-        series: metric -> (steps, values) of `metrics.jsonl`.
+        series: metric -> (steps, values) of `metrics.jsonl`, of its finite values.
+        gaps: metric -> steps of the rows in which it was not finite, or not known.
     """
 
     run_dir: Path
     name: str
     info: Mapping[str, Any]
     series: Series
+    gaps: Gaps
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -62,7 +63,7 @@ class RunFiles:
     @property
     def last_step(self) -> int | None:
         """The last step of which anything was logged."""
-        steps = [float(steps[-1]) for steps, _ in self.series.values()]
+        steps = [float(steps[-1]) for steps in (*(steps for steps, _ in self.series.values()), *self.gaps.values())]
         return int(max(steps)) if steps else None
 
     @property
@@ -71,12 +72,27 @@ class RunFiles:
         steps = number(mapping(self.config.get("train")).get("steps"))
         return None if steps is None else int(steps)
 
+    def starts(self, name: str) -> np.ndarray:
+        """Where the pieces of a metric begin, between which it was not finite; see `piece_starts`."""
+        return piece_starts(self.series[name][0], self.gaps.get(name))
+
+    def is_lost(self, name: str) -> bool:
+        """Whether the last value of a metric is null: it was not finite, and an earlier one would not be the last."""
+        if name in self.final:
+            return self.final[name] is None
+        if name not in self.gaps:
+            return False
+        return name not in self.series or bool(self.gaps[name][-1] > self.series[name][0][-1])
+
     def last(self, name: str) -> float | None:
         """The last value of a metric; None where there is none, or it is not finite."""
         if name in self.final:
-            # A null in the final metrics was a number that is not finite; an earlier value would not be the last one.
             return number(self.final[name])
-        return float(self.series[name][1][-1]) if name in self.series else None
+        return float(self.series[name][1][-1]) if name in self.series and not self.is_lost(name) else None
+
+    def shown(self, name: str) -> str | None:
+        """The last value of a metric as text; None where there is none."""
+        return "not finite" if self.is_lost(name) else rounded(self.last(name))
 
     def best(self, name: str = "eval_loss") -> tuple[int, float] | None:
         """The step and value where a metric was lowest; None where it was never logged."""
@@ -85,6 +101,17 @@ class RunFiles:
         steps, values = self.series[name]
         at = int(values.argmin())
         return int(steps[at]), float(values[at])
+
+    def end(self, name: str) -> float | None:
+        """The mean of the last tenth of the rows of a metric; None where its last value is lost.
+
+        A single row is of a single batch: the lowest one of a run favours small batches, whose losses vary the most.
+        """
+        if name not in self.series or self.is_lost(name):
+            return None
+        values = self.series[name][1]
+        last = values[-max(1, len(values) // 10) :]
+        return float(np.sum(last / len(last)))
 
     def baseline(self) -> Reference | None:
         """The loss of a uniform guess, for tasks that choose among classes or tokens; None for others."""
@@ -103,11 +130,20 @@ class RunFiles:
 
 
 def read_files(run_dir: Path) -> RunFiles:
-    """Read what a page shows of a run; whatever is missing or damaged is empty."""
+    """Read what a page shows of a run; whatever is missing or damaged is empty.
+
+    Raises:
+        ConfigError: `metrics.jsonl` is there and cannot be read, so that a page without curves would be false.
+    """
     run_dir = Path(run_dir)
     info = read_json(run_dir / "run.json")
     name = str(info.get("name") or run_dir.resolve().name)
-    return RunFiles(run_dir, name, info, read_series(run_dir / "metrics.jsonl"))
+    path = run_dir / "metrics.jsonl"
+    try:
+        series, gaps = read_series(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; it holds the rows of metrics of the run") from None
+    return RunFiles(run_dir, name, info, series, gaps)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

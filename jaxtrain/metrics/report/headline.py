@@ -45,12 +45,8 @@ def status_kind(status: str) -> str:
 
 def cards(run: RunFiles) -> str:
     """Make the row of the most important numbers."""
-    series, final = run.series, run.final
-
-    def shown(name: str) -> str | None:
-        return "not finite" if name in final and final[name] is None else rounded(run.last(name))
-
-    values = [("final loss", shown("loss")), ("held-out loss", shown("eval_loss"))]
+    series = run.series
+    values = [("final loss", run.shown("loss")), ("held-out loss", run.shown("eval_loss"))]
     perplexity, eval_loss = run.last("eval_perplexity"), run.last("eval_loss")
     if perplexity is None and eval_loss is not None and run.is_language and eval_loss < 50:
         perplexity = math.exp(eval_loss)
@@ -98,7 +94,7 @@ def wall_time(run: RunFiles) -> str | None:
 
 def words(run: RunFiles) -> str:
     """Say in sentences what the numbers mean: how the run ended, overfitting, the uniform guess, lost time."""
-    lines = [*_ending(run), *_held_out(run), *_against_guess(run), *_lost(run)]
+    lines = [*_ending(run), *_not_finite(run), *_held_out(run), *_against_guess(run), *_lost(run)]
     items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in lines)
     return f'<ul class="words">{items}</ul>' if items else ""
 
@@ -120,10 +116,23 @@ def _ending(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "bad", f"The run failed after {reached}; the same command goes on from its newest checkpoint."
 
 
+def _not_finite(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """Say where the training loss is lost; of a run that diverged it is said already."""
+    if not run.is_lost("loss") or run.status == "diverged":
+        return
+    if "loss" not in run.series:
+        yield "bad", "Training loss was never finite."
+    else:
+        steps, values = run.series["loss"]
+        yield (
+            "bad",
+            f"Training loss is not finite; it last was at step {int(steps[-1]):,} ({rounded(float(values[-1]))}).",
+        )
+
+
 def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
     best = run.best()
-    # Only finite values are in the series; a null among the last metrics was none.
-    is_lost = "eval_loss" in run.final and run.final["eval_loss"] is None
+    is_lost = run.is_lost("eval_loss")
     if best is None:
         if is_lost:
             yield "bad", "Held-out loss was never finite."
@@ -183,11 +192,10 @@ def _training_fell_since(run: RunFiles, step: int) -> bool:
     if "loss" not in run.series:
         return False
     steps, values = run.series["loss"]
-    even = smoothed(values)
+    even = smoothed(values, run.starts("loss"))
     even = values if even is None else even
-    # The last tenth and not the last row, whose batch may be an easy one.
-    end = float(np.mean(values[-max(1, len(values) // 10) :]))
-    return end < float(even[int(np.abs(steps - step).argmin())])
+    end = run.end("loss")
+    return end is not None and end < float(even[int(np.abs(steps - step).argmin())])
 
 
 def _against_guess(run: RunFiles) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -109,8 +110,10 @@ def mapping(value: object) -> Mapping[str, Any]:
 
 
 def number(value: object) -> float | int | None:
-    """The value where it is a number, else None."""
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """The value where it is a number that a float can be, else None."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return value if abs(value) <= sys.float_info.max else None
 
 
 def moment(value: object) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.metrics.report import chats, classes, headline, tables
-from jaxtrain.metrics.report.curves import MAX_POINTS, Curve, curve, last_text, smoothed, thin
-from jaxtrain.metrics.report.files import RunFiles, Series, read_files
+from jaxtrain.metrics.report.curves import MAX_POINTS, Curve, last_text, piece_starts, smoothed, thin
+from jaxtrain.metrics.report.files import RunFiles, read_files
 from jaxtrain.metrics.report.html import mapping, page, section, text
 from jaxtrain.metrics.report.plots import Plot, draw_svg
 from jaxtrain.metrics.report.time_bar import time_bar
@@ -102,6 +102,8 @@ def _curves(run: RunFiles) -> str:
         notes.append("Strong lines are means over neighbouring rows; the logged values are drawn faintly behind them.")
     if any(line.is_thinned for plot in plots for _, line in plot.curves):
         notes.append("Bands show the smallest and largest value of neighbouring rows.")
+    if any(len(line.starts) for plot in plots for _, line in plot.curves):
+        notes.append("Where a line is interrupted, its values were not finite, or not known.")
     resumed = headline.resumed_steps(run.info)
     if any(0 < step < (run.last_step or 0) for step in resumed):
         notes.append("Short ticks on the step axis: the run was resumed there.")
@@ -121,9 +123,9 @@ def _plots(run: RunFiles) -> list[Plot]:
     loss = Plot(
         "Loss",
         "nats per token" if run.is_language else "loss",
-        _lines(series, {"train": "loss", "held-out": "eval_loss"}),
+        _lines(run, {"train": "loss", "held-out": "eval_loss"}),
         may_be_log=True,
-        smoothed=_smoothed(series, {"train": "loss"}),
+        smoothed=_smoothed(run, {"train": "loss"}),
         references=() if guess is None else (guess,),
         best=run.best() if len(series.get("eval_loss", ((),))[0]) > 1 else None,
     )
@@ -132,20 +134,20 @@ def _plots(run: RunFiles) -> list[Plot]:
         Plot(
             "Accuracy",
             "share correct",
-            _lines(series, {"train": "accuracy", "held-out": "eval_accuracy"}),
+            _lines(run, {"train": "accuracy", "held-out": "eval_accuracy"}),
             from_zero=True,
-            smoothed=_smoothed(series, {"train": "accuracy"}),
+            smoothed=_smoothed(run, {"train": "accuracy"}),
         ),
-        Plot("Learning rate", "learning rate", _lines(series, {"learning rate": "learning_rate"})),
-        Plot("Throughput", rate_unit, _lines(series, rates), from_zero=True, smoothed=_smoothed(series, rates)),
+        Plot("Learning rate", "learning rate", _lines(run, {"learning rate": "learning_rate"})),
+        Plot("Throughput", rate_unit, _lines(run, rates), from_zero=True, smoothed=_smoothed(run, rates)),
         Plot(
             "Gradient norm",
             "global norm before clipping",
-            _lines(series, {"gradient norm": "grad_norm"}),
+            _lines(run, {"gradient norm": "grad_norm"}),
             may_be_log=True,
-            smoothed=_smoothed(series, {"gradient norm": "grad_norm"}),
+            smoothed=_smoothed(run, {"gradient norm": "grad_norm"}),
         ),
-        _time_plot(series, resumed),
+        _time_plot(run, resumed),
     ]
     return [replace(plot, resumed=resumed) for plot in plots if plot.curves]
 
@@ -159,32 +161,34 @@ def _own_plots(run: RunFiles) -> tuple[list[Plot], list[str]]:
     plots = []
     for name in own[:_MOST_OWN_PLOTS]:
         logged = {"train": name, "held-out": f"eval_{name}"}
-        lines = [
-            (label, thin(*run.series[metric], max_points=_OWN_POINTS))
-            for label, metric in logged.items()
-            if metric in run.series
-        ]
-        even = _smoothed(run.series, {"train": name}, max_points=_OWN_POINTS)
+        lines = _lines(run, logged, max_points=_OWN_POINTS)
+        even = _smoothed(run, {"train": name}, max_points=_OWN_POINTS)
         plots.append(Plot(name.replace("_", " "), name, lines, smoothed=even))
     return plots, own[_MOST_OWN_PLOTS:]
 
 
-def _lines(series: Series, names: Mapping[str, str]) -> list[tuple[str, Curve]]:
-    return [(label, line) for label, name in names.items() if (line := curve(series, name)) is not None]
+def _lines(run: RunFiles, names: Mapping[str, str], *, max_points: int = MAX_POINTS) -> list[tuple[str, Curve]]:
+    return [
+        (label, thin(*run.series[name], starts=run.starts(name), max_points=max_points))
+        for label, name in names.items()
+        if name in run.series
+    ]
 
 
-def _smoothed(series: Series, names: Mapping[str, str], *, max_points: int = MAX_POINTS) -> list[tuple[str, Curve]]:
+def _smoothed(run: RunFiles, names: Mapping[str, str], *, max_points: int = MAX_POINTS) -> list[tuple[str, Curve]]:
     found = []
     for label, name in names.items():
-        even = smoothed(series[name][1]) if name in series else None
-        if even is not None:
-            found.append((label, thin(series[name][0], even, max_points=max_points)))
+        if name in run.series:
+            (steps, values), starts = run.series[name], run.starts(name)
+            even = smoothed(values, starts)
+            if even is not None:
+                found.append((label, thin(steps, even, starts=starts, max_points=max_points)))
     return found
 
 
-def _time_plot(series: Series, resumed: Sequence[int]) -> Plot:
+def _time_plot(run: RunFiles, resumed: Sequence[int]) -> Plot:
     names = {"step": "step_seconds", "data wait": "data_wait_seconds"}
-    times = {label: series[name] for label, name in names.items() if name in series}
+    times = {label: run.series[name] for label, name in names.items() if name in run.series}
     # The first step of a process warms everything up; several times slower, it would press the others against the axis.
     first = [0, *resumed]
     for label, (steps, values) in times.items():
@@ -195,7 +199,11 @@ def _time_plot(series: Series, resumed: Sequence[int]) -> Plot:
             times[label] = (steps[is_warm], values[is_warm])
     in_milliseconds = max((float(values.max()) for _, values in times.values()), default=0.0) < 1
     factor, unit = (1e3, "milliseconds") if in_milliseconds else (1.0, "seconds")
-    lines = [(label, thin(steps, factor * values)) for label, (steps, values) in times.items()]
-    even = {label: smoothed(values) for label, (_, values) in times.items()}
-    over = [(label, thin(times[label][0], factor * values)) for label, values in even.items() if values is not None]
+    lines, over = [], []
+    for label, (steps, values) in times.items():
+        starts = piece_starts(steps, run.gaps.get(names[label]))
+        even = smoothed(values, starts)
+        lines.append((label, thin(steps, factor * values, starts=starts)))
+        if even is not None:
+            over.append((label, thin(steps, factor * even, starts=starts)))
     return Plot("Step time and data wait", unit, lines, from_zero=True, smoothed=over)

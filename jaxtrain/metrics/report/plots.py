@@ -210,23 +210,32 @@ def _lines(plot: Plot, frame: _Frame) -> str:
     for number, name, curve in _numbered(plot):
         color = _color(number)
         if curve.is_thinned:
-            upper, lower = (_points(frame, curve.steps, edge) for edge in (curve.high, curve.low))
-            outline = np.concatenate([upper, lower[::-1]])
-            parts.append(f'<path d="{_path(outline)}Z" style="fill:{color};opacity:.22"/>')
+            edges = (np.split(_points(frame, curve.steps, edge), curve.starts) for edge in (curve.high, curve.low))
+            outlines = [np.concatenate([upper, lower[::-1]]) for upper, lower in zip(*edges, strict=True)]
+            band = "".join(f"{_path(outline)}Z" for outline in outlines)
+            parts.append(f'<path d="{band}" style="fill:{color};opacity:.22"/>')
         is_faint = name in over
         if not (is_faint and curve.is_thinned):
             style = f"fill:none;stroke:{color};stroke-width:{1 if is_faint else 1.9};stroke-linejoin:round"
             style += ";opacity:.45" if is_faint else _dash(plot, number)
-            parts.append(f'<path d="{_path(_points(frame, curve.steps, curve.values))}" style="{style}"/>')
+            parts.append(f'<path d="{"".join(map(_path, _pieces(frame, curve)))}" style="{style}"/>')
         if is_faint:
-            points = _path(_points(frame, over[name].steps, over[name].values))
+            points = "".join(map(_path, _pieces(frame, over[name])))
             style = f"fill:none;stroke:{color};stroke-width:2.1;stroke-linejoin:round{_dash(plot, number)}"
             parts.append(f'<path d="{points}" style="{style}"/>')
-        if len(curve.steps) <= 12:
-            # Few points would be hard to see as a bare line, and one point would not be drawn at all.
-            dots = "".join(f"M{_tenths(x)} {_tenths(y)}h0" for x, y in _points(frame, curve.steps, curve.values))
-            parts.append(f'<path d="{dots}" style="stroke:{color};stroke-width:6;stroke-linecap:round"/>')
+        # Few points would be hard to see as a bare line, and one point between gaps would not be drawn at all.
+        is_few = len(curve.steps) <= 12
+        lone = [piece for piece in _pieces(frame, curve) if is_few or len(piece) == 1]
+        if lone:
+            dots = "".join(f"M{_tenths(x)} {_tenths(y)}h0" for x, y in np.concatenate(lone))
+            width = 6 if is_few else 3
+            parts.append(f'<path d="{dots}" style="stroke:{color};stroke-width:{width};stroke-linecap:round"/>')
     return "".join(parts)
+
+
+def _pieces(frame: _Frame, curve: Curve) -> list[np.ndarray]:
+    """The points of a curve between its gaps, which no line crosses."""
+    return np.split(_points(frame, curve.steps, curve.values), curve.starts)
 
 
 def _marks(plot: Plot, frame: _Frame) -> str:
