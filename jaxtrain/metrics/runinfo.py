@@ -35,7 +35,7 @@ def run_info(
         name: name of the run.
         mesh_shape: size of each mesh axis.
         model: `name` and `num_parameters`.
-        data: `description` (lines of text) and `fingerprint`.
+        data: `description` (lines of text), `fingerprint`, `num_validation_rows` and so on.
 
     Returns:
         A dict of strict JSON values, with status `running`. Environment variables are not in it, because they may hold

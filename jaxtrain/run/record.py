@@ -13,7 +13,7 @@ import jax
 from jaxtrain.config import Loaded
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.skipped import SkippedRecords
-from jaxtrain.errors import StorageError
+from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.progress import Progress
@@ -240,8 +240,8 @@ class RunRecord:
             with progress.phase("drawing the report") as phase:
                 try:
                     write_report(self._run_dir)
-                except OSError as error:  # no run is lost over its report
-                    phase.note(f"not written: {error.strerror or error}")
+                except (OSError, ConfigError) as error:  # no run is lost over its report
+                    phase.note(f"not written: {(isinstance(error, OSError) and error.strerror) or error}")
 
     def _end(self, info: Mapping[str, Any], status: str, final: Scalars) -> None:
         """Write the end into run.json, and let go of the directory.
@@ -365,6 +365,7 @@ def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, An
         data={
             "description": list(data.description),
             "fingerprint": data.fingerprint,
+            "num_validation_rows": None if data.validation is None else len(data.validation),
             "reading": data.reading,
             # What the model is built from, so that it can be opened where the data is not.
             "input_shape": list(data.input_shape),

@@ -178,7 +178,7 @@ def test_runs_are_compared_on_one_page(tmp_path):
     assert "optimizer.learning_rate 0.1 0.01" in text
     assert "optimizer.b1" not in text
     assert "uniform guess, 10 classes: 2.303" in text
-    assert f"<b>{0.3}</b>" in html
+    assert f"<b>{0.3} (step 4)</b>" in html
     # Held-out loss, training loss and accuracy: each run by its colour and its dash.
     assert html.count("stroke-dasharray:6 3") > 3
     assert math.isclose(html.count("<figure>"), 3)
@@ -229,9 +229,75 @@ def _evaluated(fingerprint, *, most: int | None = 50, size=8):
 )  # fmt: skip
 def test_only_losses_of_the_same_rows_are_ranked(tmp_path, first, second, words):
     html = _compared(tmp_path, first, second)
-    ranked = ["has the lowest held-out loss" in _text(html), f"<b>{0.3}</b>" in html]
+    ranked = ["has the lowest held-out loss" in _text(html), f"<b>{0.3} (step 4)</b>" in html]
     assert ranked == [words is None] * 2
     assert words is None or words in _text(html)
+
+
+def _rows_of(*losses):
+    return [{"step": 10 * place + 10, "eval_loss": loss} for place, loss in enumerate(losses)]
+
+
+def test_the_sentence_and_the_bold_number_are_of_the_same_run_and_never_of_one_that_diverged(tmp_path):
+    """The first run was once the best, and has risen since; the third was lower still, and diverged."""
+    rows = {"a": _rows_of(0.2, 0.5), "b": _rows_of(0.4, 0.3), "c": _rows_of(0.1, None)}
+    runs = [
+        _run(tmp_path / name, info={"data": _ROWS, "status": "diverged" if name == "c" else "done"}, rows=found)
+        for name, found in rows.items()
+    ]
+    html = write_comparison(runs, tmp_path / "compare.html").read_text()
+    assert "a has the lowest held-out loss: 0.2, at step 10." in _text(html)
+    assert re.findall("<td[^>]*><b>(.*?)</b>", html) == ["0.2 (step 10)"]
+    assert "not finite" in _text(html)
+
+
+def _dpo(beta, *, given=None, shipped=True):
+    config = {"task": "dpo", "loss": {"beta": beta, "label_smoothing": 0.0}}
+    return {"task": "dpo", "task_is_shipped": shipped, "config": config, "data": _ROWS, "from_python": {"task": given}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        pytest.param(_dpo(0.1), _dpo(0.1), None, id="the-same"),
+        pytest.param(_dpo(0.1), _dpo(0.5), "The settings of the loss differ (a: dpo with loss.beta 0.1", id="beta"),
+        pytest.param(_dpo(0.1, given="dpo"), _dpo(0.1, given="dpo"), None, id="defaults-from-Python"),
+        pytest.param(
+            _dpo(0.1, given="dpo", shipped=False), _dpo(0.1, given="dpo", shipped=False),
+            "The settings of the loss of a and b are not recorded", id="from-Python",
+        ),
+        pytest.param(
+            {"config": {"task": {"call": "own.py:task", "args": {"p": 1}}}, "data": _ROWS},
+            {"config": {"task": {"call": "own.py:task", "args": {"p": 2}}}, "data": _ROWS},
+            "The settings of the loss differ", id="arguments-of-a-function",
+        ),
+    ],
+)  # fmt: skip
+def test_only_losses_with_the_same_settings_are_ranked(tmp_path, first, second, words):
+    text = _text(_compared(tmp_path, first, second))
+    assert ("has the lowest held-out loss" in text) == (words is None)
+    assert words is None or words in text
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "words"),
+    [(50, None), (100, "The runs evaluated different numbers of held-out rows (a 64, b all)"), (None, "may have ev")],
+)
+def test_other_batch_sizes_are_ranked_where_both_evaluate_all_rows(tmp_path, num_rows, words):
+    fingerprint = {"kind": "text", "sha256": "a"}
+    first, second = (_evaluated(fingerprint, most=8, size=size) for size in (8, 16))
+    for info in (first, second):
+        info["data"] = {"fingerprint": fingerprint, "num_validation_rows": num_rows}
+    text = _text(_compared(tmp_path, first, second))
+    assert ("has the lowest held-out loss" in text) == (words is None)
+    assert words is None or words in text
+
+
+@pytest.mark.parametrize("count", [23, 24])
+def test_a_picture_is_called_smoothed_where_it_is(tmp_path, count):
+    html = _compared(tmp_path, {}, {}, rows=[{"step": step + 1, "loss": 1.0} for step in range(count)])
+    assert ("<figcaption>Training loss, smoothed</figcaption>" in html) == (count == 24)
+    assert ("<figcaption>Training loss</figcaption>" in html) == (count == 23)
 
 
 def test_a_run_without_metrics_or_held_out_rows_is_said(tmp_path):

@@ -109,7 +109,12 @@ def test_losses_of_other_rows_are_said(tmp_path):
     info = json.loads((runs[0] / "run.json").read_text())
     info["data"]["fingerprint"]["sha256"] = "b"
     (runs[0] / "run.json").write_text(json.dumps(info))
-    assert "Held-out losses are of different rows" in words(write_many(runs, tmp_path / "page.html"))
+    page = write_many(runs, tmp_path / "page.html")
+    assert "Held-out losses are of different rows" in words(page)
+    # Nothing is ranked: no run is the best, and the order is the one that was given.
+    assert "the lowest" not in words(page)
+    assert [row[0] for row in table(page)[1:]] == ["000", "001"]
+    assert "Sorted by" not in page.read_text()
 
 
 def test_training_losses_of_other_tasks_are_said(tmp_path):
@@ -117,4 +122,38 @@ def test_training_losses_of_other_tasks_are_said(tmp_path):
     assert "tasks" not in words(write_many(runs, tmp_path / "page.html"))
     info = json.loads((runs[0] / "run.json").read_text())
     (runs[0] / "run.json").write_text(json.dumps({**info, "task": "language_modeling"}))
-    assert "Training losses are of different tasks" in words(write_many(runs, tmp_path / "page.html"))
+    said = words(write_many(runs, tmp_path / "page.html"))
+    assert "Training losses are of different tasks" in said
+    assert "the lowest" not in said
+
+
+def test_training_losses_with_other_terms_are_not_ranked(tmp_path):
+    runs = [run(tmp_path / f"{number}", loss={"z_loss": weight}) for number, weight in enumerate((None, 1e-4))]
+    assert "the runs are not ranked" in words(write_many(runs, tmp_path / "page.html"))
+
+
+def test_the_end_of_the_training_loss_ranks_and_not_its_luckiest_batch(tmp_path):
+    """Small batches have the lowest single losses, although their mean is higher."""
+    noise = [0.9 if step % 2 else -0.9 for step in range(200)]
+    runs = [
+        run(tmp_path / "small", losses=[2.0 + one for one in noise]),
+        run(tmp_path / "large", losses=[1.8 + one / 9 for one in noise]),
+        run(tmp_path / "lost", losses=[1.0] * 100 + [None] * 100, status="running"),
+    ]
+    page = write_many(runs, tmp_path / "page.html")
+    header, *rows = table(page)
+    assert header[2] == "training loss at the end"
+    assert [row[0] for row in rows] == ["large", "small", "lost"]
+    assert [row[2] for row in rows] == ["1.8", "2", "-"]
+    assert rows[2][header.index("last training loss")] == "not finite"
+    assert "large has the lowest training loss at its end: 1.8, at step 200." in words(page)
+
+
+def test_a_run_whose_metrics_cannot_be_read_is_broken(tmp_path):
+    runs = [run(tmp_path / "000"), run(tmp_path / "001")]
+    (runs[1] / "metrics.jsonl").unlink()
+    (runs[1] / "metrics.jsonl").mkdir()
+    assert [row[:2] for row in table(write_many(runs, tmp_path / "page.html"))[1:]] == [
+        ["000", "done"],
+        ["001", "broken"],
+    ]

@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.curves import Curve, smoothed, thin
 from jaxtrain.metrics.report.files import RunFiles, read_files
 from jaxtrain.metrics.report.headline import UNITS, status_kind, usual_rate, wall_time
-from jaxtrain.metrics.report.html import Markup, grid, mapping, number, page, rounded, section, text
+from jaxtrain.metrics.report.html import Markup, grid, mapping, page, rounded, section, text
 from jaxtrain.metrics.report.plots import DASHES, Plot, Reference, draw_svg
+from jaxtrain.metrics.report.rank import other_losses, winner
 from jaxtrain.metrics.report.tables import flat
 from jaxtrain.runtime.files import write_text_atomic
 
@@ -89,53 +88,17 @@ def _count(value: object, noun: str) -> str:
 def _remarks(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Say what cannot be compared: other tasks, other held-out rows, other tokens; and which run did best."""
     lines = [("", line) for line in _differences(runs, names)]
-    if not any(kind for kind, _ in lines):
-        scored = [(best[1], name, best[0]) for run, name in zip(runs, names, strict=True) if (best := run.best())]
-        if len(scored) > 1 and can_rank(runs):
-            loss, name, step = min(scored)
-            lines.insert(0, ("good", f"{name} has the lowest held-out loss: {rounded(loss)}, at step {step:,}."))
+    won = winner(runs)
+    best = None if won is None else runs[won].best()
+    if won is not None and best is not None:
+        step, loss = best
+        lines.insert(0, ("good", f"{names[won]} has the lowest held-out loss: {rounded(loss)}, at step {step:,}."))
     items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in lines)
     return f'<ul class="words">{items}</ul>' if items else ""
 
 
-def can_rank(runs: Sequence[RunFiles]) -> bool:
-    """Whether held-out losses are of one kind, and of the same rows."""
-    kinds = {(run.task, _held_out_rows(run), _most_rows(run)) for run in runs}
-    return len(kinds) == 1 and next(iter(kinds))[1] is not None
-
-
-def _held_out_rows(run: RunFiles) -> str | None:
-    """What identifies the held-out rows of a run; None where that is not known."""
-    found = mapping(run.info.get("data")).get("fingerprint")
-    described = mapping(found)
-    given = described.get("validation")
-    if described.get("kind") == "batches":
-        # Batches of an iterable are not identified, but rows with an index beside them are.
-        found = given
-    elif described.get("kind") in ("arrays", "dataset") and "sha256" not in described:
-        return None  # rows that are drawn anew when they are read
-    if not found or (given is not None and "sha256" not in mapping(given)):
-        return None
-    return json.dumps(found, sort_keys=True)
-
-
-def _most_rows(run: RunFiles) -> int | None:
-    """How many of the held-out rows a run evaluates; None: all."""
-    batches = number(mapping(run.config.get("evaluation")).get("max_batches"))
-    size = number(mapping(run.config.get("train")).get("global_batch_size"))
-    held_out = number(mapping(mapping(run.info.get("data")).get("fingerprint")).get("num_validation_rows"))
-    if batches is None or size is None or (held_out is not None and batches * size >= held_out):
-        return None
-    return int(batches * size)
-
-
 def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
-    tasks = {name: run.task or "unknown" for run, name in zip(runs, names, strict=True)}
-    if len(set(tasks.values())) > 1:
-        said = ", ".join(f"{name} {task}" for name, task in tasks.items())
-        yield f"The tasks differ ({said}): their losses are of different kinds and cannot be compared."
-    else:
-        yield from other_rows(runs, names)
+    yield from other_losses(runs, names)
     for run, name in zip(runs, names, strict=True):
         if not run.series:
             yield f"{name} has logged no metrics."
@@ -143,26 +106,6 @@ def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str
             yield f"{name} has no held-out loss: it evaluated no held-out rows."
         elif run.status != "done":
             yield f"{name} is {run.status}: its last row is of step {run.last_step or 0:,}."
-
-
-def other_rows(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
-    """Say where held-out losses are of different rows, or may be."""
-    rows = {name: _held_out_rows(run) for run, name in zip(runs, names, strict=True)}
-    most = {name: _most_rows(run) for run, name in zip(runs, names, strict=True)}
-    unknown = [name for name, run in zip(names, runs, strict=True) if rows[name] is None and "eval_loss" in run.series]
-    if len({*rows.values()} - {None}) > 1:
-        yield (
-            "The data differs between the runs, so that held-out losses are of different rows (and, with another "
-            "tokenizer, of different tokens)."
-        )
-    elif unknown:
-        yield f"Which held-out rows {' and '.join(unknown)} evaluated is not recorded: losses may be of different rows."
-    elif len({*most.values()}) > 1:
-        said = ", ".join(f"{name} {'all' if count is None else f'{count:,}'}" for name, count in most.items())
-        yield (
-            f"The runs evaluated different numbers of held-out rows ({said}), so that their held-out losses cannot be "
-            "compared; set the same evaluation.max_batches and train.global_batch_size."
-        )
 
 
 def curves_of(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -173,15 +116,15 @@ def curves_of(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     ]
     plots = [
         _plot(runs, names, "Held-out loss", "eval_loss", may_be_log=True, with_guess=True),
-        _plot(runs, names, "Training loss, smoothed", "loss", may_be_log=True, is_smoothed=True),
+        _plot(runs, names, "Training loss", "loss", may_be_log=True, is_smoothed=True),
         _plot(runs, names, "Held-out accuracy", "eval_accuracy", from_zero=True),
-        _plot(runs, names, "Training accuracy, smoothed", "accuracy", from_zero=True, is_smoothed=True),
+        _plot(runs, names, "Training accuracy", "accuracy", from_zero=True, is_smoothed=True),
         *(
             _plot(runs, names, name.removeprefix("eval_").replace("_", " ") + ", held-out", name)
             for name in own[:_MOST_OWN_PLOTS]
         ),
         _plot(runs, names, "Learning rate", "learning_rate"),
-        _plot(runs, names, "Gradient norm, smoothed", "grad_norm", may_be_log=True, is_smoothed=True),
+        _plot(runs, names, "Gradient norm", "grad_norm", may_be_log=True, is_smoothed=True),
         *(_plot(runs, names, f"Throughput, {unit}/s", f"{unit}_per_second", from_zero=True) for unit, _ in UNITS),
     ]
     figures = "\n".join(
@@ -207,9 +150,11 @@ def _plot(
     curves = []
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
         if metric in run.series:
-            curves.append((name, place, plain_line(*run.series[metric], is_smoothed=is_smoothed)))
+            curves.append((name, place, plain_line(run, metric, is_smoothed=is_smoothed)))
     if not curves:
         return None
+    if is_smoothed and any(smoothed(run.series[metric][1]) is not None for run in runs if metric in run.series):
+        title += ", smoothed"
     is_language = all(run.is_language for run in runs)
     guesses = {guess for run in runs if (guess := run.baseline()) is not None} if with_guess else set()
     references: Sequence[Reference] = tuple(guesses) if len(guesses) == 1 else ()
@@ -225,11 +170,12 @@ def _plot(
     )
 
 
-def plain_line(steps: np.ndarray, values: np.ndarray, *, is_smoothed: bool) -> Curve:
+def plain_line(run: RunFiles, metric: str, *, is_smoothed: bool) -> Curve:
     """One line per run, without bands: several over one another would hide each other."""
-    even = smoothed(values) if is_smoothed else None
-    line = thin(steps, values if even is None else even, max_points=_POINTS)
-    return Curve(line.steps, line.values, line.values, line.values, False)
+    (steps, values), starts = run.series[metric], run.starts(metric)
+    even = smoothed(values, starts) if is_smoothed else None
+    line = thin(steps, values if even is None else even, starts=starts, max_points=_POINTS)
+    return Curve(line.steps, line.values, line.values, line.values, False, line.starts)
 
 
 def _numbers(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -243,27 +189,22 @@ def _numbers(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
         *(name.replace("eval_", "held-out ").replace("_", " ") for name in scores),
         *("rate", "wall time", "memory", "devices"),
     ]
-    held_out = [run.last("eval_loss") for run in runs]
-    best = [run.best() for run in runs]
-    is_ranked = can_rank(runs)
+    best, won = [run.best() for run in runs], winner(runs)
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         lowest = best[index]
         at = "-" if lowest is None else f"{rounded(lowest[1])} (step {lowest[0]:,})"
-        losses = [one for one in held_out if one is not None]
-        wins = is_ranked and len(losses) > 1 and held_out[index] == min(losses)
         rates = [f"{format_count(rate)} {label}" for unit, label in UNITS if (rate := usual_rate(run, unit))]
         memory = run.series.get("device_memory_bytes")
         devices = mapping(run.info.get("devices"))
-        final = rounded(held_out[index]) or "-"
         rows.append(
             [
                 name,
                 "-" if run.last_step is None else f"{run.last_step:,}",
-                rounded(run.last("loss")) or "-",
-                Markup(f"<b>{text(final)}</b>") if wins else final,
-                at,
-                *(rounded(run.last(score)) or "-" for score in scores),
+                run.shown("loss") or "-",
+                run.shown("eval_loss") or "-",
+                Markup(f"<b>{text(at)}</b>") if index == won else at,
+                *(run.shown(score) or "-" for score in scores),
                 ", ".join(rates) or "-",
                 wall_time(run) or "-",
                 "-" if memory is None else format_bytes(float(memory[1].max())),

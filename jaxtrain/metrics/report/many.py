@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.report.compare import (
     MOST_RUNS,
-    can_rank,
     comparable,
     curves_of,
     listed,
@@ -16,6 +16,7 @@ from jaxtrain.metrics.report.compare import (
 from jaxtrain.metrics.report.files import RunFiles, read_files, read_json
 from jaxtrain.metrics.report.headline import status_kind, wall_time
 from jaxtrain.metrics.report.html import Markup, grid, mapping, page, rounded, section, text
+from jaxtrain.metrics.report.rank import can_rank, can_rank_training
 from jaxtrain.runtime.files import write_text_atomic
 
 # The record of a trial of a sweep, beside run.json: its settings, and the exit code of its process.
@@ -32,7 +33,9 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def write_many(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write one page about runs, sorted by their lowest held-out loss, or training loss where none was evaluated.
+    """Write one page about runs, sorted by their lowest held-out loss, or the end of training loss where none has one.
+
+    Runs whose losses cannot be compared keep their order; those that diverged or failed come last.
 
     Args:
         run_dirs: directories of runs; one may be broken, still train, or hold the record of a trial alone.
@@ -41,16 +44,18 @@ def write_many(run_dirs: Sequence[Path], path: Path) -> Path:
     Returns:
         Path of the page.
     """
-    runs = [read_files(Path(run_dir)) for run_dir in run_dirs]
+    runs = [_read(Path(run_dir)) for run_dir in run_dirs]
     metric = "eval_loss" if any("eval_loss" in run.series for run in runs) else "loss"
+    is_ranked = _is_ranked(runs, metric)
 
-    def order(run: RunFiles) -> tuple[bool, bool, float]:
-        best = run.best(metric)
-        return best is None, status_kind(_status(run)) == "bad", 0.0 if best is None else best[1]
+    def order(run: RunFiles) -> tuple[bool, bool, bool, float]:
+        score = _score(run, metric)
+        value = score[1] if is_ranked and score is not None else 0.0
+        return metric not in run.series, _is_bad(run), score is None, value
 
     runs.sort(key=order)
     names = names_of(runs)
-    scored = [(run, name) for run, name in zip(runs, names, strict=True) if run.best(metric) is not None][:MOST_RUNS]
+    scored = [(run, name) for run, name in zip(runs, names, strict=True) if metric in run.series][:MOST_RUNS]
     best, best_names = [run for run, _ in scored], [name for _, name in scored]
     if len(scored) < len(runs):
         pictures = f"The curves are of the first {len(scored)} runs of the table."
@@ -58,8 +63,8 @@ def write_many(run_dirs: Sequence[Path], path: Path) -> Path:
         pictures = ""
     sections = [
         f"<header><h1>{len(runs)} runs</h1></header>",
-        _words(runs, names, metric),
-        _table(runs, names, metric),
+        _words(runs, names, metric, is_ranked=is_ranked),
+        _table(runs, names, metric, is_ranked=is_ranked),
         f'<p class="soft">{pictures}</p>{listed(best, best_names)}{curves_of(best, best_names)}' if scored else "",
     ]
     write_text_atomic(path, page(f"{len(runs)} runs", sections))
@@ -76,23 +81,58 @@ def _status(run: RunFiles) -> str:
     return "broken" if not trial else "not started" if code is None else f"failed (exit code {code})"
 
 
-def _words(runs: Sequence[RunFiles], names: Sequence[str], metric: str) -> str:
-    items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in _sentences(runs, names, metric))
+def _read(run_dir: Path) -> RunFiles:
+    """The files of a run; one whose metrics cannot be read is broken, and the others have their page all the same."""
+    try:
+        return read_files(run_dir)
+    except ConfigError:
+        return RunFiles(run_dir, run_dir.resolve().name, {}, {}, {})
+
+
+def _is_bad(run: RunFiles) -> bool:
+    return status_kind(_status(run)) == "bad"
+
+
+def _is_ranked(runs: Sequence[RunFiles], metric: str) -> bool:
+    """Whether the losses of the runs that may be the best can be compared."""
+    scored = [run for run in runs if metric in run.series and not _is_bad(run)]
+    return len(scored) < 2 or (can_rank(scored) if metric == "eval_loss" else can_rank_training(scored))
+
+
+def _score(run: RunFiles, metric: str) -> tuple[int, float] | None:
+    """What runs are ranked by: the lowest held-out loss, or the end of the training loss; with its step."""
+    if metric == "eval_loss":
+        return run.best()
+    end = run.end(metric)
+    return None if end is None else (int(run.series[metric][0][-1]), end)
+
+
+def _words(runs: Sequence[RunFiles], names: Sequence[str], metric: str, *, is_ranked: bool) -> str:
+    sentences = _sentences(runs, names, metric, is_ranked=is_ranked)
+    items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in sentences)
     return f'<ul class="words">{items}</ul>' if items else ""
 
 
-def _sentences(runs: Sequence[RunFiles], names: Sequence[str], metric: str) -> Iterator[tuple[str, str]]:
-    best = runs[0].best(metric) if runs else None
-    if best is not None and status_kind(_status(runs[0])) != "bad":
+def _sentences(
+    runs: Sequence[RunFiles], names: Sequence[str], metric: str, *, is_ranked: bool
+) -> Iterator[tuple[str, str]]:
+    best = _score(runs[0], metric) if runs else None
+    if is_ranked and best is not None and not _is_bad(runs[0]):
         yield "good", f"{names[0]} has the lowest {_label(metric)}: {rounded(best[1])}, at step {best[0]:,}."
-    scored = [run for run in runs if metric in run.series]
-    if metric == "eval_loss" and scored and not can_rank(scored):
+    if metric == "loss" and best is not None:
+        yield "", "No run evaluated held-out rows; training losses are means over the last tenth of the logged rows."
+    if not is_ranked and metric == "eval_loss":
         yield (
             "",
-            "Held-out losses are of different rows or tasks, or it is not recorded of which: the order says little.",
+            "Held-out losses are of different rows, tasks or settings of the loss, or it is not recorded of which: the "
+            "runs are not ranked.",
         )
-    elif metric == "loss" and len({run.task for run in scored}) > 1:
-        yield "", "Training losses are of different tasks, or it is not recorded of which: the order says little."
+    elif not is_ranked:
+        yield (
+            "",
+            "Training losses are of different tasks, settings of the loss or data, or it is not recorded of which: the "
+            "runs are not ranked.",
+        )
     counts: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         if (status := _status(run)) not in ("done", "early stopped"):
@@ -103,43 +143,37 @@ def _sentences(runs: Sequence[RunFiles], names: Sequence[str], metric: str) -> I
 
 
 def _label(metric: str) -> str:
-    return "held-out loss" if metric == "eval_loss" else "training loss"
+    return "held-out loss" if metric == "eval_loss" else "training loss at its end"
 
 
-def _table(runs: Sequence[RunFiles], names: Sequence[str], metric: str) -> str:
+def _table(runs: Sequence[RunFiles], names: Sequence[str], metric: str, *, is_ranked: bool) -> str:
     """Make the table: status, the settings that differ, the last and the best figures; one row per run."""
     settings = [_settings(run) for run in runs]
     keys = _differing([found for run, found in zip(runs, settings, strict=True) if run.info])
     shown = keys[:_MOST_SETTINGS]
     with_accuracy = any("eval_accuracy" in run.series for run in runs)
-    header = ["run", "status", f"best {_label(metric)}", "at step"]
+    header = ["run", "status", "best held-out loss" if metric == "eval_loss" else "training loss at the end", "at step"]
     header += ["held-out loss"] if metric == "eval_loss" else []
     header += ["held-out accuracy"] if with_accuracy else []
-    header += ["training loss", "steps", "wall time"]
+    header += ["training loss" if metric == "eval_loss" else "last training loss", "steps", "wall time"]
     numbers = range(2, len(header) - 1)
     header += shown
     rows = []
     for run, name, found in zip(runs, names, settings, strict=True):
-        best, status = run.best(metric), _status(run)
+        best, status = _score(run, metric), _status(run)
         row: list[object] = [
             name,
             Markup(f'<span class="status {status_kind(status)}">{text(status)}</span>'),
             "-" if best is None else rounded(best[1]),
             "-" if best is None else f"{best[0]:,}",
         ]
-        row += [_last(run, "eval_loss")] if metric == "eval_loss" else []
-        row += [_last(run, "eval_accuracy")] if with_accuracy else []
-        row += [_last(run, "loss"), "-" if run.last_step is None else f"{run.last_step:,}", wall_time(run) or "-"]
+        row += [run.shown("eval_loss") or "-"] if metric == "eval_loss" else []
+        row += [run.shown("eval_accuracy") or "-"] if with_accuracy else []
+        row += [run.shown("loss") or "-", "-" if run.last_step is None else f"{run.last_step:,}", wall_time(run) or "-"]
         rows.append([*row, *(shown_value(found.get(key)) for key in shown)])
     left_out = f'<p class="soft">Not shown: {text(", ".join(keys[_MOST_SETTINGS:]))}, which differ too.</p>'
-    table = grid(header, rows, numbers=numbers)
-    return section(f"Sorted by {_label(metric)}", table + (left_out if len(keys) > _MOST_SETTINGS else ""))
-
-
-def _last(run: RunFiles, metric: str) -> str:
-    if metric in run.final and run.final[metric] is None:
-        return "not finite"
-    return rounded(run.last(metric)) or "-"
+    table = grid(header, rows, numbers=numbers) + (left_out if len(keys) > _MOST_SETTINGS else "")
+    return section(f"Sorted by {_label(metric)}" if is_ranked else "Results", table)
 
 
 def _settings(run: RunFiles) -> Mapping[str, Any]:
