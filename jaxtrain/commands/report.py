@@ -1,6 +1,8 @@
 """`jaxtrain report`: draws the page of a run again, or one page about several. It starts no jax."""
 
-from collections.abc import Sequence
+import contextlib
+import errno
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain.commands.output import print_text
@@ -23,7 +25,8 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
         The exit code 0.
 
     Raises:
-        ConfigError: not the directory of a run, the same run twice, or no such folder for the page.
+        ConfigError: not the directory of a run, the same run twice, metrics that cannot be read, or a page that cannot
+            be written.
     """
     from jaxtrain.metrics.report.compare import MOST_RUNS, write_comparison
     from jaxtrain.metrics.report.many import runs_below, write_many
@@ -32,7 +35,10 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
     folders = [local_path(run_dir, what="run directory") for run_dir in run_dirs]
     below = runs_below(folders[0]) if len(folders) == 1 and not (folders[0] / "run.json").exists() else []
     if below:
-        print_text(f"report: {write_many(below, _page_path(output) or folders[0] / 'report.html')}")
+        path = _page_path(output) or folders[0] / "report.html"
+        with _said_of_a_page(path):
+            write_many(below, path)
+        print_text(f"report: {path}")
         return 0
     for folder in folders:
         mend_run(folder)
@@ -42,14 +48,26 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
         if folder.resolve() in seen:
             raise ConfigError(f"{folder} is given twice; give each run once, as in jaxtrain report runs/a runs/b")
         seen[folder.resolve()] = folder
-    path = _page_path(output)
-    if len(folders) == 1:
-        path = write_report(folders[0], path=path)
-    else:
-        write = write_comparison if len(folders) <= MOST_RUNS else write_many
-        path = write(folders, path or Path("compare.html"))
+    path = _page_path(output) or (folders[0] / "report.html" if len(folders) == 1 else Path("compare.html"))
+    with _said_of_a_page(path):
+        if len(folders) == 1:
+            write_report(folders[0], path=path)
+        else:
+            write = write_comparison if len(folders) <= MOST_RUNS else write_many
+            write(folders, path)
     print_text(f"report: {path}")
     return 0
+
+
+@contextlib.contextmanager
+def _said_of_a_page(path: Path) -> Iterator[None]:
+    """Say where a page cannot be written; that a disk is full is said as everywhere."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --output FILE") from None
 
 
 def _page_path(output: str | None) -> Path | None:

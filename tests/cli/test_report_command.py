@@ -1,6 +1,8 @@
 """`jaxtrain report`: one page again or several runs compared, and every mistake as one line."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -66,4 +68,36 @@ def test_mistakes_are_one_line(cli, tmp_path, words, said):
     answer = cli("report", *(word.format(here=tmp_path) for word in words))
     assert answer.code == 2
     assert said.format(here=tmp_path) in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_metrics_that_cannot_be_read_are_named(cli, tmp_path):
+    run_dir = _run(tmp_path, "a")
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").mkdir()
+    answer = cli("report", str(run_dir))
+    assert answer.code == 2
+    assert f"cannot read {run_dir}/metrics.jsonl: Is a directory" in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (errno.EACCES, 2, "cannot write {page}: Permission denied; name another file with --output FILE"),
+        (errno.EROFS, 2, "cannot write {page}: Read-only file system; name another file with --output FILE"),
+        (errno.ENOSPC, 1, "free space or use another folder"),
+    ],
+    ids=["permission", "read-only", "full"],
+)
+def test_a_page_that_cannot_be_written_is_named(cli, tmp_path, monkeypatch, number, code, said):
+    run_dir = _run(tmp_path, "a")
+
+    def refuse(path, text):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("jaxtrain.metrics.report.page.write_text_atomic", refuse)
+    answer = cli("report", str(run_dir))
+    assert answer.code == code
+    assert said.format(page=run_dir / "report.html") in answer.err
     assert len(answer.err.splitlines()) == 1
