@@ -192,6 +192,11 @@ def test_thinning_keeps_mean_extremes_and_order(count):
     assert curve.values.mean() == pytest.approx(values.mean(), abs=1e-2)
 
 
+def test_a_thinned_constant_stays_one():
+    curve = thin(np.arange(2000.0), np.full(2000, 1e-3), max_points=160)
+    assert set(curve.values) == {1e-3}
+
+
 def test_series_are_ordered_and_leave_out_what_is_no_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(_row(2, loss=None) + _row(1) + '{"step": 3, "sample": "text", "loss": 4.0}\n')
@@ -221,6 +226,7 @@ def test_no_line_crosses_a_gap_and_no_mean_reaches_over_it(tmp_path, count):
     starts = piece_starts(steps, gaps)
     assert steps[starts].tolist() == [2 * third + 1]
     even = smoothed(values, starts)
+    assert even is not None
     np.testing.assert_allclose(even, values, atol=1e-12)
     curve = thin(steps, even, starts=starts, max_points=50)
     assert [curve.low[: curve.starts[0]].min(), curve.high[curve.starts[0] :].max()] == pytest.approx([2, 1])

@@ -12,6 +12,8 @@ _LOG_RATIO = 50
 _MOST_TICKS = 6
 # Beyond these, differences of values are infinite or zero.
 _LARGEST, _SMALLEST = 1e300, 1e-300
+# A share of a value that means of equal values may differ by.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def make_scale(
         return _log_scale(low, high)
     if from_zero:
         low = min(low, 0.0)
-    if high - low < _SMALLEST:
+    if high - low < max(_SMALLEST, _ROUNDING * max(abs(low), abs(high))):
         room = 0.5 if is_whole else 0.1 * abs(high) or 1.0
         low, high = (0.0 if low == 0.0 else low - room), high + room
     spacing = _spacing(low, high, is_whole=is_whole)

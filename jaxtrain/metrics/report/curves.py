@@ -127,12 +127,15 @@ def thin(
         return Curve(steps, values, values, values, False, starts.tolist())
     bins = np.union1d(np.arange(max_points) * len(values) // max_points, starts)
     sizes = np.diff(bins, append=len(values))
+    low, high = np.minimum.reduceat(values, bins), np.maximum.reduceat(values, bins)
+    # Divided first: a sum of large values may be infinite where their mean is not.
+    means = np.add.reduceat(values / np.repeat(sizes, sizes), bins)
     return Curve(
         steps=np.add.reduceat(steps, bins) / sizes,
-        # Divided first: a sum of large values may be infinite where their mean is not.
-        values=np.add.reduceat(values / np.repeat(sizes, sizes), bins),
-        low=np.minimum.reduceat(values, bins),
-        high=np.maximum.reduceat(values, bins),
+        # Rounding must not move the mean of equal values.
+        values=np.clip(means, low, high),
+        low=low,
+        high=high,
         is_thinned=True,
         starts=np.searchsorted(bins, starts).tolist(),
     )
