@@ -8,20 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxtrain.config import Loaded
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import ConfigError, StorageError
-from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import finished_info, read_run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
-from jaxtrain.models.tasks import is_shipped
+from jaxtrain.run.described import described
 from jaxtrain.run.in_place import InPlace
 from jaxtrain.run.kept_tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
 from jaxtrain.run.mended import kept_info
@@ -32,7 +29,6 @@ from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import put_aside, strict_json, write_text_atomic
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run
 
 
@@ -300,7 +296,7 @@ def open_record(
         nothing = MultiWriter(())
         return RunRecord(run_dir, writers=nothing, info=None, was_done=False, spent=spent, draws_report=draws)
     check_trackers(config.logging)
-    info = _info(loaded, run, metadata)
+    info = described(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
     # Before the rows of lost steps are dropped, which changes when the file was last written.
     earlier = seconds_before(run_dir, before, start=start, began_at=spent.began_at)
@@ -347,55 +343,3 @@ def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
     found = before.get("resumed_after")
     earlier = [step for step in found if isinstance(step, int) and step < start] if isinstance(found, list) else []
     return [*earlier, start] if start else []
-
-
-def _info(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    data = run.data
-    inputs = run.batches.spec().get("inputs")
-    info = run_info(
-        run.config,
-        name=loaded.name,
-        mesh_shape=dict(run.step.mesh.shape),
-        model={
-            "name": run.step.model.name,
-            "num_parameters": run.num_parameters,
-            # Of a task over classes or tokens; a model from Python has no config that says it.
-            "num_outputs": run.step.feed.num_classes(run.batches.spec()),
-        },
-        data={
-            "description": list(data.description),
-            "fingerprint": data.fingerprint,
-            "num_validation_rows": None if data.validation is None else len(data.validation),
-            "reading": data.reading,
-            # What the model is built from, so that it can be opened where the data is not.
-            "input_shape": list(data.input_shape),
-            "input_dtype": str(inputs.dtype) if isinstance(inputs, jax.ShapeDtypeStruct) else None,
-            "vocab_size": data.vocab_size,
-            "num_outputs": data.num_outputs,
-        },
-    )
-    info["task"] = run.step.task.name
-    info["task_is_shipped"] = is_shipped(run.step.task)
-    info["parameters"] = _parameters(run)
-    for key in ("from_python", "called", "digests"):
-        info[key] = metadata[key]
-    info["base"] = metadata.get("base")
-    if RECORD in metadata:
-        info[RECORD] = metadata[RECORD]
-    info["choices"] = list(run.step.choices)
-    info["compiler_options"] = dict(run.step.compiled_with)
-    return info
-
-
-def _parameters(run: Run) -> dict[str, str]:
-    """Parameter path -> `float32[160,448] fsdp,-`: dtype, shape, mesh axes of each dimension; `frozen` at the end."""
-    trainable = run.step.program.settings.trainable
-    sizes, found = run.step.mesh.shape, {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run.step.sharded_model.abstract_params):
-        name = path_name(path)
-        axes = ["+".join(axis for axis in entry_axes(entry) if sizes[axis] > 1) or "-" for entry in leaf.sharding.spec]
-        sharding = ",".join(axes) if any(axis != "-" for axis in axes) else ""
-        parts = [f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]", sharding]
-        parts.append("" if trainable is None or trainable(name) else "frozen")
-        found[name] = " ".join(part for part in parts if part)
-    return found

@@ -301,3 +301,10 @@ def test_axes_hold_their_values_and_have_few_ticks(low, high, options):
     assert len({label for _, label in scale.ticks}) == len(scale.ticks)
     assert not any("+" in label for _, label in scale.ticks)  # too wide for the room that a letter has
     assert max(len(label) for _, label in scale.ticks) < 10
+
+
+def test_a_regression_is_held_against_the_mean_of_its_targets(tmp_path):
+    reading = {"target_deviation": [1.0, 3.0]}
+    run = {"status": "done", "task": "regression", "data": {"reading": reading}}
+    assert "Training loss is 2; the mean of the targets gives 5." in _text(tmp_path, run, [(1, 2.0)])
+    assert "Training loss (6) is no better than the mean of the targets (5)" in _text(tmp_path, run, [(1, 6.0)])

@@ -14,6 +14,9 @@ from jaxtrain.metrics.report.curves import Gaps, Series, piece_starts, read_seri
 from jaxtrain.metrics.report.html import mapping, number, rounded
 from jaxtrain.metrics.report.plots import Reference
 
+# The baseline of a regression.
+OF_MEAN = "the mean of the targets"
+
 
 @dataclass(frozen=True)
 class RunFiles:
@@ -114,7 +117,10 @@ class RunFiles:
         return float(np.sum(last / len(last)))
 
     def baseline(self) -> Reference | None:
-        """The loss of a uniform guess, for tasks that choose among classes or tokens; None for others."""
+        """The loss of who knows nothing of the inputs: a uniform guess among classes or tokens, the mean of numbers.
+
+        None for other tasks, and where the data does not say it.
+        """
         data, model = mapping(self.info.get("data")), mapping(self.config.get("model"))
         traced = number(mapping(self.info.get("model")).get("num_outputs"))
         if self.is_language:
@@ -122,6 +128,10 @@ class RunFiles:
         elif self.task == "classification":
             sizes = (data.get("num_outputs"), traced, model.get("num_classes"), model.get("num_outputs"))
             count, noun = next((size for size in map(number, sizes) if size), None), "classes"
+        elif self.task == "regression":
+            deviations = mapping(data.get("reading")).get("target_deviation")
+            squares = [value**2 for value in map(number, deviations or ()) if value is not None]
+            return Reference(OF_MEAN, sum(squares) / len(squares)) if squares else None
         else:
             return None
         if count is None or count < 2:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxtrain.metrics.format import format_bytes, format_count, format_duration
 from jaxtrain.metrics.report.curves import smoothed
-from jaxtrain.metrics.report.files import RunFiles
+from jaxtrain.metrics.report.files import OF_MEAN, RunFiles
 from jaxtrain.metrics.report.html import mapping, moment, number, parse_moment, rounded, text
 
 UNITS = (("tokens", "tokens/s"), ("examples", "examples/s"))
@@ -205,15 +205,15 @@ def _against_guess(run: RunFiles) -> Iterator[tuple[str, str]]:
     if guess is None or loss is None:
         return
     name = "Training loss" if held_out is None else "Held-out loss"
-    label = guess.name.removeprefix("uniform guess, ")
+    label = guess.name if guess.name == OF_MEAN else f"a {guess.name.replace(',', ' over', 1)}"
     if loss >= 0.98 * guess.value:
         yield (
             "bad",
-            f"{name} ({rounded(loss)}) is no better than a uniform guess over {label} ({rounded(guess.value)}): the "
+            f"{name} ({rounded(loss)}) is no better than {label} ({rounded(guess.value)}): the "
             "model has learned nothing yet.",
         )
     else:
-        yield "", f"{name} is {rounded(loss)}; a uniform guess over {label} gives {rounded(guess.value)}."
+        yield "", f"{name} is {rounded(loss)}; {label} gives {rounded(guess.value)}."
 
 
 def _lost(run: RunFiles) -> Iterator[tuple[str, str]]:
