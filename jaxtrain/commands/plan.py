@@ -16,7 +16,6 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
-from jaxtrain.plan.cost.steps import steps_for
 from jaxtrain.plan.report.show import as_json, table
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.auto import VARIED_BY_AUTO, check_auto
@@ -24,6 +23,7 @@ from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.layouts import VARIED, Found, describe_layout, largest_batch, search, why_not
 from jaxtrain.plan.search.make import analytic_plan, check_exact, how_to_check, with_compiler
 from jaxtrain.plan.search.own_step import check_can_estimate, own_functions
+from jaxtrain.plan.search.run_length import with_length
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime.remarks import print_remark
 
@@ -49,6 +49,16 @@ class Wanted:
     html: str | None = None
     config_out: str | None = None
     as_json: bool = False
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The answer to `--largest-batch` for one target: rows of a global batch, or None where not even the least fits."""
+
+    target: str
+    rows: int | None
+    checked_by: str
+    """What said whether a batch fits: `formulas` or `compiler`."""
 
 
 def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, list_hardware: bool) -> int:
@@ -106,7 +116,9 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
             check_exact(one)
     batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
     _answer(estimates, found, rejected, batches, impossible, wanted)
-    _write(estimates, found, rejected, loaded, wanted)
+    _write_page(estimates, found, rejected, wanted)
+    if wanted.config_out is not None:
+        _write_config(_to_write(estimates, batches, terms), Path(wanted.config_out), loaded)
     lines = dict.fromkeys(line for one in estimates if (line := how_to_check(one)) is not None)
     for line in lines:
         print_remark(f"jaxtrain: {line}")
@@ -146,6 +158,8 @@ def _check(config: Config, wanted: Wanted) -> None:
         check_can_estimate(config, option)
     if wanted.largest_batch and wanted.analytic and own_functions(config):
         raise ConfigError(f"--largest-batch of {own_functions(config)} needs a compiler; leave --analytic out")
+    if wanted.rows_per_epoch is not None and wanted.epochs is None:
+        raise ConfigError(f"--rows-per-epoch {wanted.rows_per_epoch} is for --epochs; add --epochs 1")
     if wanted.search:
         return
     if config.parallel.auto:
@@ -168,17 +182,12 @@ def _measured(target: Target) -> Target:
 
 
 def _terms(config: Config, wanted: Wanted) -> Terms:
-    steps = None
-    if wanted.tokens is not None or wanted.epochs is not None:
+    tokens, epochs, rows_per_epoch = wanted.tokens, wanted.epochs, wanted.rows_per_epoch
+    if tokens is not None or epochs is not None:
+        # Raises here what a search would take for the reason that each of its layouts is refused.
         workload = describe_workload(config)
-        steps = steps_for(
-            tokens=wanted.tokens,
-            epochs=wanted.epochs,
-            rows_per_epoch=wanted.rows_per_epoch,
-            tokens_per_step=workload.tokens,
-            rows_per_step=workload.rows,
-        )
-    terms = Terms(steps, wanted.usd_per_kwh)
+        with_length(config, workload, tokens=tokens, epochs=epochs, rows_per_epoch=rows_per_epoch)
+    terms = Terms(tokens, epochs, rows_per_epoch, wanted.usd_per_kwh)
     if wanted.checkpoint_minutes is not None:
         terms = dataclasses.replace(terms, checkpoint_interval_seconds=wanted.checkpoint_minutes * 60)
     if wanted.interruptions_per_day is not None:
@@ -226,7 +235,7 @@ def _peak(estimate: Estimate) -> int:
     return estimate.memory.total_bytes if estimate.exact is None else estimate.exact.peak_bytes
 
 
-def _largest_batch(estimate: Estimate, wanted: Wanted) -> str:
+def _largest_batch(estimate: Estimate, wanted: Wanted) -> LargestBatch:
     def fits(config: Config) -> bool:
         tried = analyse(config, estimate.target)
         if wanted.analytic:
@@ -235,17 +244,31 @@ def _largest_batch(estimate: Estimate, wanted: Wanted) -> str:
         return compiled.fits is not False
 
     rows = largest_batch(estimate.config, fits)
-    how = "analytic" if wanted.analytic or estimate.exact is None else "by compiling"
-    if rows is None:
-        return f"{estimate.target.name}: not even the smallest batch fits ({how})"
-    return f"{estimate.target.name}: the largest global batch that fits is {rows} rows ({how})"
+    compiled = not wanted.analytic and estimate.exact is not None
+    return LargestBatch(estimate.target.name, rows, "compiler" if compiled else "formulas")
+
+
+def _batch_line(batch: LargestBatch) -> str:
+    how = "by compiling" if batch.checked_by == "compiler" else "analytic"
+    if batch.rows is None:
+        return f"{batch.target}: not even the smallest batch fits ({how})"
+    return f"{batch.target}: the largest global batch that fits is {batch.rows} rows ({how})"
+
+
+def _to_write(estimates: Sequence[Estimate], batches: Sequence[LargestBatch], terms: Terms) -> Estimate | None:
+    """The first plan that fits, with the largest batch that was found for it; None: none fits."""
+    for estimate, batch in zip(estimates, batches, strict=True) if batches else ():
+        if batch.rows is not None:
+            train = estimate.config.train.model_copy(update={"global_batch_size": batch.rows})
+            return analyse(estimate.config.model_copy(update={"train": train}), estimate.target, terms)
+    return None if batches else next((one for one in estimates if one.fits is not False), None)
 
 
 def _answer(
     estimates: Sequence[Estimate],
     found: Sequence[tuple[Target, Found]],
     rejected: Sequence[Estimate],
-    batches: Sequence[str],
+    batches: Sequence[LargestBatch],
     impossible: Sequence[str],
     wanted: Wanted,
 ) -> None:
@@ -265,7 +288,7 @@ def _answer(
                 for target, one in found
             ]
         if batches:
-            answer["largest_batch"] = list(batches)
+            answer["largest_batch"] = [dataclasses.asdict(one) for one in batches]
         if impossible:
             answer["impossible"] = list(impossible)
         print_json(answer)
@@ -276,8 +299,7 @@ def _answer(
         else:
             print_text(f"{target.name}: none of {one.tried} layouts fits; below is the one that needs the least memory")
         for place, each in enumerate(one.ranked[:10], 1):
-            shown = _ranked(each, one.vary)
-            print_text(f"  {place:>2}. {shown['step']:>10}  {shown['memory']:>10}  {shown['layout']}")
+            print_text(_ranked_line(place, each, one.vary))
         for line in why_not(one):
             print_text(f"  {line}")
         for each in rejected:
@@ -286,43 +308,57 @@ def _answer(
                 print_text(f"  too large by the compiler, {format_bytes(_peak(each))}: {layout}")
         print_text("")
     print_text(table(estimates))
-    for line in batches:
-        print_text(line)
+    for batch in batches:
+        print_text(_batch_line(batch))
 
 
-def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, str]:
-    milliseconds = 0.0 if estimate.time is None else estimate.time.seconds * 1e3
-    step = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, object]:
+    """A layout of a search in numbers, with units in their names; no time where none is known."""
     return {
         "layout": describe_layout(estimate.config, vary),
-        "step": "no time" if estimate.time is None else step,
-        "memory": format_bytes(estimate.memory.total_bytes),
+        "step_seconds": None if estimate.time is None else estimate.time.seconds,
+        "memory_bytes": estimate.memory.total_bytes,
     }
 
 
-def _write(
-    estimates: Sequence[Estimate],
-    found: Sequence[tuple[Target, Found]],
-    rejected: Sequence[Estimate],
-    loaded: Loaded,
-    wanted: Wanted,
-) -> None:
-    if wanted.html is not None:
-        from jaxtrain.plan.report.page import write_page
+def _ranked_line(place: int, estimate: Estimate, vary: Sequence[str]) -> str:
+    step = "no time"
+    if estimate.time is not None:
+        milliseconds = estimate.time.seconds * 1e3
+        step = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+    memory = format_bytes(estimate.memory.total_bytes)
+    return f"  {place:>2}. {step:>10}  {memory:>10}  {describe_layout(estimate.config, vary)}"
 
-        try:
-            write_page(estimates, Path(wanted.html), searches=found, rejected=rejected)
-        except OSError as error:
-            raise ConfigError(f"--html {wanted.html}: {error.strerror}; give a file in a folder that exists") from None
-        print_remark(f"wrote {wanted.html}")
-    if wanted.config_out is not None:
-        best = next((one for one in estimates if one.fits is not False), None)
-        if best is None:
-            raise ConfigError(f"--config {wanted.config_out}: no plan fits, so there is no config to write")
-        header = f"# {loaded.name}, planned for {best.target.name}: {describe_layout(best.config)}\n"
-        path = Path(wanted.config_out)
-        try:
-            path.write_text(header + to_yaml(best.config.model_dump(mode="json")), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--config {path}: {error.strerror}; give a file in a folder that exists") from None
-        print_remark(f"wrote {path}: jaxtrain train {path}")
+
+def _write_page(
+    estimates: Sequence[Estimate], found: Sequence[tuple[Target, Found]], rejected: Sequence[Estimate], wanted: Wanted
+) -> None:
+    """Write the page of `--html`, where one is asked for."""
+    if wanted.html is None:
+        return
+    from jaxtrain.plan.report.page import write_page
+
+    try:
+        write_page(estimates, Path(wanted.html), searches=found, rejected=rejected)
+    except OSError as error:
+        raise ConfigError(f"--html {wanted.html}: {error.strerror}; give a file in a folder that exists") from None
+    print_remark(f"wrote {wanted.html}")
+
+
+def _write_config(best: Estimate | None, path: Path, loaded: Loaded) -> None:
+    """Write the config of a plan.
+
+    Raises:
+        ConfigError: there is none, or the file cannot be written.
+    """
+    if best is None:
+        raise ConfigError(f"--config {path}: no plan fits, so there is no config to write")
+    if best.config.optimizer.schedule != loaded.config.optimizer.schedule:
+        steps = best.config.train.steps
+        print_remark(f"train.steps={steps}: the lengths of optimizer.schedule are in proportion to it")
+    header = f"# {loaded.name}, planned for {best.target.name}: {describe_layout(best.config)}\n"
+    try:
+        path.write_text(header + to_yaml(best.config.model_dump(mode="json")), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}; give a file in a folder that exists") from None
+    print_remark(f"wrote {path}: jaxtrain train {path}")

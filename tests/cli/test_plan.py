@@ -141,6 +141,26 @@ def test_state_bytes_are_those_of_the_step(cli, name, num_devices, overrides):
     assert plan["memory"]["state_bytes"] == pytest.approx(sharded_bytes(step.abstract_state), rel=0.01)
 
 
+def test_the_written_config_has_the_steps_that_were_asked_for(cli, tmp_path):
+    path = tmp_path / "planned.yaml"
+    answer = cli(*PLAN, "h100", "--tokens", "1e6", "--config", str(path), "optimizer.schedule.warmup_steps=80")
+    assert answer.code == 0
+    assert answer.err.startswith("train.steps=977: the lengths of optimizer.schedule are in proportion to it\n")
+    written = load_config(path).config
+    assert (written.train.steps, written.optimizer.schedule.warmup_steps) == (977, 97)
+
+
+def test_the_written_config_has_the_largest_batch(cli, tmp_path):
+    path = tmp_path / "planned.yaml"
+    # Rows as they are do not fit on one device, and the least batch does.
+    words = ("plan", "gpt2_124m", "--on", "rtx4090", "--analytic", "--json", "train.accumulation_steps=1")
+    answer = cli(*words, "--largest-batch", "--tokens", "1e9", "--config", str(path))
+    (found,) = json.loads(answer.out)["largest_batch"]
+    written = load_config(path).config.train
+    assert found == {"target": "rtx4090", "rows": written.global_batch_size, "checked_by": "formulas"}
+    assert written.steps == -(-(10**9) // (1024 * written.global_batch_size))
+
+
 def test_search_ranks_and_explains(cli):
     answer = cli(*PLAN, "h100x8", "--search", "--top", "2")
     assert answer.code == 0
@@ -164,6 +184,7 @@ def test_search_as_json_tells_layouts_apart_by_what_varied(cli):
     layouts = [one["layout"] for one in found["ranking"]]
     assert len(set(layouts)) == 6
     assert any(layout.endswith("bf16_pure, adafactor") for layout in layouts)
+    assert all(one["step_seconds"] > 0 and one["memory_bytes"] > 0 for one in found["ranking"])
 
 
 def test_auto_is_planned_as_a_run_would_choose(cli):
@@ -277,6 +298,7 @@ MISTAKES = {
     "negative tokens": (f"{H100X8} --tokens -5", r"tokens is -5\.0; give a positive number"),
     "tokens and epochs": (f"{H100X8} --tokens 5 --epochs 1", r"tokens 5\.0 and epochs 1\.0; give one of the two"),
     "epochs alone": (f"{H100X8} --epochs 3", r"epochs 3 without rows_per_epoch"),
+    "rows of no epoch": (f"{H100X8} --rows-per-epoch 9", r"--rows-per-epoch 9 is for --epochs; add --epochs 1"),
     "tokens of images": ("digits_mlp --on h100 --tokens 5", r"tokens 5 without tokens_per_step"),
     "negative price": (f"{H100X8} --usd-per-kwh -1", r"usd_per_kwh is -1\.0; give zero or a positive number"),
     "no interval": (f"{H100X8} --checkpoint-minutes 0", r"checkpoint_interval_seconds is 0\.0; give a positive"),

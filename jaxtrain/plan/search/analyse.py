@@ -30,6 +30,7 @@ from jaxtrain.plan.cost.training import Cost, training_cost
 from jaxtrain.plan.memory.step import step_memory
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.own_step import analyse_own, own_functions
+from jaxtrain.plan.search.run_length import with_length
 from jaxtrain.plan.time.step import has_fp8, step_time
 from jaxtrain.plan.work.attention import AttentionWork, stack_attention
 from jaxtrain.plan.work.block import DeviceBatch
@@ -52,13 +53,17 @@ class Terms:
     """What a cost depends on besides hardware and time.
 
     Attributes:
-        steps: optimizer steps; None: those of the config.
+        tokens: to train on; None, without `epochs` too: as many steps as the config says.
+        epochs: to train for, with `rows_per_epoch`.
+        rows_per_epoch: rows of the data.
         usd_per_kwh: of electricity.
         interruptions_per_node_hour: how often spot devices are taken away.
         checkpoint_interval_seconds: on spot devices; None: the one that wastes least.
     """
 
-    steps: int | None = None
+    tokens: float | None = None
+    epochs: float | None = None
+    rows_per_epoch: int | None = None
     usd_per_kwh: float = 0.12
     interruptions_per_node_hour: float = INTERRUPTIONS_PER_NODE_HOUR
     checkpoint_interval_seconds: float | None = None
@@ -85,10 +90,11 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
 
     Returns:
         An estimate; its time and cost are None where no peak is known for the number format, and for functions of the
-        user's own.
+        user's own. Its config has the steps that the terms ask for.
 
     Raises:
-        ConfigError: a layout that the model or the batch cannot take, or a size that only the data gives.
+        ConfigError: a layout that the model or the batch cannot take, a size that only the data gives, or terms that
+            the data cannot meet.
     """
     if config.precision.policy == "fp8" and config.model.kind == "resnet":
         raise ConfigError(
@@ -101,7 +107,10 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
         config = _on_one_memory(config)
     if own_functions(config):
         return analyse_own(config, target)
-    workload = describe_workload(config, sizes)
+    workload, terms = describe_workload(config, sizes), terms or Terms()
+    config = with_length(
+        config, workload, tokens=terms.tokens, epochs=terms.epochs, rows_per_epoch=terms.rows_per_epoch
+    )
     tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
@@ -117,7 +126,7 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     time = step_time(config, workload, target, placed, state, batch, schedule, memory.host_parts)
     alone: dict[str, int] = {axis: 1 for axis in AXES}
     saved = state_bytes(config, tensors, shard_parameters(config, tensors, alone), alone).total
-    cost = None if time is None else run_cost(config, target, saved, time.seconds, terms or Terms())
+    cost = None if time is None else run_cost(config, target, saved, time.seconds, terms)
     return Estimate(
         config=config,
         target=target,
@@ -204,7 +213,7 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
     hardware = target.hardware
     return training_cost(
         step_seconds=step_seconds,
-        steps=terms.steps or config.train.steps,
+        steps=config.train.steps,
         num_devices=target.num_devices,
         num_nodes=target.num_hosts,
         watts=hardware.board_watts,
