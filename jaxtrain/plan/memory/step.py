@@ -6,13 +6,14 @@ layouts in `tests/plan/compiled.json`, which the model meets within 15 % (one it
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.pieces import num_pieces
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.metrics.flops import lowest_trained_block
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory, Work
@@ -52,14 +53,16 @@ def step_memory(
     """
     structure = model_structure(config.model, workload)
     stored = finetuned(config, model_tensors(config.model, workload))
+    # Below it nothing is kept for a backward pass.
+    lowest = lowest_trained_block(config.model, stored.trained)
     match config.model:
         case _ if structure is not None:
-            work = transformer_work(structure, config, batch, schedule, target.hardware.kind)
+            work = transformer_work(structure, config, batch, schedule, target.hardware.kind, lowest)
             work = replace(work, kept=work.kept + kept_bytes(stored, structure, config, batch))
         case ResNetConfig():
-            work = _resnet(config.model, config, workload, batch)
+            work = _resnet(config.model, config, workload, batch, target.hardware.kind, lowest)
         case MLPConfig():
-            work = _mlp(config.model, config, workload, batch)
+            work = _mlp(config.model, config, workload, batch, lowest)
     # The layers of a stack add their gradients to the sum one by one where the step runs it (`layout/stack_sums.py`).
     has_stack = isinstance(config.model, TransformerConfig | ViTConfig)
     layer_by_layer = has_stack and config.finetune.lora is None and not workload.pairs
@@ -198,32 +201,68 @@ def _largest_gradient(trained: Sequence[Parameter], degrees: Mapping[str, int], 
 # Bytes for each element of a convolution's result, by the bytes of the compute dtype: outside the scanned stacks the
 # result and what the compiler does not recompute of its norm; inside, all that autodiff asks for.
 _KEPT_OUTSIDE, _KEPT_SCANNED = {2: 4.2, 4: 6.4}, {2: 10.4, 4: 13.3}
+# A block that runs forward alone works on as much as the first of these; on TPUs, which fill up its channels, on more.
+_FORWARD = {"tpu": 1.85}
 
 
-def _resnet(model: ResNetConfig, config: Config, workload: Workload, batch: DeviceBatch) -> Work:
+def _resnet(
+    model: ResNetConfig, config: Config, workload: Workload, batch: DeviceBatch, kind: str, lowest: int
+) -> Work:
     size = POLICY_DTYPES[config.precision.policy].compute_bytes
-    first, rest, residuals, largest = resnet_activations(model, workload)
-    kept = _KEPT_OUTSIDE[size] * first + size * residuals
+    sizes = resnet_activations(model, workload, lowest)
+    kept = _KEPT_OUTSIDE[size] * sizes.first + size * sizes.residuals
     if config.remat.policy == "none":
-        kept = _KEPT_OUTSIDE[size] * first + _KEPT_SCANNED[size] * rest
+        kept = _KEPT_OUTSIDE[size] * sizes.first + _KEPT_SCANNED[size] * sizes.rest
     elif "block_input" in config.remat.offload:
-        kept = _KEPT_OUTSIDE[size] * first
+        kept = _KEPT_OUTSIDE[size] * sizes.first
     # With stacks the backward pass begins at the last blocks, which are small; without, the largest weighs.
-    moved = size * residuals if "block_input" in config.remat.offload else 0.0
-    return Work(batch.rows * kept, 0.0 if rest else batch.rows * largest * _KEPT_OUTSIDE[size], 0.0, batch.rows * moved)
+    moved = size * sizes.residuals if "block_input" in config.remat.offload else 0.0
+    block = 0.0 if sizes.rest else sizes.largest * _KEPT_OUTSIDE[size]
+    # What runs forward alone is done before anything is kept.
+    block = max(block, sizes.forward * _FORWARD.get(kind, 1.0) * _KEPT_OUTSIDE[size] - kept)
+    return Work(batch.rows * kept, batch.rows * block, 0.0, batch.rows * moved)
 
 
-def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, int, int, int]:
-    """Elements an image: of convolutions outside the scanned stacks, inside, their block inputs, the largest block."""
+@dataclass(frozen=True)
+class ResNetSizes:
+    """Elements of an image: of results of convolutions that a backward pass needs, and of the largest blocks.
+
+    Attributes:
+        first: of the convolutions outside the scanned stacks.
+        rest: of those inside.
+        residuals: of the inputs of the blocks inside.
+        largest: of the largest block.
+        forward: of the largest block that runs forward alone; 0: there is none.
+    """
+
+    first: int
+    rest: int
+    residuals: int
+    largest: int
+    forward: int
+
+
+def resnet_activations(model: ResNetConfig, workload: Workload, lowest: int = 0) -> ResNetSizes:
+    """The sizes of a ResNet.
+
+    Args:
+        model: which one.
+        workload: its rows.
+        lowest: number of the first block that is trained, see `metrics/flops.py`.
+    """
     height, width, _ = workload.input_shape
     remaining = (height, width)
 
     def halve(sides: tuple[int, int]) -> tuple[int, int]:
         return math.ceil(sides[0] / 2), math.ceil(sides[1] / 2)
 
-    first = rest = residuals = largest = 0
+    first = rest = residuals = largest = forward = 0
     remaining = halve(remaining) if model.stem == "imagenet" else remaining
-    first += math.prod(remaining) * model.width
+    stem = math.prod(remaining) * model.width
+    if lowest == 0:
+        first += stem
+    else:
+        forward = stem
     remaining = halve(remaining) if model.stem == "imagenet" else remaining
     inputs = model.width
     for stage, count in enumerate(model.stage_blocks):
@@ -232,17 +271,22 @@ def resnet_activations(model: ResNetConfig, workload: Workload) -> tuple[int, in
         before, remaining = math.prod(remaining), halve(remaining) if stage else remaining
         after = math.prod(remaining)
         block = after * (2 * inner + outer if model.bottleneck else inner + outer)
-        first += block + (after * outer if inputs != outer or stage else 0)
-        first += (before - after) * inner if model.bottleneck else 0  # the stride sits on the second convolution
-        rest += (count - 1) * block
-        residuals += (count - 1) * after * outer
-        largest = max(largest, block)
+        if 1 + 2 * stage < lowest:
+            forward = max(forward, block)
+        else:
+            first += block + (after * outer if inputs != outer or stage else 0)
+            first += (before - after) * inner if model.bottleneck else 0  # the stride sits on the second convolution
+            largest = max(largest, block)
+        if 2 + 2 * stage >= lowest:
+            rest += (count - 1) * block
+            residuals += (count - 1) * after * outer
         inputs = outer
-    return first, rest, residuals, largest
+    return ResNetSizes(first, rest, residuals, largest, forward)
 
 
-def _mlp(model: MLPConfig, config: Config, workload: Workload, batch: DeviceBatch) -> Work:
+def _mlp(model: MLPConfig, config: Config, workload: Workload, batch: DeviceBatch, lowest: int) -> Work:
     size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, batch.degrees["tensor"]
-    kept = 2 * size * batch.rows * sum(model.hidden_dims) / tensor
+    # The inputs of the lowest trained layer too.
+    kept = 2 * size * batch.rows * sum(model.hidden_dims[max(0, lowest - 1) :]) / tensor
     widest = max([*model.hidden_dims, math.prod(workload.input_shape)])
     return Work(kept, 2 * size * batch.rows * widest / tensor, 0.0)

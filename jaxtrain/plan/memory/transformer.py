@@ -6,6 +6,7 @@ The constants count what XLA keeps; they were fitted to what compilers said, see
 import math
 
 from jaxtrain.config.schema import Config
+from jaxtrain.metrics.flops import structure_block
 from jaxtrain.models.shipped.shapes import mlp_shapes
 from jaxtrain.models.shipped.structure import Stack, Structure
 from jaxtrain.ops.loss.blocks import block_bytes
@@ -26,14 +27,19 @@ _SCORE_KEPT = {"gpu": 9, "tpu": 6, "cpu": 9}
 _GROUPED_SCORE_WORK = {"gpu": 3, "tpu": 0, "cpu": 0}
 # Tensors of the width of the residual stream that the backward pass of a block works on beside matmul results.
 _STREAMS = 6
+# The same of a forward pass alone, whose results of matmuls live as long as the next one.
+_FORWARD_STREAMS = 3
 # And those that remat "none" keeps of each norm and the sum beside it. The two norms of a parallel block begin alike,
 # and count as one.
 _NORM_STREAMS = 4
+# Float32 arrays of whole logits that XLA for CPUs has at once, whatever the compute dtype: those, their exponentials
+# and their gradient. Other compilers fuse them into one of the compute dtype.
+_LOGITS_OF_CPU = 3
 _NORMS = {"sandwich": 4, "parallel": 1}
 
 
 def transformer_work(
-    structure: Structure, config: Config, batch: DeviceBatch, schedule: Schedule | None, kind: str
+    structure: Structure, config: Config, batch: DeviceBatch, schedule: Schedule | None, kind: str, lowest: int = 0
 ) -> Work:
     """The activations of a step.
 
@@ -41,19 +47,32 @@ def transformer_work(
         structure: of the model.
         config: the run.
         batch: what a device works on.
-        schedule: of the pipeline.
+        schedule: of the pipeline, whose stages keep their inputs whatever is trained.
         kind: of the hardware: cpu, gpu or tpu.
+        lowest: number of the first block that is trained (`metrics/flops.py`); a stack below it runs forward alone.
     """
-    works = [_stack(stack, index, config, batch, schedule, kind) for index, stack in enumerate(structure.stacks)]
+    works, forward = [], 0.0
+    for index, stack in enumerate(structure.stacks):
+        if schedule is None and structure_block(stack.path) < lowest:
+            forward = max(forward, _forward_block(stack, index, config, batch, kind))
+        else:
+            works.append(_stack(stack, index, config, batch, schedule, kind))
     kept, moved = sum(one.kept for one in works), sum(one.moved for one in works)
-    block = max(one.block for one in works)
     last, degrees = structure.stacks[-1], batch.degrees
+    size, width = POLICY_DTYPES[config.precision.policy].compute_bytes, last.blocks.embed_dim
+    t = batch.rows * last.length / degrees["context"]
+    if not works:
+        # The output of the stacks, for the head; and for a norm before it.
+        kept = (_NORM_STREAMS if lowest <= structure_block("output_norm") else 1) * size * t * width
+    # What runs forward alone is done before anything is kept.
+    block = max([*(one.block for one in works), forward - kept])
     if structure.vocabulary is None:
         return Work(kept, block, 0.0, moved)
-    size, width = POLICY_DTYPES[config.precision.policy].compute_bytes, last.blocks.embed_dim
-    t, vocabulary = batch.rows * last.length / degrees["context"], structure.vocabulary / degrees["tensor"]
+    vocabulary = structure.vocabulary / degrees["tensor"]
     logit_blocks = logit_blocks_of(config, t, width, vocabulary)
     head = block_bytes(logit_blocks, math.ceil(t), width, math.ceil(vocabulary), itemsize=size)
+    if kind == "cpu" and logit_blocks.by == "whole":
+        head = _LOGITS_OF_CPU * _FP32 * t * vocabulary
     return Work(kept, block, head, moved)
 
 
@@ -63,6 +82,28 @@ def whole_logits(structure: Structure, config: Config, batch: DeviceBatch) -> bo
     tokens = batch.rows * last.length / degrees["context"]
     vocabulary = (structure.vocabulary or 0) / degrees["tensor"]
     return vocabulary == 0 or logit_blocks_of(config, tokens, last.blocks.embed_dim, vocabulary).by == "whole"
+
+
+def _forward_block(stack: Stack, index: int, config: Config, batch: DeviceBatch, kind: str) -> float:
+    """Bytes that a block of a stack works on at once in its forward pass alone; arguments as `_stack` takes."""
+    model, degrees = stack.blocks, batch.degrees
+    size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, degrees["tensor"]
+    t, k = batch.rows * stack.length / degrees["context"], model.head_width
+    stream = size * t * model.embed_dim / (tensor if config.parallel.sequence_parallel else 1)
+    scores = batch.rows * batch.attention_of(index).pairs_at_once * model.num_heads / tensor
+    if stack.memory_length is not None:
+        crossed = batch.rows * batch.attention_of(index + 1).pairs_at_once * model.num_heads / tensor
+        scores = max(scores, crossed)
+    rows = 1.0 if batch.experts is None else batch.experts.rows
+    matrices = len(mlp_shapes(model))
+    columns, score_bytes, streams = 2 * model.num_heads + 2 * model.kv_heads, _FP32 + size, _FORWARD_STREAMS
+    if kind == "tpu":  # whose compiler fuses what stands between two matmuls into one of them
+        columns, score_bytes, streams, matrices = 2 * model.num_heads, size, 1, 1
+    attention = size * t * columns * k / tensor + score_bytes * scores
+    mlp = size * t * rows * matrices * model.mlp_width / tensor
+    # Rows on their way to experts and back.
+    mlp += 0.0 if batch.experts is None else 2 * size * t * rows * model.embed_dim
+    return streams * stream + max(attention, mlp)
 
 
 def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedule: Schedule | None, kind: str) -> Work:

@@ -1,4 +1,4 @@
-"""A config of another number of steps: those that train on the tokens or epochs that a plan is asked for. No jax here."""
+"""A config of other steps: those that train on the tokens or epochs that a plan is asked for. No jax here."""
 
 import math
 from fractions import Fraction
