@@ -53,6 +53,38 @@ def check_model_axes(
         )
 
 
+def check_task_stages(degrees: Mapping[str, int], *, task: str, calls_model: bool, rows: str = "separate") -> None:
+    """Raise where a task cannot be computed by the stages of a pipeline.
+
+    Args:
+        degrees: of the mesh.
+        task: its name, for the message.
+        calls_model: whether its loss calls the model itself.
+        rows: what the loss of a row depends on, as in `Task`.
+
+    Raises:
+        ConfigError: its loss calls the model itself, or depends on rows of other microbatches or shards.
+    """
+    stages, shards = degrees["pipe"], degrees["data"]
+    if stages == 1:
+        return
+    if calls_model:
+        raise ConfigError(
+            f"parallel.pipe={stages}, but the loss of task {task!r} calls the model itself, which a pipeline's "
+            "stages run once per microbatch; use parallel.pipe=1, with fsdp in its place"
+        )
+    if rows == "global":
+        raise ConfigError(
+            f"parallel.pipe={stages}, but task {task!r} has rows='global', and the last stage sees one microbatch "
+            "at a time; use parallel.pipe=1, with fsdp in its place"
+        )
+    if rows == "microbatch" and shards > 1:
+        raise ConfigError(
+            f"parallel.pipe={stages} and parallel.data={shards}, but task {task!r} has rows='microbatch', and a "
+            f"stage sees the rows of one shard of data; use parallel.data=1, with parallel.fsdp={shards} in its place"
+        )
+
+
 def check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
     """Raise where layers do not divide over the stages and their chunks.
 

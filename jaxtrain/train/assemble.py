@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.call import Call
+from jaxtrain.config.fit import check_sizes
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
-from jaxtrain.config.published import published_from
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
@@ -126,7 +126,6 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     """
     check_kinds(config, own_task=own_task, unit=data.unit)
     own_task = own_task or isinstance(config.task, Call)
-    tokens = data.unit == "tokens"
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:
         raise ConfigError(
@@ -138,28 +137,13 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
         raise ConfigError(f"task=classification, but the targets of the data are numbers; set task=regression{named}")
     if config.task == "regression" and integers:
         raise ConfigError("task=regression, but the targets of the data are classes; set task=classification")
-    vocabulary = getattr(config.model, "vocab_size", None)
-    if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
-        published = published_from(config.model)
-        write = f"set model.vocab_size={data.vocab_size} or more, or leave it out"
-        if published is not None:
-            write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
-        raise ConfigError(
-            f"model.vocab_size={vocabulary} is below the {data.vocab_size} token ids of the data; {write}"
-        )
-    head = getattr(config.model, "head", None)
-    classes = getattr(config.model, "num_classes", None) or getattr(config.model, "num_outputs", None)
-    classes = classes or getattr(head, "num_labels", None)
-    if classes is not None and data.num_outputs is not None and data.num_outputs > classes:
-        raise ConfigError(f"the model has {classes} outputs but the data {data.num_outputs} classes or columns")
-    longest, length = getattr(config.model, "max_sequence_length", None), next(reversed(data.input_shape), 0)
-    if tokens and longest is not None and length > longest:
-        raise ConfigError(f"data.sequence_length={length} exceeds model.max_sequence_length={longest}; lower it")
-    if data.decoder_length is not None and longest is not None and data.decoder_length > longest:
-        raise ConfigError(
-            f"targets of {data.decoder_length} tokens exceed model.max_sequence_length={longest}; lower "
-            "data.target_length, or the part that data.corruption hides"
-        )
+    check_sizes(
+        config,
+        vocab_size=data.vocab_size,
+        num_outputs=data.num_outputs,
+        sequence_length=next(reversed(data.input_shape), 0) if data.unit == "tokens" else None,
+        decoder_length=data.decoder_length,
+    )
 
 
 def build_step(

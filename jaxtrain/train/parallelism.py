@@ -15,7 +15,13 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
 from jaxtrain.models.task import Task
 from jaxtrain.ops.attention.context_rules import CONTEXT_WAYS
-from jaxtrain.parallel.division import check_model_axes, microbatches_by_name, pipeline_schedule, sequence_axes
+from jaxtrain.parallel.division import (
+    check_model_axes,
+    check_task_stages,
+    microbatches_by_name,
+    pipeline_schedule,
+    sequence_axes,
+)
 from jaxtrain.parallel.schedules import SCHEDULES
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, get_policy
@@ -127,24 +133,7 @@ def check_stages(task: Task, mesh: Mesh) -> None:
     Raises:
         ConfigError: its loss calls the model itself, or depends on rows of other microbatches or shards.
     """
-    stages, shards = mesh.shape["pipe"], mesh.shape["data"]
-    if stages == 1:
-        return
-    if task.calls_model:
-        raise ConfigError(
-            f"parallel.pipe={stages}, but the loss of task {task.name!r} calls the model itself, which a pipeline's "
-            "stages run once per microbatch; use parallel.pipe=1, with fsdp in its place"
-        )
-    if task.rows == "global":
-        raise ConfigError(
-            f"parallel.pipe={stages}, but task {task.name!r} has rows='global', and the last stage sees one microbatch "
-            "at a time; use parallel.pipe=1, with fsdp in its place"
-        )
-    if task.rows == "microbatch" and shards > 1:
-        raise ConfigError(
-            f"parallel.pipe={stages} and parallel.data={shards}, but task {task.name!r} has rows='microbatch', and a "
-            f"stage sees the rows of one shard of data; use parallel.data=1, with parallel.fsdp={shards} in its place"
-        )
+    check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
 
 
 def check_placement(mesh: object, rules: object, parallelism: object, *, of: str) -> None:

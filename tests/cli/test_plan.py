@@ -287,6 +287,22 @@ MISTAKES = {
         f"{H100X8} parallel.pipe=8 model.num_layers=8 parallel.microbatches=4 train.accumulation_steps=8",
         r"parallel\.microbatches=4 and train\.accumulation_steps=8 differ",
     ),
+    "stages of a loss that calls the model": (
+        "smollm2_dpo --on h100x2 parallel.pipe=2",
+        r"parallel\.pipe=2, but the loss of task 'dpo' calls the model itself",
+    ),
+    "rows longer than the model": (
+        "gpt2_124m --on h100 data.sequence_length=2048",
+        r"data\.sequence_length=2048 exceeds model\.max_sequence_length=1024; lower it",
+    ),
+    "more token ids than the model has": (
+        "quickstart --on h100 model.vocab_size=1000",
+        r"model\.vocab_size=1000 is below the 2048 token ids of the data",
+    ),
+    "more classes than the model has": (
+        "digits_resnet --on h100 model.num_classes=5",
+        r"the model has 5 outputs but the data 10 classes",
+    ),
     "one of several targets": ("quickstart --on h100,h100x8 train.global_batch_size=7", r"h100x8: .* does not divide"),
     "auto and a degree": (
         f"{H100X8} parallel=auto parallel.fsdp=8",

@@ -25,7 +25,10 @@ ONE = dict.fromkeys(AXES, 1)
 # 7 billion parameters, whatever shape they have: one matrix of them.
 SEVEN_BILLION = Tensors({"kernel": (7_000, 1_000_000)}, {})
 RESNET = ("data.kind=synthetic", "data.task=images", "data.image_size=224", "data.num_classes=1000")
-TOKENS = ("data.kind=synthetic", "data.task=tokens", "data.vocab_size=32000", "data.sequence_length=1024")
+TOKENS = (
+    *("data.kind=synthetic", "data.task=tokens", "data.vocab_size=32000", "data.sequence_length=1024"),
+    "model.max_sequence_length=1024",
+)
 GPT3_13B = ("model.size=gpt3_13b", *TOKENS[:2], "data.sequence_length=512", "train.global_batch_size=1")
 
 

@@ -120,6 +120,12 @@ def test_varies_what_is_asked_for_and_nothing_else():
         search(config, H100X8, vary=("mesh", "colour"))
 
 
+def test_a_search_refuses_the_stages_that_a_task_cannot_have():
+    found = search(config_of("smollm2_dpo", "parallel.data=auto"), target_of(find("h100"), 2), vary=("mesh",))
+    assert {one.degrees["pipe"] for one in found.ranked} == {1}
+    assert any("the loss of task 'dpo' calls the model itself" in one.reason for one in found.refused)
+
+
 @pytest.mark.long
 def test_a_layout_is_refused_by_the_planner_where_the_trainer_refuses_it():
     """Every mesh and schedule on 4 devices: the step can be built just where the plan says so, with its bytes."""
@@ -213,7 +219,8 @@ DO_NOT_FIT = {
     ),
     # A microbatch keeps its rows on each device: 8 rows in 8 microbatches of one are 2 of 4.
     "more devices": (
-        *("llama3_8b", "h100", ["parallel.fsdp=1", "train.global_batch_size=8", "model.size=llama2_13b"]),
+        *("llama3_8b", "h100"),
+        ["parallel.fsdp=1", "train.global_batch_size=8", "model.size=llama2_13b", "model.max_sequence_length=8192"],
         "h100x4 with parallel.fsdp=4 and train.accumulation_steps=2: ",
     ),
     "more devices and remat": (

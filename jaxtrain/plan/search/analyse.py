@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.kinds import task_name
+from jaxtrain.config.kinds import PREFERENCES, task_name
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.remat import BLOCK_INPUT, check_remat
 from jaxtrain.config.schema import Config
@@ -18,6 +18,7 @@ from jaxtrain.parallel.division import (
     check_model_axes,
     check_rows,
     check_sequence,
+    check_task_stages,
     microbatches_by_name,
     pipeline_schedule,
     sequence_axes,
@@ -154,7 +155,7 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
     """The pipeline's table, by the rules of the step.
 
     Raises:
-        ConfigError: an axis that the model cannot use, or layers that do not divide.
+        ConfigError: an axis that the model or the task cannot use, or layers that do not divide.
     """
     model = config.model
     check_model_axes(
@@ -165,6 +166,8 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
         has_sequence=isinstance(model, TransformerConfig | EncoderDecoderConfig),
         has_experts=isinstance(model, TransformerConfig) and model.experts is not None,
     )
+    # The losses that compare two answers call the model for each.
+    check_task_stages(degrees, task=task_name(config), calls_model=config.task in PREFERENCES)
     num_layers = model.num_layers if isinstance(model, TransformerConfig | ViTConfig) else None
     return pipeline_schedule(config.parallel, degrees["pipe"], num_layers, config.train.accumulation_steps)
 

@@ -25,6 +25,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.fit import check_sizes
 from jaxtrain.config.kinds import PREFERENCES, check_kinds, gives_tokens
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
@@ -216,8 +217,15 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         return Workload(
             unit, input_shape, vocab_size, num_outputs, rows, None, sizes.notes, sizes.decoder_length, sizes.numbers
         )
-    num_outputs = _outputs(model, num_outputs, source)
     takes_tokens = isinstance(model, TransformerConfig | EncoderDecoderConfig)
+    check_sizes(
+        config,
+        vocab_size=vocab_size,
+        num_outputs=num_outputs,
+        sequence_length=input_shape[-1] if takes_tokens else None,
+        decoder_length=sizes.decoder_length,
+    )
+    num_outputs = _outputs(model, num_outputs, source)
     if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         vocab_size = model.vocab_size or vocab_size
         if vocab_size is None:
