@@ -295,7 +295,8 @@ def _answer(
         return
     for target, one in found:
         if one.ranked:
-            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the fastest:")
+            order = "the fastest:" if one.ranked[0].time is not None else "no time is known, so the smallest first:"
+            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; {order}")
         else:
             print_text(f"{target.name}: none of {one.tried} layouts fits; below is the one that needs the least memory")
         for place, each in enumerate(one.ranked[:10], 1):

@@ -53,6 +53,19 @@ def check_model_axes(
         )
 
 
+def check_zero(degrees: Mapping[str, int], zero: int) -> None:
+    """Raise where ZeRO 3, which is the axis `fsdp`, has no such axis beside several devices on `data`.
+
+    Raises:
+        ConfigError: names the degree that works.
+    """
+    if zero == 3 and degrees["fsdp"] == 1 and degrees["data"] > 1:
+        raise ConfigError(
+            f"parallel.zero=3 spreads parameters over fsdp, but the mesh has data={degrees['data']} and fsdp=1; "
+            f"use fsdp={degrees['data']}"
+        )
+
+
 def check_task_stages(degrees: Mapping[str, int], *, task: str, calls_model: bool, rows: str = "separate") -> None:
     """Raise where a task cannot be computed by the stages of a pipeline.
 

@@ -18,6 +18,7 @@ from jaxtrain.ops.attention.context_rules import CONTEXT_WAYS
 from jaxtrain.parallel.division import (
     check_model_axes,
     check_task_stages,
+    check_zero,
     microbatches_by_name,
     pipeline_schedule,
     sequence_axes,
@@ -94,11 +95,7 @@ def make_layout(
     Raises:
         ConfigError: an axis or option that this model or task cannot use.
     """
-    if parallelism.zero == 3 and mesh.shape["fsdp"] == 1 and mesh.shape["data"] > 1:
-        raise ConfigError(
-            f"parallel.zero=3 spreads parameters over fsdp, but the mesh has data={mesh.shape['data']} and fsdp=1; "
-            f"use fsdp={mesh.shape['data']}"
-        )
+    check_zero(mesh.shape, parallelism.zero)
     check_model_axes(
         mesh.shape,
         model=model.name,

@@ -177,12 +177,21 @@ def test_search_ranks_and_explains(cli):
     assert answer.out.count("NVIDIA H100 SXM 80 GB") == 2
 
 
+def test_a_search_without_a_time_says_that_it_ranks_by_memory(cli):
+    answer = cli(
+        "plan", "gpt2_124m", "--on", "t4", "--analytic", "--search", "--vary", "microbatches", "precision.policy=bf16"
+    )
+    assert answer.code == 0
+    assert re.search(r"^t4: \d of \d+ layouts fit; no time is known, so the smallest first:$", answer.out, re.MULTILINE)
+
+
 def test_search_as_json_tells_layouts_apart_by_what_varied(cli):
     answer = cli(*PLAN, "h100x8", "--search", "--vary", "precision,optimizer", "--json")
     (found,) = json.loads(answer.out)["searches"]
-    assert (found["target"], found["tried"], found["fit"]) == ("h100x8", 6, 6)
+    # The config's own precision, fp32, beside bf16 and bf16_pure.
+    assert (found["target"], found["tried"], found["fit"]) == ("h100x8", 9, 9)
     layouts = [one["layout"] for one in found["ranking"]]
-    assert len(set(layouts)) == 6
+    assert len(set(layouts)) == 9
     assert any(layout.endswith("bf16_pure, adafactor") for layout in layouts)
     assert all(one["step_seconds"] > 0 and one["memory_bytes"] > 0 for one in found["ranking"])
 

@@ -19,6 +19,7 @@ from jaxtrain.parallel.division import (
     check_rows,
     check_sequence,
     check_task_stages,
+    check_zero,
     microbatches_by_name,
     pipeline_schedule,
     sequence_axes,
@@ -158,6 +159,7 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
         ConfigError: an axis that the model or the task cannot use, or layers that do not divide.
     """
     model = config.model
+    check_zero(degrees, config.parallel.zero)
     check_model_axes(
         degrees,
         model=model.kind,

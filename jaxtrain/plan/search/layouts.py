@@ -4,9 +4,10 @@ Every layout is a config, tried in the analytic model; what does not fit, or can
 """
 
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig,
 from jaxtrain.config.schema import Config
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.models.shipped.structure import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.catalogue.hardware import Target
@@ -35,6 +36,8 @@ _OPTIMIZERS = ("adamw", "lion", "adafactor")
 # Below this a device has too few tokens to shard its sequence, and the axis only costs.
 _LONG_SEQUENCE = 4096
 _MOST_PIPE = 32
+_MOST_MICROBATCHES = 1024
+Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,19 @@ def _seconds(estimate: Estimate) -> float:
 
 
 def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[Config]:
-    """Every config that differs from this one in what is varied."""
+    """The config itself, and every one that differs from it in what is varied."""
     model = config.model
     stages = _divisors(num_devices) if isinstance(model, TransformerConfig | ViTConfig) else [1]
     pipes = [degree for degree in stages if degree <= _MOST_PIPE]
+    try:
+        own = resolve_degrees(config_degrees(config.parallel), num_devices)
+    except ConfigError:  # of another number of devices
+        own = {axis: 1 for axis in AXES}
     meshes = list(_meshes(config, num_devices, pipes)) if "mesh" in vary else [{}]
+    if "mesh" in vary and math.prod(own.values()) == num_devices:
+        meshes = [own, *(mesh for mesh in meshes if mesh != own)]
     for mesh in meshes:
-        pipe, data = mesh.get("pipe", config.parallel.pipe), mesh.get("data", config.parallel.data)
-        for options in _options(config, vary, pipe=pipe if isinstance(pipe, int) else 1, replicas=data != 1):
+        for options in _options(config, vary, mesh or own, chosen=bool(mesh)):
             yield _replaced(config, mesh, options)
 
 
@@ -144,30 +152,62 @@ def _meshes(config: Config, num_devices: int, pipes: Sequence[int]) -> Iterator[
                         yield dict(zip(AXES, degrees, strict=True))
 
 
-def _options(config: Config, vary: Sequence[str], *, pipe: int, replicas: bool) -> Iterator[dict[str, Any]]:
-    """Options besides the mesh, as paths of the config."""
+def _options(config: Config, vary: Sequence[str], degrees: Mapping[str, int], *, chosen: bool) -> Iterator[Options]:
+    """Options besides the mesh, as paths of the config; what the config says is the first of each.
+
+    Args:
+        config: the run.
+        vary: what a search varies.
+        degrees: of the mesh.
+        chosen: whether the search chose them; they are then not those that ZeRO 3 moves to `fsdp`.
+    """
     choices: dict[str, Sequence[Any]] = {}
+    parallel, pipe = config.parallel, degrees["pipe"]
     if "zero" in vary:
-        choices["parallel.zero"] = (0, 1) if replicas else (0,)
+        zero = 0 if chosen and parallel.zero == 3 else parallel.zero
+        choices["parallel.zero"] = _with_own(zero, (0, 1, 2)) if degrees["data"] > 1 or zero == 3 else (0,)
     if "remat" in vary:
         of_blocks = isinstance(config.model, OF_BLOCKS)
-        choices["remat.policy"] = ("none", "dots", "full") if of_blocks else ("none", "full")
+        choices["remat.policy"] = _with_own(
+            config.remat.policy, ("none", "dots", "full") if of_blocks else ("none", "full")
+        )
     if "microbatches" in vary:
-        choices["microbatches"] = (pipe * 2, pipe * 4, pipe * 8) if pipe > 1 else (1, 2, 4, 8, 16)
+        choices["microbatches"] = _microbatches(config, vary, degrees)
     if "schedule" in vary and pipe > 1:
-        choices["parallel.schedule"] = ("1f1b", "interleaved_1f1b")
+        choices["parallel.schedule"] = _with_own(parallel.schedule, ("1f1b", "interleaved_1f1b"))
     if "precision" in vary:
-        choices["precision.policy"] = _PRECISIONS
+        choices["precision.policy"] = _with_own(config.precision.policy, _PRECISIONS)
     if "optimizer" in vary:
-        choices["optimizer.kind"] = _OPTIMIZERS
+        choices["optimizer.kind"] = _with_own(config.optimizer.kind, _OPTIMIZERS)
     if "base" in vary:
-        choices["finetune.base"] = _BASES
-    if "rank" in vary:
-        choices["finetune.rank"] = _RANKS
+        choices["finetune.base"] = _with_own(config.finetune.base, _BASES)
+    if "rank" in vary and config.finetune.lora is not None:
+        choices["finetune.rank"] = _with_own(config.finetune.lora.rank, _RANKS)
     if "batch" in vary:
-        choices["train.global_batch_size"] = _BATCHES
+        choices["train.global_batch_size"] = _with_own(config.train.global_batch_size, _BATCHES)
     for values in itertools.product(*choices.values()):
-        yield dict(zip(choices, values, strict=True))
+        options = dict(zip(choices, values, strict=True))
+        # Of one microbatch stage 2 shards what stage 1 does.
+        one = pipe == 1 and options.get("microbatches", config.train.accumulation_steps) == 1
+        if options.get("parallel.zero") == 2 != parallel.zero and one:
+            continue
+        yield options
+
+
+def _with_own(own: Any, others: Sequence[Any]) -> tuple[Any, ...]:
+    """What a config says, and after it the other choices."""
+    return tuple(dict.fromkeys((own, *others)))
+
+
+def _microbatches(config: Config, vary: Sequence[str], degrees: Mapping[str, int]) -> tuple[int, ...]:
+    """Numbers of microbatches: by doubling to one row on each device; of a pipeline, two, four and eight per stage."""
+    pipe, accumulation = degrees["pipe"], config.train.accumulation_steps
+    if pipe > 1:
+        own = config.parallel.microbatches or (accumulation if accumulation > 1 else 2 * pipe)
+        return _with_own(own, (2 * pipe, 4 * pipe, 8 * pipe))
+    rows = max(config.train.global_batch_size, *(_BATCHES if "batch" in vary else (1,)))
+    most = min(max(rows // batch_shards(degrees), 16), _MOST_MICROBATCHES)
+    return _with_own(accumulation, [2**power for power in range(most.bit_length())])
 
 
 def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> Config:
